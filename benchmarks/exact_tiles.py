@@ -77,7 +77,7 @@ def wrong(shape: tuple[int, int, int], tiles: tuple[HopperSchedule, ...]) -> Ite
     weight = cuda.prepare((torch.randn(n, k, device="cuda") * 0.02).bfloat16(), parts)
     for m, third in pairs(COMPARED, (False, True)):
         rows = cuda.quantize(rows_of(m, k, third), parts, activations=True)
-        if bool((rows.marks != 0).any()) != third:
+        if bool((rows.high_digit_mask != 0).any()) != third:
             yield f"{m} rows have {'no ' * third}third digits"
         right = expected(rows, weight)
         for tile in (tile for tile in tiles if serves(tile, m)):

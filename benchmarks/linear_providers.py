@@ -40,12 +40,12 @@ def _ours() -> Provider:
     return Provider("ours", partial(linear.linear, weight_is_constant=True), prepare=linear.prepare)
 
 
-def _ours_tree(leaves: int) -> Provider:
-    """K in leaves, which are added as a tree."""
+def _ours_tree(k_slices: int) -> Provider:
+    """K in slices, which are added as a tree."""
     linear = import_module("vllm_batch_invariant.ops.linear")
-    spec = linear.MatmulSpec(leaves=leaves)
+    spec = linear.MatmulSpec(k_slices=k_slices)
     return Provider(
-        f"ours-tree-{leaves}",
+        f"ours-tree-{k_slices}",
         partial(linear.matmul, spec=spec),
         prepare=partial(linear.prepare, spec=spec),
     )

@@ -60,8 +60,8 @@ class Case:
 
 
 def _case(shape: tuple[int, int], group: int | None, zeros: bool = False, dtype: torch.dtype = torch.bfloat16,
-          epilogue: Epilogue = NONE, leaves: int = 1) -> Case:  # fmt: skip
-    return Case(MatmulSpec(epilogue, leaves, integers(4, group, zeros, False)), shape, dtype)
+          epilogue: Epilogue = NONE, k_slices: int = 1) -> Case:  # fmt: skip
+    return Case(MatmulSpec(epilogue, k_slices, integers(4, group, zeros, False)), shape, dtype)
 
 
 CASES = (
@@ -78,7 +78,7 @@ CASES = (
     _case((104, 1120), 32, True, torch.float16, BIAS),
     _case((416, 1152), 128, epilogue=SWIGLU),
     _case((208, 2048), 64, True, torch.float16, SWIGLU),
-    _case((264, 4096), 128, leaves=4),
+    _case((264, 4096), 128, k_slices=4),
 )
 
 
@@ -90,7 +90,7 @@ def run(tile: NarrowTile, x: torch.Tensor, stored: Stored, spec: MatmulSpec, bia
     """A matmul by one tile, into memory full of NaN."""
     n, k = len(stored[0]), x.shape[1]
     out = torch.full((len(x), spec.epilogue.columns(n)), torch.nan, dtype=x.dtype, device=x.device)
-    reduction = LinearReduction.of_device("cuda", n, k, x.dtype, spec.leaves)
+    reduction = LinearReduction.of_device("cuda", n, k, x.dtype, spec.k_slices)
     return triton_gemm.gemm_sm90_swap_ab(x, stored[0].t(), bias, out, reduction, tile, True, spec, stored[1:])
 
 
@@ -136,7 +136,7 @@ def compile_part(part: int, parts: int) -> None:
                 x = torch.zeros(1, 1024, device="cuda", dtype=torch.bfloat16)
                 run(tile, x, [torch.zeros(256, 1024, device="cuda", dtype=x.dtype)], MatmulSpec())
             else:
-                x, stored = operands(case.spec.b_format, "random", 256, 1024 * case.spec.leaves, case.dtype, False)
+                x, stored = operands(case.spec.b_format, "random", 256, 1024 * case.spec.k_slices, case.dtype, False)
                 run(tile, x[:1], stored, case.spec, case.bias(256))
             torch.cuda.synchronize()
         except Exception as error:
@@ -165,7 +165,7 @@ def compiled_side_by_side(seconds: float) -> None:
 def wrong_bits(tiles: Sequence[NarrowTile], deadline: float) -> Iterator[str]:
     """Where a tile gives other bits than the matrix that is stored."""
     for case in CASES:
-        b_format, epilogue, leaves = case.spec.b_format, case.spec.epilogue, case.spec.leaves
+        b_format, epilogue, k_slices = case.spec.b_format, case.spec.epilogue, case.spec.k_slices
         of_format, dtype, (n, k) = case.spec, case.dtype, case.shape
         count = 0
         for kind in ("random", "cancelling")[: 1 if dtype == torch.float16 else 2]:  # those overflow in fp16
@@ -176,8 +176,10 @@ def wrong_bits(tiles: Sequence[NarrowTile], deadline: float) -> Iterator[str]:
             def by_pointers(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = bias) -> torch.Tensor:
                 return triton_gemm.mm_ptr(a, b, bias)
 
-            if leaves > 1:
-                parts = [by_pointers(*one) for one in zip(x.chunk(leaves, 1), matrix.t().chunk(leaves), strict=True)]
+            if k_slices > 1:
+                parts = [
+                    by_pointers(*one) for one in zip(x.chunk(k_slices, 1), matrix.t().chunk(k_slices), strict=True)
+                ]
                 while len(parts) > 1:
                     parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
                 expected = parts[0]

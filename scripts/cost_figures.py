@@ -266,7 +266,7 @@ def _two_gpus(**tags: str) -> Rows:
 
 
 def _tree(**tags: str) -> str:
-    """What a tree of two leaves costs against the plugin without one, by token."""
+    """What a tree of two slices costs against the plugin without one, by token."""
     without = {row.case: row for row in engine(**tags) if row.provider == "ours"}
     with_tree = [row for row in engine(tree="2", **tags) if row.metric == "tpot"]
     return _span(row.p50 / without[row.case.replace(" tree=2", "")].p50 for row in with_tree)

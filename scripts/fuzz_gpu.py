@@ -192,7 +192,7 @@ class Lanes:
 def totals(rows: Sequence[Row]) -> dict[str, int]:
     """The sums of the summary."""
     ran = [row for row in rows if row.schedules]
-    names = ("schedules", "in_company", "compared", "steps", "preemptions", "resets", "sleeps", "updates", "aborts")
+    names = ("schedules", "concurrent", "compared", "steps", "preemptions", "resets", "sleeps", "updates", "aborts")
     return {
         "settings": len({(row.model, row.settings) for row in ran}),
         **{name: sum(getattr(row, name) for row in rows) for name in (*names, "differences", "broke")},

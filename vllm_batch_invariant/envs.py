@@ -103,7 +103,7 @@ ARITHMETIC = Variable(
 TP_TREE = Variable(
     f"{FLAG}_TP_TREE",
     ("1", "2", "4", "8"),
-    "Up to how many tensor-parallel workers have the same bits: what they share is added as a tree of so many leaves.",
+    "Up to how many tensor-parallel workers have the same bits: what they share is added as a tree of so many slices.",
 )
 UNTRIED = Variable(
     f"{FLAG}_UNTRIED",

@@ -30,7 +30,7 @@ def test_the_reduction_of_a_matmul_names_its_tile(n: int, block_n: int) -> None:
         "k": 96,
         "dtype": torch.bfloat16,
         "accumulate": torch.float32,
-        "leaves": 1,
+        "k_slices": 1,
         "precision": "ieee",
         "k_step": 128,
         "block_m": 128,

@@ -188,4 +188,4 @@ def test_exact_arithmetic_and_trees_are_measured_where_they_are_asked_for() -> N
         assert name in linear_providers.NAMES
         assert name not in linear._parse([]).providers
     x, weight = torch.randn(5, 64), torch.randn(48, 64)
-    assert torch.equal(linear_providers.load("ours-tree-4").call(x, weight), ours.linear(x, weight, leaves=4))
+    assert torch.equal(linear_providers.load("ours-tree-4").call(x, weight), ours.linear(x, weight, k_slices=4))

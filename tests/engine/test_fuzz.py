@@ -70,7 +70,7 @@ def test_a_fuzzed_engine_of_drawn_settings_keeps_every_bit(command: tuple[int, l
     status, [row] = command
     assert status == Status.REPRODUCIBLE, row
     assert int(row["schedules"]) == OF_COMMAND
-    assert int(row["in_company"]) > OF_COMMAND // 2
+    assert int(row["concurrent"]) > OF_COMMAND // 2
 
 
 class Fuzzed:
@@ -132,7 +132,7 @@ def test_an_engine_with_small_steps_and_a_small_cache_keeps_every_bit(fuzzed: Fu
     assert any(item.embeds for item in sent if item.target)
     assert any(item.priority for item in sent if item.target)
     assert any(BUDGET in item.params for item in sent if item.target)
-    assert row.in_company == SCHEDULES
+    assert row.concurrent == SCHEDULES
 
 
 @pytest.mark.parametrize("fault", some_exhaustive(FAULTS, ("product", "sampler")))

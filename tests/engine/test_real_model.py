@@ -105,7 +105,7 @@ def test_a_fuzzed_engine_keeps_every_bit(real_model: Path, monkeypatch: pytest.M
         answered = {number: target for number, target in targets if trial.take(target) is not None}
         schedules = [draw_schedule(f"real {number}", DRAWN, answered, trial.accepts, 8) for number in range(2)]
         assert [trial.fuzz(schedule) for schedule in schedules] == [("", "")] * 2
-    assert trial.row.in_company
+    assert trial.row.concurrent
     assert trial.row.compared >= 2
 
 

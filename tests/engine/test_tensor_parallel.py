@@ -197,7 +197,7 @@ def test_plain_vllm_fails_the_same_comparison(start: Callable[..., Result]) -> N
 
 @pytest.fixture(scope="module")
 def numbers_of_workers() -> list[int]:
-    """Up to the leaves of a tree of four, as many as there are GPUs."""
+    """Up to the slices of a tree of four, as many as there are GPUs."""
     most = torch.cuda.device_count() if ON_GPU else 4
     return [workers for workers in (1, 2, 4) if workers <= most]
 

@@ -68,7 +68,7 @@ def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a tree is refused on a GPU")
-def test_a_tree_whose_leaves_do_not_divide_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_whose_slices_do_not_divide_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.TP_TREE.name, "8")
     said = r"TP_TREE=8 for the 192 inputs of model\.layers\.0\.mlp\.down_proj"
     refuses(lambda: patch(model(intermediate_size=192, num_attention_heads=4)), said)

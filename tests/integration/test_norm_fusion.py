@@ -310,7 +310,7 @@ def test_a_check_of_experts_has_their_sum_and_leaves_nothing_to_the_norm(
     method.router = lambda logits, bias: (None, None)
     layer = SimpleNamespace(w13_weight=None, w2_weight=None, expert_map=None, e_score_correction_bias=None)
     assert_same_bits(method.summed(layer, x, x), x.sin() + x.cos())
-    assert method.take_left() is None
+    assert method.take_deferred() is None
 
 
 def set_of(runner: Runner, name: str, value: object) -> None:

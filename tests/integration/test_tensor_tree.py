@@ -36,10 +36,10 @@ def test_without_a_tree_layers_compute_as_ever() -> None:
     assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=30)) == LayerTree(1, None)
 
 
-@pytest.mark.parametrize(("workers", "leaves"), [(1, 4), (2, 2), (4, 1)])
-def test_the_workers_leaves_are_those_of_the_tree(workers: int, leaves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("workers", "k_slices"), [(1, 4), (2, 2), (4, 1)])
+def test_the_workers_slices_are_those_of_the_tree(workers: int, k_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TP_TREE.name, "4")
-    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=256, tp_size=workers)) == LayerTree(leaves)
+    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=256, tp_size=workers)) == LayerTree(k_slices)
     heads, kv_heads, size = 8 // workers, max(2 // workers, 1), 48
     qkv = layer(
         "QKV_PARALLEL",
@@ -55,7 +55,7 @@ def test_the_workers_leaves_are_those_of_the_tree(workers: int, leaves: int, mon
     assert tensor_tree.of_layer(layer("REPLICATED", tp_size=1)) == LayerTree()
 
 
-def test_sizes_that_leaves_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_slices_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TP_TREE.name, "8")
     with pytest.raises(NotCovered, match=r"TP_TREE=8 for the 192 inputs of layers\.0\.x"):
         tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=192))
@@ -117,11 +117,11 @@ def test_workers_without_whole_segments_are_refused() -> None:
         ExactLinear(layer("ROW_PARALLEL", input_size=96, tp_size=2))
 
 
-@pytest.mark.parametrize(("leaves", "workers", "is_found"), [("1", 2, False), ("4", 4, False), ("2", 4, True)])
-def test_more_workers_than_leaves_are_found(
-    leaves: str, workers: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("k_slices", "workers", "is_found"), [("1", 2, False), ("4", 4, False), ("2", 4, True)])
+def test_more_workers_than_slices_are_found(
+    k_slices: str, workers: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TP_TREE.name, leaves)
+    monkeypatch.setenv(TP_TREE.name, k_slices)
     [feature] = [one for one in REFUSED if one.name.startswith("More tensor-parallel workers")]
     assert (
         bool(feature.found(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=workers)))) == is_found
@@ -129,7 +129,7 @@ def test_more_workers_than_leaves_are_found(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_tree_is_accepted_where_kernels_add_in_leaves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_is_accepted_where_kernels_add_in_slices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TP_TREE.name, "2")
     [feature] = [one for one in REFUSED if one.name.startswith("`VLLM_BATCH_INVARIANT_TP_TREE`")]
     assert feature.found(SimpleNamespace(device_config=SimpleNamespace(device_type=device))) is None
@@ -144,9 +144,9 @@ class Method:
         return "theirs"
 
 
-@pytest.mark.parametrize(("workers", "leaves"), [(1, 4), (2, 2), (4, 1)])
-def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_leaves(
-    workers: int, leaves: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("workers", "k_slices"), [(1, 4), (2, 2), (4, 1)])
+def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_slices(
+    workers: int, k_slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TP_TREE.name, "4")
     for point in (patch_points.LINEAR_METHOD, patch_points.EMBEDDING_METHOD):
@@ -168,10 +168,10 @@ def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_leaves(
     row.bias, row.skip_bias_add = torch.zeros(32), False
     method = patch_points.LINEAR_METHOD.get()()
     method.process_weights_after_loading(row)
-    spec = spec_of(False, leaves)
+    spec = spec_of(False, k_slices)
     assert prepared == [(64, spec, (1, 2), None)], "its bias is added after the root"
     row.weight, x = row.weight.values, torch.randn(3, k).bfloat16()
-    if leaves == 1:
+    if k_slices == 1:
         assert method.apply(row, x) == "theirs"
     else:
         right = linear.torch_op.linear(x, row.weight, None, spec.name)

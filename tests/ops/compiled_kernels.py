@@ -376,7 +376,7 @@ def large_experts() -> None:
 
 def narrow_gemms(
     dtypes: Sequence[torch.dtype],
-    specs: Iterable[MatmulSpec] = (*SPECS, MatmulSpec(leaves=2)),
+    specs: Iterable[MatmulSpec] = (*SPECS, MatmulSpec(k_slices=2)),
     tiles: Sequence[NarrowTile] | None = None,
     rows: int = 33,
 ) -> None:
@@ -616,7 +616,7 @@ def check_some(more: bool) -> None:
         check_all("verify steps on a Hopper", found, False)
     of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
     of_warpgroups = tuple({tile.warpgroups: tile for tile in GATED_TILES}.values())
-    found = launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(leaves=2)), of_rows)
+    found = launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(k_slices=2)), of_rows)
     found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
     found += launch_on(90, narrow_gemms, HALVES[:1], (MatmulSpec(b_format=FOUR_BITS),), PACKED_TILES[2:3])
     check_all("narrow GEMMs", found, False)
@@ -744,7 +744,7 @@ def linear_variants() -> None:
 
 def all_reduces(count: int, hidden: int, dtype: torch.dtype, ranks: int = 2, tree: bool = False) -> None:
     """The sum over ranks of a partial result of so many tokens, alone and with a norm behind it if that is one launch,
-    and sent in one part; the other ranks are not there. And of leaves.
+    and sent in one part; the other ranks are not there. And of slices.
     """
     x, addresses = torch.zeros(count, hidden, dtype=dtype), torch.zeros(ranks, dtype=torch.int64)
     memory, in_one_part = torch.zeros(2 * ranks * x.nbytes + 1024, dtype=torch.uint8), CopySchedule(0, x.nbytes, 1)

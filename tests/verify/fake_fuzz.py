@@ -42,7 +42,7 @@ class FakeFuzzedEngine:
         concurrent = [] if "alone" in self.wrong or len(taken) < 2 else [one["name"] for one in taken if one["target"]]
         counts = dict.fromkeys(("chunked_steps", "graph_replays", "preemptions", "prefix_hits"), 1)
         counts |= {kind: len(schedule[kind]) for kind in EVENTS}
-        counts |= {"steps": 7, "aborts": sum(item["leaves"] is not None for item in taken), "in_company": concurrent}
+        counts |= {"steps": 7, "aborts": sum(item["leaves"] is not None for item in taken), "concurrent": concurrent}
         happens = {"sleep": schedule["sleeps"], "update": schedule["updates"]}
         happens |= {how: [one for one in taken if one[how] and not one["target"]] for how in ("embeds", "priority")}
         wrong = any(happens[name] for name in happens if name in self.wrong)

@@ -72,7 +72,7 @@ def test_an_engine_that_keeps_its_bits_has_no_difference() -> None:
     assert (engine.row.schedules, engine.row.differences, engine.row.steps) == (20, 0, 140)
     assert engine.row.compared > 20
     assert all(getattr(engine.row, kind) > 0 for kind in EVENTS)
-    assert 0 < engine.row.in_company <= 20
+    assert 0 < engine.row.concurrent <= 20
     assert engine.row.aborts > 0
 
 
@@ -522,7 +522,7 @@ def test_options_are_drawn_where_a_model_has_what_they_need(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text("{}")
     assert place_of(str(tmp_path), (), "cpu") == Place("cpu", cores)
     assert not place_of(str(tmp_path), ("--skip-tokenizer-init",), "cpu").has_tokenizer
-    assert not place_of(str(tmp_path), ("--load-format", "dummy"), "cpu").leaves_open("--load-format")
+    assert not place_of(str(tmp_path), ("--load-format", "dummy"), "cpu").is_open("--load-format")
     assert "--seed" in place_of(str(tmp_path), ("--seed=3",), "cpu").given
 
 

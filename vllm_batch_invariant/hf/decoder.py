@@ -138,7 +138,7 @@ class Trees:
         """Of an attention, an MLP or the output head; None of others.
 
         Raises:
-            NotCovered: a tree whose leaves cannot be equal parts of it.
+            NotCovered: a tree whose slices cannot be equal parts of it.
         """
         if hasattr(module, "o_proj"):
             sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]

@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
         if tree == WHOLE:
             return linear_op.linear(x, weight, bias)
         module = module_for("linear", x.device.type)
-        return module.prepared_linear_of_parts(x, module.prepare_parts(weight, tree.block_n), bias, tree.leaves)
+        return module.prepared_linear_of_parts(x, module.prepare_parts(weight, tree.block_n), bias, tree.k_slices)
 
     @staticmethod
     @once_differentiable

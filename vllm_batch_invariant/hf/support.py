@@ -8,7 +8,7 @@ import torch
 from .. import envs
 from ..errors import NotCovered
 from ..installing import how_to_install
-from ..integration.parallel.tensor_tree import leaves
+from ..integration.parallel.tensor_tree import k_slices
 from ..integration.reviews import patch_points
 from ..ops.attention.params import DTYPES
 from .families import FAMILIES, Family, family_of
@@ -70,9 +70,9 @@ def check_environment(family: Family, device_type: str) -> None:
     Raises:
         NotCovered: a tree of tensor-parallel workers, or exact arithmetic, where a trainer has none.
     """
-    if leaves() > 1 and (device_type != "cpu" or family.has_experts):
+    if k_slices() > 1 and (device_type != "cpu" or family.has_experts):
         raise NotCovered(
-            f"{envs.TP_TREE.name}={leaves()} in a trainer's {family.prefix} on device '{device_type}'",
+            f"{envs.TP_TREE.name}={k_slices()} in a trainer's {family.prefix} on device '{device_type}'",
             "a trainer has such a tree on a CPU only, and none of experts",
             "leave it out, and roll out with --tensor-parallel-size 1",
         )

@@ -69,13 +69,13 @@ def _tensor_parallelism(config: Config) -> str | None:
 
 
 def _tree(config: Config) -> str | None:
-    missing = tensor_tree.leaves() > 1 and not devices.of_config(config).has_tree
-    return _when(missing, f"{envs.TP_TREE.name}={tensor_tree.leaves()}")
+    missing = tensor_tree.k_slices() > 1 and not devices.of_config(config).has_tree
+    return _when(missing, f"{envs.TP_TREE.name}={tensor_tree.k_slices()}")
 
 
-def _tree_of_fewer_leaves(config: Config) -> str | None:
-    size, leaves = config.parallel_config.tensor_parallel_size, tensor_tree.leaves()
-    return _when(leaves > 1 and size > leaves, f"tensor parallelism {size} with {envs.TP_TREE.name}={leaves}")
+def _tree_of_fewer_slices(config: Config) -> str | None:
+    size, k_slices = config.parallel_config.tensor_parallel_size, tensor_tree.k_slices()
+    return _when(k_slices > 1 and size > k_slices, f"tensor parallelism {size} with {envs.TP_TREE.name}={k_slices}")
 
 
 def _pipeline_parallelism(config: Config) -> str | None:
@@ -159,13 +159,13 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
     workers, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     engines = parallel.data_parallel_size if model.is_moe else 1
     shared = workers * stages * engines
-    several = f"{envs.TP_TREE.name}={tensor_tree.leaves()}" if shared == 1 else "several GPUs"
-    if shared * tensor_tree.leaves() == 1 or envs.starts_untried():
+    several = f"{envs.TP_TREE.name}={tensor_tree.k_slices()}" if shared == 1 else "several GPUs"
+    if shared * tensor_tree.k_slices() == 1 or envs.starts_untried():
         return None
     version = patch_points.installed_version()
     found = {
         "stages of several workers": workers > 1 < stages,
-        "a tree in stages": tensor_tree.leaves() > 1 < stages,
+        "a tree in stages": tensor_tree.k_slices() > 1 < stages,
         "the first model runner": not config.use_v2_model_runner,
         "speculative decoding": config.speculative_config is not None,
         "exact arithmetic": devices.of_config(config).is_exact,
@@ -304,7 +304,7 @@ def _beside_pooling(config: Config) -> str | None:
         f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
         f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
         "several GPUs": devices.of_config(config).ops.type == "cuda" and parallel.tensor_parallel_size > 1,
-        f"{envs.TP_TREE.name}={tensor_tree.leaves()}": tensor_tree.leaves() > 1,
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         "exact arithmetic": devices.of_config(config).is_exact,
         "a multimodal model as text": config.model_config.is_multimodal_model,
     }
@@ -463,7 +463,7 @@ def _inexact(config: Config) -> str | None:
         f"{model.architecture} on a GPU": on_a_gpu and model.architecture not in RAN.exact_models_on_gpus,
         f"dtype {dtype}": dtype != "bfloat16",
         f"a mixture of experts with {workers} workers": has_experts and workers > 1,
-        f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.leaves() > 1,
+        f"{envs.TP_TREE.name}={envs.TP_TREE.read()}": tensor_tree.k_slices() > 1,
         f"{envs.ATTENTION.name}={attention}": attention != envs.ATTENTION.values[0],
     }
     first = _first(found)
@@ -621,16 +621,16 @@ REFUSED = (
     ),
     Feature(
         "`VLLM_BATCH_INVARIANT_TP_TREE` on other devices than CPUs and GPUs",
-        "no kernel adds K in leaves there",
+        "no kernel adds K in slices there",
         "leave it out",
         _tree,
         arguments=(envs.TP_TREE.name,),
     ),
     Feature(
-        "More tensor-parallel workers than leaves of the tree",
-        "a leaf is the least that a worker adds",
+        "More tensor-parallel workers than slices of the tree",
+        "a slice is the least that a worker adds",
         "set VLLM_BATCH_INVARIANT_TP_TREE to the number of workers, or leave it out",
-        _tree_of_fewer_leaves,
+        _tree_of_fewer_slices,
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(

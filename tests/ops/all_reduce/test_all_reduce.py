@@ -65,14 +65,14 @@ def test_the_ranks_are_added_in_ascending_order_and_rounded_once(ranks: int, dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tree_has_the_same_bits_whoever_adds_its_parts(dtype: torch.dtype) -> None:
-    leaves = partials(8, 50, dtype)
-    whole = add_ranks(leaves, tree=True)
+    k_slices = partials(8, 50, dtype)
+    whole = add_ranks(k_slices, tree=True)
     for ranks in (1, 2, 4, 8):
-        parts = [add_ranks(part, tree=True) for part in leaves.split(8 // ranks)]
+        parts = [add_ranks(part, tree=True) for part in k_slices.split(8 // ranks)]
         assert_same_bits(add_ranks(torch.stack(parts), tree=True), whole, f"{ranks} ranks")
     if dtype.itemsize == 2:
-        assert_near(whole, reference(leaves), 3)
-        assert not torch.equal(add_ranks(leaves), whole), "a chain is rounded once"
+        assert_near(whole, reference(k_slices), 3)
+        assert not torch.equal(add_ranks(k_slices), whole), "a chain is rounded once"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

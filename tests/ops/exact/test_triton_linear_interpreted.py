@@ -40,16 +40,16 @@ def test_every_tile_and_both_kinds_of_tensor_cores_have_the_same_bits():
     x[3, [7, 599]] = 3000
     rows, held = cuda.quantize(x, 1, activations=True), cuda.prepare(weight)
     expected = exact(x, weight, False, bias)
-    assert rows.marks[:, 0].tolist() == [0, 0, 0, 0b10001] + [0] * 16
+    assert rows.high_digit_mask[:, 0].tolist() == [0, 0, 0, 0b10001] + [0] * 16
     for schedule in cuda.linear_schedules(1):
         for int8 in (True, False):
             assert_same(cuda.product(rows, held, bias, replace(schedule, int8=int8)), expected, f"{schedule} {int8}")
 
 
-def test_third_digits_in_the_last_of_64_marks_count():
+def test_third_digits_in_the_last_of_64_bits_of_the_mask_count():
     x, weight = bf16(1, 8192), bf16(2, 8192)
     x[0, -1] = 3000
-    assert cuda.quantize(x, 1, activations=True).marks.tolist() == [[-(1 << 63)]]
+    assert cuda.quantize(x, 1, activations=True).high_digit_mask.tolist() == [[-(1 << 63)]]
     assert_same(cuda.linear(x, cuda.prepare(weight)), exact(x, weight, False))
 
 

@@ -94,15 +94,15 @@ def test_grids_of_activations_are_those_of_the_definition(length, parts):
     exact = definition.activations(definition.in_segments(x, parts))
     found = cuda.quantize(torch.from_numpy(x), parts, activations=True)
     digits, third = found.digits.view(2, len(x), parts, -1).int(), found.third.view(len(x), parts, -1).int()
-    step = cuda.QuantizeSchedule.of(length // parts).mark_step
+    step = cuda.QuantizeSchedule.of(length // parts).mask_step
     bits = torch.arange(length // parts) // step
-    marked = (found.marks[:, :, None] >> bits) & 1 != 0
+    marked = (found.high_digit_mask[:, :, None] >> bits) & 1 != 0
     third = torch.where(marked, third, 0)
     assert_same((third << 16) + (digits[0] << 8) + digits[1], exact.integers, "integers")
     assert_same(found.scale, exact.scale, "scale")
     for row, part in np.ndindex(len(x), parts):
         where = {int(bit) for bit in bits[third[row, part] != 0]}
-        assert int(found.marks[row, part]) == sum(1 << bit if bit < 63 else -(1 << 63) for bit in where)
+        assert int(found.high_digit_mask[row, part]) == sum(1 << bit if bit < 63 else -(1 << 63) for bit in where)
     if length == 300:
         assert third.any()
 

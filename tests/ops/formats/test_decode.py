@@ -67,9 +67,7 @@ def test_every_integer_of_eight_bits_by_every_zero(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("format", [INT8, FP8], ids=lambda one: one.name)
 def test_every_code_of_eight_bits_by_scales_in_fp32(format: Format, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(format.storage[0])
-    shows = torch.tensor(
-        [float.fromhex("0x1.522e8cp+52")]
-    )  # times 0.0215 and its doubles, where two roundings are another
+    shows = torch.tensor([float.fromhex("0x1.522e8cp+52")])  # a second rounding shows
     scales = torch.cat([finite(torch.float32, 8), shows])[:, None]
     stored = codes.expand(len(scales), -1), scales
     found = decoded(format, stored, dtype, 256)

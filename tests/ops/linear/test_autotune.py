@@ -76,7 +76,7 @@ def test_both_ends_the_middle_and_every_size_of_the_caller_are_verified(a_k_majo
 
 
 def test_a_problem_has_a_name_of_its_own() -> None:
-    specs = (PRODUCT, BIASED, GATED, MatmulSpec(leaves=2))
+    specs = (PRODUCT, BIASED, GATED, MatmulSpec(k_slices=2))
     kinds = product((40, 48), (96, 104), HALVES, specs, (0,), (True, False), (True, False))
     names = [str(GemmProblem(*kind)) for kind in kinds]
     assert len(set(names)) == len(names)

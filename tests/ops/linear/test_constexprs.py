@@ -64,7 +64,7 @@ def test_a_reduction_names_what_is_in_force_on_each_device() -> None:
     def said(device_type: str, dtype: torch.dtype) -> dict[str, Any]:
         reduction = LinearReduction.of_device(device_type, 40, 96, dtype)
         found = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
-        assert (found.pop("n"), found.pop("k"), found.pop("dtype"), found.pop("leaves")) == (40, 96, dtype, 1)
+        assert (found.pop("n"), found.pop("k"), found.pop("dtype"), found.pop("k_slices")) == (40, 96, dtype, 1)
         return {name: value for name, value in found.items() if value is not None}
 
     fp32 = {"accumulate": torch.float32}

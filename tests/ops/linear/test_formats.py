@@ -38,7 +38,7 @@ def decode(stored: Sequence[torch.Tensor], out: torch.Tensor, zero: int = 8) -> 
 
 
 TOY = Format("toy4", (torch.uint8, torch.float32), packing=2, group=GROUP, exponents=16, encode=encode, decode=decode)
-SPECS = [*(MatmulSpec(epilogue, 1, TOY) for epilogue in EPILOGUES), MatmulSpec(leaves=2, b_format=TOY)]
+SPECS = [*(MatmulSpec(epilogue, 1, TOY) for epilogue in EPILOGUES), MatmulSpec(k_slices=2, b_format=TOY)]
 PACKED, GATED = SPECS[0], SPECS[2]
 
 
@@ -57,7 +57,7 @@ def matrix(codes: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_bits_are_those_of_the_matrix_that_it_stands_for(spec: MatmulSpec) -> None:
     x, codes, scales, bias = operands(spec)
-    right = matmul(x, matrix(codes, scales), MatmulSpec(spec.epilogue, spec.leaves), bias)
+    right = matmul(x, matrix(codes, scales), MatmulSpec(spec.epilogue, spec.k_slices), bias)
     assert_same_bits(matmul(x, codes, spec, bias, scales=scales), right)
     given = x.view(4, 6, K), codes, bias, spec.name, scales
     assert_same_bits(torch_op.linear(*given).view(right.shape), right)
@@ -71,7 +71,7 @@ def test_what_is_not_stored_in_it_is_refused() -> None:
         lambda: matmul(x, codes.int(), PACKED, scales=scales): "toy4 is stored as",
         lambda: matmul(x, codes[:, :40], PACKED, scales=scales): r"got \[\[24, 128\], \[48, 40\]\]",
         lambda: matmul(x[:, :80], codes[:, :40], PACKED, scales=scales): "groups of 32 elements of K, got K = 80",
-        lambda: matmul(x, codes, MatmulSpec(leaves=8, b_format=TOY), scales=scales): "groups of 32",
+        lambda: matmul(x, codes, MatmulSpec(k_slices=8, b_format=TOY), scales=scales): "groups of 32",
         lambda: matmul(x, codes): r"got \[\[24, 128\], \[48, 64\]\]",
         lambda: MatmulSpec(b_format=Format("toy4", group=2)): "two kinds of matmuls are called 'toy4'",
     }.items():
@@ -82,13 +82,13 @@ def test_what_is_not_stored_in_it_is_refused() -> None:
 @pytest.mark.parametrize("spec", [one for one in SPECS if one is not GATED], ids=str)
 def test_the_dispatcher_prepares_tunes_and_serves_it(spec: MatmulSpec, dispatch: SimpleNamespace, monkeypatch) -> None:
     x, codes, scales, bias = operands(spec)
-    plain = MatmulSpec(spec.epilogue, spec.leaves)
+    plain = MatmulSpec(spec.epilogue, spec.k_slices)
     monkeypatch.setattr("vllm_batch_invariant.ops.all_reduce.cpu.add_ranks", add)
     before = dispatch.cuda.matmul(x, codes.t(), spec, bias, scales=scales)
     assert dispatch.launched, "by Triton"
     dispatch.cuda.prepare(codes, M, spec, (3,), torch.bfloat16)
     after = dispatch.cuda.matmul(x, codes.t(), spec, bias, scales=scales)
-    assert dispatch.library.launches == [M] * spec.leaves
+    assert dispatch.library.launches == [M] * spec.k_slices
     assert_same_bits(after, before)
     assert_same_bits(after, dispatch.cuda.matmul(x, matrix(codes, scales).t(), plain, bias))
     _, known = dispatch.cuda.known(0)
@@ -120,7 +120,7 @@ def tuner(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     monkeypatch.setattr(triton_gemm, "mm", mm)
     monkeypatch.setattr(triton_gemm, "mm_ptr", mm)
     problem = GemmProblem(N, K, torch.bfloat16, PACKED, None)
-    return OnCpu(problem, cublaslt.Matmul(problem.leaf), M)
+    return OnCpu(problem, cublaslt.Matmul(problem.k_slice), M)
 
 
 class Clock:

@@ -28,7 +28,7 @@ from vllm_batch_invariant.ops.silu import silu_and_mul
 
 SHAPES = ((256, 768), (768, 256), (100, 300), (1, 512), (3, 77), (1024, 1024))
 """(N, K): wide, narrow, odd, a single column."""
-EVERY = (*map(MatmulSpec, EPILOGUES), MatmulSpec(leaves=4))
+EVERY = (*map(MatmulSpec, EPILOGUES), MatmulSpec(k_slices=4))
 """Of a weight that is stored itself; the others have their bits (tests/ops/formats)."""
 REDUCTION = LinearReduction.of_device("cpu", 100, 300, torch.float32)
 
@@ -42,7 +42,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tupl
 
 def of_spec(spec: MatmulSpec, m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple]:
     """x, and the other arguments of a matmul that has N columns, or 2 * N before its epilogue."""
-    x, weight, bias = operands(m, 2 * n if spec.epilogue.gated else n, k - k % spec.leaves, dtype)
+    x, weight, bias = operands(m, 2 * n if spec.epilogue.gated else n, k - k % spec.k_slices, dtype)
     return x, (weight, spec, bias if spec.epilogue.has_bias else None)
 
 
@@ -98,7 +98,7 @@ def test_a_spelling_has_the_bits_of_the_matmul_that_it_stands_for() -> None:
     x, weight, bias = operands(5, 64, 96)
     assert_same_bits(linear(x, weight), matmul(x, weight))
     assert_same_bits(linear(x, weight, bias), matmul(x, weight, BIASED, bias))
-    assert_same_bits(linear(x, weight, bias, leaves=4), matmul(x, weight, MatmulSpec(leaves=4)) + bias)
+    assert_same_bits(linear(x, weight, bias, k_slices=4), matmul(x, weight, MatmulSpec(k_slices=4)) + bias)
     assert_same_bits(mm(x, weight.t(), bias), matmul(x, weight, BIASED, bias))
     assert_same_bits(gated_linear(x, weight), silu_and_mul(linear(x, weight)))
     assert gated_linear(x.view(5, 1, 96), weight).shape == (5, 1, 32)
@@ -152,20 +152,20 @@ def test_a_prepared_weight_gives_the_bits_of_the_weight() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_k_in_leaves_has_the_same_bits_on_any_number_of_workers(dtype: torch.dtype) -> None:
+def test_k_in_slices_has_the_same_bits_on_any_number_of_workers(dtype: torch.dtype) -> None:
     x, weight, bias = operands(19, 96, 256, dtype)
     prepared = cpu.prepare_parts(weight, None)
-    whole = cpu.prepared_linear_of_parts(x, prepared, None, leaves=8)
+    whole = cpu.prepared_linear_of_parts(x, prepared, None, k_slices=8)
     for workers in (2, 4, 8):
         shares = zip(x.chunk(workers, 1), weight.chunk(workers, 1), strict=True)
         sums = [
-            cpu.prepared_linear_of_parts(of_x, cpu.prepare_parts(of_weight, None), None, leaves=8 // workers)
+            cpu.prepared_linear_of_parts(of_x, cpu.prepare_parts(of_weight, None), None, k_slices=8 // workers)
             for of_x, of_weight in shares
         ]
         assert_same_bits(add_ranks(torch.stack(sums), tree=True), whole, f"{workers} workers")
     assert not torch.equal(linear(x, weight), whole)
     for m in (1, 2, 17):
-        assert_same_bits(cpu.prepared_linear_of_parts(x[:m], prepared, None, leaves=8), whole[:m])
+        assert_same_bits(cpu.prepared_linear_of_parts(x[:m], prepared, None, k_slices=8), whole[:m])
     assert_near(cpu.prepared_linear_of_parts(x, prepared, bias, 8), reference.linear(x, weight, bias))
 
 

@@ -56,7 +56,7 @@ def assert_every_tile_gives(expected, x, stored, spec, bias=None) -> None:
     """``expected``: of all rows; a tile writes so many, and nothing behind them."""
     n, k = len(stored[0]), x.shape[1]
     problem = GemmProblem(n, k, x.dtype, spec, 0)
-    reduction = LinearReduction.of_device("cuda", n, k, x.dtype, spec.leaves)
+    reduction = LinearReduction.of_device("cuda", n, k, x.dtype, spec.k_slices)
     memory = torch.empty(expected.numel() + 4096, dtype=x.dtype, device="cuda")
     tiles = [tile for tile in PACKED_TILES if serves_packed(tile, problem)]
     tiles = tiles if spec.b_format is SYMMETRIC and spec.epilogue is NONE else tiles[:: len(tiles) // 3]
@@ -96,10 +96,10 @@ def test_a_bias_a_gated_layer_and_fp16(b_format):
             assert_every_tile_gives(expected, x, stored, MatmulSpec(epilogue, 1, b_format), bias)
 
 
-def test_leaves_are_rounded_and_added_as_a_tree():
+def test_slices_are_rounded_and_added_as_a_tree():
     x, stored = draw(SYMMETRIC, 264, 4096, torch.bfloat16)
-    leaves = zip(x.chunk(4, 1), matrix(SYMMETRIC, stored, x.dtype).chunk(4, 1), strict=True)
-    first, second, third, last = (sequential_k(a, weight) for a, weight in leaves)
+    k_slices = zip(x.chunk(4, 1), matrix(SYMMETRIC, stored, x.dtype).chunk(4, 1), strict=True)
+    first, second, third, last = (sequential_k(a, weight) for a, weight in k_slices)
     assert_every_tile_gives((first + second) + (third + last), x, stored, MatmulSpec(NONE, 4, SYMMETRIC))
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...ops.linear.leaves import by_mm
+from ...ops.linear.k_slices import by_mm
 from ...ops.linear.spec import PRODUCT, MatmulSpec
 from . import reductions
 from .rows import check_covered, cube_grid, on, vector_grid
@@ -117,7 +117,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     return _with_bias(accumulate(a, b), bias, a.dtype)
 
 
-# out is for leaves, which no operation adds on an NPU
+# out is for slices, which no operation adds on an NPU
 matmul = by_mm(lambda a, b, bias, out: mm(a, b, bias))  # noqa: ARG005
 
 

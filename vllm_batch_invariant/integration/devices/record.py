@@ -44,7 +44,7 @@ class VllmDevice:
         has_experts: whether mixtures of experts are served.
         has_speculation: whether drafts are verified.
         has_thinking_budgets: whether a thought is counted as vLLM's own runner counts it, which the mode mends.
-        has_tree: whether K may be added in leaves.
+        has_tree: whether K may be added in slices.
         arithmetic: that its workers compute in.
         fusions: of operations of vLLM's layers.
     """
@@ -117,7 +117,7 @@ class VllmDevice:
         request_state.install()
         self.install_linear()
         self.install_collectives()
-        if tensor_tree.leaves() > 1:
+        if tensor_tree.k_slices() > 1:
             tensor_tree.install(tensor_tree.with_bias)
         norm.install()
         mrope.install()
@@ -205,7 +205,7 @@ class VllmDevice:
     @property
     def adds_as_tree(self) -> bool:
         """Whether what workers share is added as a tree."""
-        return self.is_exact or tensor_tree.leaves() > 1
+        return self.is_exact or tensor_tree.k_slices() > 1
 
     def engine_settings(self, vllm_config: Any) -> dict[str, str]:
         """Settings of vLLM's that decide bits, some on this device only."""

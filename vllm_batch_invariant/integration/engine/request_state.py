@@ -64,13 +64,13 @@ def budgets_follow_tokens(holder: type[Any]) -> None:
     """Have a thinking budget's state advance by one output token after the other, however many are new, and move with
     its row. No request with a budget has drafts: they are refused.
     """
-    theirs, find = holder.sync_batch, holder._find_last_sequence_index
+    original, find = holder.sync_batch, holder._find_last_sequence_index
 
-    @wraps(theirs)
+    @wraps(original)
     def sync_batch(self: Any, batch_update: Any) -> None:
         if not self.is_enabled or not batch_update:
             return
-        theirs(self, replace(batch_update, moved=()))
+        original(self, replace(batch_update, moved=()))
         swap = patch_points.MOVE_DIRECTIONS.get().SWAP
         for row, other, direction in batch_update.moved:
             moving, there = self._state.pop(row, None), self._state.pop(other, None)
@@ -111,13 +111,13 @@ def outputs_keep_their_lengths(batch: type[Any]) -> None:
     """Have an output keep its length when vLLM puts the last step's token in the place of its placeholders. It has many
     where the step's requests did not need tokens before: vLLM then takes all of them out for the one token.
     """
-    theirs: Callable[[Any], None] = batch.update_async_output_token_ids
+    original: Callable[[Any], None] = batch.update_async_output_token_ids
 
-    @wraps(theirs)
+    @wraps(original)
     def update_async_output_token_ids(self: Any) -> None:
         outputs = self.sampling_metadata.output_token_ids
         lengths = [len(tokens) for tokens in outputs]
-        theirs(self)
+        original(self)
         for tokens, length in zip(outputs, lengths, strict=True):
             missing = length - len(tokens)
             if missing > 0:
@@ -128,11 +128,11 @@ def outputs_keep_their_lengths(batch: type[Any]) -> None:
 
 def embeddings_have_no_tokens(batch: type[Any]) -> None:
     """Have the tokens of a prompt of embeddings be 0, as in a row that no request has had, and in the second runner."""
-    theirs = batch.add_request
+    original = batch.add_request
 
-    @wraps(theirs)
+    @wraps(original)
     def add_request(self: Any, request: Any) -> int:
-        row: int = theirs(self, request)
+        row: int = original(self, request)
         if request.prompt_token_ids is None:
             self.token_ids_cpu[row, : self.num_prompt_tokens[row]] = 0
         return row

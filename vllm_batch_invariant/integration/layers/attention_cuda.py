@@ -178,8 +178,8 @@ class Backend(FixedSplitBackendMixin, _Base):
     @staticmethod
     def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:
         """Those of vLLM's Triton backend; FlexAttention takes whole tiles of keys from a page."""
-        theirs = patch_points.CUDA_BACKEND.get().get_supported_kernel_block_sizes(*spec)
-        return theirs if uses_triton() else [MultipleOf(PAGE_SIZE)]
+        original = patch_points.CUDA_BACKEND.get().get_supported_kernel_block_sizes(*spec)
+        return original if uses_triton() else [MultipleOf(PAGE_SIZE)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:

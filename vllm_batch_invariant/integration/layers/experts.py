@@ -147,9 +147,9 @@ class ExactExperts(CpuExperts):
 class CudaExperts(BatchInvariantExperts):
     """On a GPU, with the weights as vLLM has loaded them. The norm behind the layer may add what the experts give."""
 
-    leaves_sum = False
+    defers_sum = False
     """Whether it does."""
-    left: Any = None
+    deferred: Any = None
     """What it adds: of :func:`...ops.moe.cuda.products`."""
 
     def weights_are_loaded(self, layer: torch.nn.Module) -> None:
@@ -169,18 +169,18 @@ class CudaExperts(BatchInvariantExperts):
     ) -> torch.Tensor:
         """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
         moe, experts = module_for("moe", "cuda"), self.experts_of(layer, *self.weights_of(layer))
-        adds = self.leaves_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
-        self.left = moe.products(x, weights, ids, experts) if adds else None
-        return moe.moe(x, weights, ids, experts) if self.left is None else x.new_empty(x.shape)
+        adds = self.defers_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
+        self.deferred = moe.products(x, weights, ids, experts) if adds else None
+        return moe.moe(x, weights, ids, experts) if self.deferred is None else x.new_empty(x.shape)
 
     def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        given, left = self.apply_monolithic(layer, x, router_logits), self.take_left()
-        return given if left is None else left.added()
+        given, deferred = self.apply_monolithic(layer, x, router_logits), self.take_deferred()
+        return given if deferred is None else deferred.added()
 
-    def take_left(self) -> Any:
+    def take_deferred(self) -> Any:
         """What the norm adds, once; None where the sum is there."""
-        left, self.left = self.left, None
-        return left
+        deferred, self.deferred = self.deferred, None
+        return deferred
 
 
 def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
@@ -254,7 +254,7 @@ def reduction_of(layer: Any, dtype: torch.dtype | None = None) -> MoeReduction:
     Raises:
         NotCovered: a router, a scale, an activation or a dtype that is not in the reduction.
     """
-    if tensor_tree.leaves() > 1:
+    if tensor_tree.k_slices() > 1:
         raise NotCovered(
             f"{envs.TP_TREE.name} with experts of {layer.layer_name}",
             "what a worker's experts make of a token is no subtree of what all make",

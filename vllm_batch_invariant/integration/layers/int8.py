@@ -50,15 +50,15 @@ def computes(layer: Any) -> bool:
     return has_scheme(layer) and type(layer.scheme.kernel) is _kernel()
 
 
-def _creating(theirs: Callable[..., None]) -> Callable[..., None]:
+def _creating(original: Callable[..., None]) -> Callable[..., None]:
     """The scheme's method that makes a layer's parameters: what is never loaded shows, and so do shards of a fused
     layer that want what they are given in several scales, of which vLLM keeps the last.
     """
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def create_weights(self: Any, layer: Any, output_partition_sizes: list[int], **named: Any) -> None:
         _check_settings()
-        theirs(self, layer=layer, output_partition_sizes=output_partition_sizes, **named)
+        original(self, layer=layer, output_partition_sizes=output_partition_sizes, **named)
         if layer.input_scale is not None:
             scales = torch.empty(len(output_partition_sizes), dtype=torch.float32, device=layer.weight.device)
             parameter = patch_points.SHARD_SCALES.get()
@@ -73,7 +73,7 @@ def _creating(theirs: Callable[..., None]) -> Callable[..., None]:
 
 def _check_settings() -> None:
     """Refuse what cannot be had beside activations in int8."""
-    if tensor_tree.leaves() > 1:
+    if tensor_tree.k_slices() > 1:
         raise NotCovered(
             f"{envs.TP_TREE.name} with activations in int8",
             "a row's codes follow from the part of the row that a worker has",

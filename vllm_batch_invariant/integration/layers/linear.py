@@ -109,7 +109,7 @@ class PreparedLinear(PreparedWeight):
         self._tree = tensor_tree.of_layer(layer)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return module_for("linear", "cpu").prepared_linear_of_parts(x, self.copy, bias, self._tree.leaves)
+        return module_for("linear", "cpu").prepared_linear_of_parts(x, self.copy, bias, self._tree.k_slices)
 
     def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
         return module_for("linear", "cpu").prepare_parts(weight, self._tree.block_n)
@@ -238,7 +238,7 @@ def install_cuda() -> None:
     patch_points.CUDA_EMBEDDING.put(torch_op.linear)
     for method in (patch_points.LINEAR_METHOD.get(), patch_points.EMBEDDING_METHOD.get()):
         _prepare_after_loading(method)
-    if tensor_tree.leaves() > 1:
+    if tensor_tree.k_slices() > 1:
         _multiply_as_prepared(patch_points.LINEAR_METHOD.get())
 
 
@@ -284,13 +284,13 @@ def _prepare_after_loading(method: type[Any]) -> None:
 
 
 def _multiply_as_prepared(method: type[Any]) -> None:
-    """Have layers add K in the leaves that they were prepared for; those with one compute as ever."""
-    theirs = method.apply
+    """Have layers add K in the slices that they were prepared for; those with one compute as ever."""
+    original = method.apply
 
     def apply(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         spec = spec_of_layer(layer, bias)
-        if spec.leaves == 1:
-            return theirs(self, layer, x, bias)
+        if spec.k_slices == 1:
+            return original(self, layer, x, bias)
         return multiply(layer, x, spec, bias)
 
     method.apply = apply
@@ -298,7 +298,7 @@ def _multiply_as_prepared(method: type[Any]) -> None:
 
 def multiply(layer: Any, x: torch.Tensor, spec: MatmulSpec, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What ``spec`` says of a layer on a GPU, with its weight as it is stored; a bias is added behind a tree."""
-    added_last = spec.leaves > 1 and bias is not None
+    added_last = spec.k_slices > 1 and bias is not None
     scales = [getattr(layer, name) for name in beside(layer).scales]
     out = torch_op.linear(x, layer.weight, None if added_last else bias, spec.name, scales)
     return out + bias if added_last else out
@@ -324,17 +324,17 @@ def spec_of_layer(layer: torch.nn.Module, bias: torch.Tensor | None) -> MatmulSp
     """What a layer computes, with a bias or None: what it was prepared for, if that is more."""
     expected = beside(layer).expected
     spec = PRODUCT if expected is None else expected.spec
-    return spec if spec.leaves > 1 or spec.epilogue.gated else spec_of(bias is not None, 1, spec.b_format)
+    return spec if spec.k_slices > 1 or spec.epilogue.gated else spec_of(bias is not None, 1, spec.b_format)
 
 
 def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     adds_bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
-    if tensor_tree.leaves() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
+    if tensor_tree.k_slices() > 1 and isinstance(layer, patch_points.ROW_PARALLEL.get()):
         adds_bias = False  # it comes after the root
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
     kept = beside(layer)
     b_format, dtype = (PLAIN, None) if kept.b_format is None else (kept.b_format, config.model_config.dtype)
-    spec = spec_of(adds_bias, tensor_tree.of_layer(layer).leaves, b_format)
+    spec = spec_of(adds_bias, tensor_tree.of_layer(layer).k_slices, b_format)
     if kept.activation:
         spec = MatmulSpec(SWIGLU, 1, b_format)
     return _Expected(_max_m(layer, config), spec, sizes, dtype)

@@ -103,9 +103,9 @@ def fuse(model: torch.nn.Module, all_reduce: Any) -> int:
             continue
         for layer, experts, norm in found:
             if experts is None:
-                tensor_tree.leave_sum(layer)
+                tensor_tree.defer_sum(layer)
             else:
-                experts.leaves_sum = True
+                experts.defers_sum = True
                 layer.moe_config.skip_final_all_reduce = all_reduce is not None
             norm._forward_method = _adding(norm, experts or _Sender(layer, all_reduce), all_reduce)
         fused += len(found)
@@ -160,7 +160,7 @@ def _adds_ranks(row: Any) -> bool:
         and row.return_bias
         and not row.skip_bias_add
         and row.tp_size == patch_points.TENSOR_PARALLEL.get().world_size > 1
-        and not (tensor_tree.leaves() > 1 and row.bias is not None)
+        and not (tensor_tree.k_slices() > 1 and row.bias is not None)
     )
 
 
@@ -171,7 +171,7 @@ def _experts_of(layer: Any) -> CudaExperts | None:
     method, config = layer.routed_experts.quant_method, layer.moe_config
     is_plain = layer.routed_output_transform is None and layer.routed_scaling_factor == 1
     spreads = config.is_sequence_parallel or config.skip_final_all_reduce or config.dp_size > 1 or config.pcp_size > 1
-    is_ours = isinstance(method, CudaExperts) and not method.leaves_sum
+    is_ours = isinstance(method, CudaExperts) and not method.defers_sum
     return method if is_ours and is_plain and not spreads else None
 
 
@@ -185,22 +185,22 @@ class _Sender:
     """Stands as the forward method of a row-parallel layer: long partial results are sent part by part."""
 
     def __init__(self, layer: Any, all_reduce: Any) -> None:
-        self._layer, self._multiply, self._all_reduce, self._left = layer, layer.forward, all_reduce, None
+        self._layer, self._multiply, self._all_reduce, self._deferred = layer, layer.forward, all_reduce, None
         layer.forward = self
 
     def __call__(self, input_: torch.Tensor) -> Any:
         """vLLM's method. Uninitialised where it sends, which it does not while somebody looks at what this gives."""
-        self._left = None
+        self._deferred = None
         shape = *input_.shape[:-1], self._layer.output_size
         if len(shape) > 2 or not self._all_reduce.sends(*shape, input_.dtype) or is_watched(self._layer):
             return self._multiply(input_)
-        self._left = self._all_reduce.send(lambda rows: self._multiply(rows)[0], input_)
+        self._deferred = self._all_reduce.send(lambda rows: self._multiply(rows)[0], input_)
         return input_.new_empty(()).expand(shape), None
 
-    def take_left(self) -> Any:
+    def take_deferred(self) -> Any:
         """What the norm adds, once; None where the partial result is there."""
-        left, self._left = self._left, None
-        return left
+        deferred, self._deferred = self._deferred, None
+        return deferred
 
 
 def _adding(norm: Any, layer: "CudaExperts | _Sender", all_reduce: Any) -> Any:
@@ -210,9 +210,9 @@ def _adding(norm: Any, layer: "CudaExperts | _Sender", all_reduce: Any) -> Any:
     alone, add = norm._forward_method, all_reduce or module_for("moe", "cuda")
 
     def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        left = layer.take_left()
-        if residual is None or (left is None and all_reduce is None):
+        deferred = layer.take_deferred()
+        if residual is None or (deferred is None and all_reduce is None):
             return alone(x, residual)
-        return add.add_and_norm(x if left is None else left, residual, norm.weight.data, norm.variance_epsilon)
+        return add.add_and_norm(x if deferred is None else deferred, residual, norm.weight.data, norm.variance_epsilon)
 
     return forward

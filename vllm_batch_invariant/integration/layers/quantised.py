@@ -289,8 +289,8 @@ def _method_of(base: type[Any]) -> type[Any]:
             """vLLM's method."""
             if beside(layer).b_format is None:
                 return super().apply(layer, x, bias)
-            leaves = linear.spec_of_layer(layer, bias).leaves
-            return linear.multiply(layer, x, spec_of(bias is not None, leaves, beside(layer).b_format), bias)
+            k_slices = linear.spec_of_layer(layer, bias).k_slices
+            return linear.multiply(layer, x, spec_of(bias is not None, k_slices, beside(layer).b_format), bias)
 
         def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
             """vLLM's method."""

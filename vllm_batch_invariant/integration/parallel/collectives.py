@@ -26,12 +26,12 @@ _LAYERS = "tp"
 def install_cpu(tree: bool) -> None:
     """Have workers on CPUs add what each has computed, in the order of their ranks or as a tree."""
     communicator = patch_points.CPU_COMMUNICATOR.get()
-    theirs = communicator.all_reduce
+    original = communicator.all_reduce
 
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
         """vLLM's method, which replaces the argument's values."""
         if not input_.is_floating_point():
-            return theirs(self, input_)
+            return original(self, input_)
         partials = self.all_gather(input_.contiguous().unsqueeze(0), 0)  # [ranks, ...]
         return input_.copy_(add_ranks(partials, tree))
 
@@ -41,7 +41,7 @@ def install_cpu(tree: bool) -> None:
 def install_cuda(tree: bool) -> None:
     """Have workers on GPUs do so, through memory that all of them see; NCCL adds no floating-point numbers."""
     communicator = patch_points.CUDA_COMMUNICATOR.get()
-    make, theirs = communicator.__init__, communicator.all_reduce
+    make, original = communicator.__init__, communicator.all_reduce
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807 - Python's
         make(self, *args, **named)
@@ -56,7 +56,7 @@ def install_cuda(tree: bool) -> None:
     def all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
         """vLLM's method, which gives a new tensor."""
         ours = beside(self).all_reduce
-        return ours(input_) if ours and input_.is_floating_point() else theirs(self, input_)
+        return ours(input_) if ours and input_.is_floating_point() else original(self, input_)
 
     scatter = communicator.reduce_scatterv
 

@@ -14,9 +14,9 @@ def install() -> None:
     are made here before the first step.
     """
     runner = patch_points.MODEL_RUNNER.get()
-    theirs = runner.sync_and_gather_intermediate_tensors
+    original = runner.sync_and_gather_intermediate_tensors
 
-    @wraps(theirs)
+    @wraps(original)
     def sync_and_gather_intermediate_tensors(
         self: Any, num_tokens: int, intermediate_tensors: Any, sync_self: bool
     ) -> Any:
@@ -32,7 +32,7 @@ def install() -> None:
         if sync_self:
             for name, received in intermediate_tensors.items():
                 _check_dtypes(name, received.dtype, self.intermediate_tensors[name].dtype)
-        return theirs(self, num_tokens, intermediate_tensors, sync_self)
+        return original(self, num_tokens, intermediate_tensors, sync_self)
 
     runner.sync_and_gather_intermediate_tensors = sync_and_gather_intermediate_tensors
 

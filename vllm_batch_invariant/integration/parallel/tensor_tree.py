@@ -1,8 +1,8 @@
 """The same bits with 1, 2, 4 or 8 tensor-parallel workers: what one worker adds alone, and several together, is one
-tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many leaves; exact arithmetic always has one, of sums that
+tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many slices; exact arithmetic always has one, of sums that
 are rounded once, at its root.
 
-Layers whose K workers share add it in that many leaves, and a worker's partial result is the sum of a subtree. A column
+Layers whose K workers share add it in that many slices, and a worker's partial result is the sum of a subtree. A column
 of the other layers has the bits that it has in the narrowest part of its layer that a worker may have.
 """
 
@@ -19,8 +19,8 @@ from ..side_table import beside
 if TYPE_CHECKING:
     import torch
 
-LEAF_STEP = 16
-"""A leaf of K has a multiple of so many elements, as many as a tensor core adds at once."""
+SLICE_STEP = 16
+"""A slice of K has a multiple of so many elements, as many as a tensor core adds at once."""
 
 
 @dataclass(frozen=True)
@@ -28,33 +28,33 @@ class LayerTree:
     """How a layer computes.
 
     Attributes:
-        leaves: parts that this worker's K is added in.
+        k_slices: parts that this worker's K is added in.
         block_n: columns of the narrowest part of the layer that a worker may have; None where every worker has all. On
             a GPU a column has the same bits in every part.
     """
 
-    leaves: int = 1
+    k_slices: int = 1
     block_n: int | None = None
 
 
-def leaves() -> int:
+def k_slices() -> int:
     """Of the tree; 1: there is none, or only that of exact arithmetic."""
     return int(envs.TP_TREE.read())
 
 
 def setting() -> dict[str, str]:
     """What of it decides bits, as an engine or a trainer describes itself."""
-    return {"tensor_parallel_tree": str(leaves())} if leaves() > 1 else {}
+    return {"tensor_parallel_tree": str(k_slices())} if k_slices() > 1 else {}
 
 
 def of_layer(layer: "torch.nn.Module") -> LayerTree:
     """How a linear layer or an output embedding computes.
 
     Raises:
-        NotCovered: its sizes cannot be cut into the leaves of the tree.
+        NotCovered: its sizes cannot be cut into the slices of the tree.
     """
     workers = getattr(layer, "tp_size", 1)
-    if leaves() == 1 or isinstance(layer, patch_points.REPLICATED.get()):
+    if k_slices() == 1 or isinstance(layer, patch_points.REPLICATED.get()):
         return LayerTree()
     if isinstance(layer, patch_points.ROW_PARALLEL.get()):
         return of_inputs(layer.input_size, layer.prefix, workers)
@@ -71,14 +71,14 @@ def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
         workers: that there are.
 
     Raises:
-        NotCovered: they cannot be cut into the leaves of the tree.
+        NotCovered: they cannot be cut into the slices of the tree.
     """
-    most = leaves()
+    most = k_slices()
     if most == 1:
         return LayerTree()
-    if k % (LEAF_STEP * most):
+    if k % (SLICE_STEP * most):
         raise _not_divisible(f"the {k} inputs of {name}", most)
-    return LayerTree(leaves=most // workers)
+    return LayerTree(k_slices=most // workers)
 
 
 def of_outputs(sizes: Sequence[int], name: str, least: int = 1) -> LayerTree:
@@ -92,7 +92,7 @@ def of_outputs(sizes: Sequence[int], name: str, least: int = 1) -> LayerTree:
     Raises:
         NotCovered: a tree, and they cannot be cut into as many equal parts.
     """
-    most = leaves()
+    most = k_slices()
     if most == 1:
         return LayerTree()
     for size in sizes:
@@ -116,7 +116,7 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
         finish: makes a layer's output of the sum over all workers, and of its bias, if it adds one.
     """
     layer = patch_points.ROW_PARALLEL.get()
-    theirs = layer.forward
+    original = layer.forward
 
     def forward(self: Any, input_: "torch.Tensor") -> Any:
         """vLLM's method."""
@@ -128,7 +128,7 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
             )
         bias_is_returned, self.skip_bias_add = self.skip_bias_add, True
         try:
-            found = theirs(self, input_)
+            found = original(self, input_)
         finally:
             self.skip_bias_add = bias_is_returned
         total, bias = found if self.return_bias else (found, self.bias)
@@ -138,7 +138,7 @@ def install(finish: "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     layer.forward = forward
 
 
-def leave_sum(layer: Any) -> None:
+def defer_sum(layer: Any) -> None:
     """Have a row-parallel layer give its worker's partial result, which the norm behind it adds to the others'."""
     layer.reduce_results = False
     beside(layer).norm_adds = True

@@ -55,14 +55,14 @@ def thoughts_end_with_the_last_token(manager: type[Any]) -> None:
     on: of a request that was preempted while its token was on the way none is, and the end of an earlier thought in its
     prompt counts. No request has drafts beside a parser of thoughts: they are refused.
     """
-    theirs = manager.should_advance
+    original = manager.should_advance
 
-    @wraps(theirs)
+    @wraps(original)
     def should_advance(self: Any, request: Any) -> bool:
         before = request.num_computed_tokens, request.num_output_placeholders
         request.num_computed_tokens, request.num_output_placeholders = len(request.all_token_ids) - 1, 0
         try:
-            return theirs(self, request)
+            return original(self, request)
         finally:
             request.num_computed_tokens, request.num_output_placeholders = before
 

@@ -82,9 +82,9 @@ def bad_words_see_drafts(state: type[Any]) -> None:
     """Have bad words compared with the drafts of a verify step, which are the inputs of the rows behind a request's
     first. The second model runner of vLLM 0.26 and 0.27 takes each row's own in the place of the next one's.
     """
-    theirs = state.apply_bad_words
+    original = state.apply_bad_words
 
-    @wraps(theirs)
+    @wraps(original)
     def apply_bad_words(
         self: Any,
         logits: torch.Tensor,
@@ -93,7 +93,7 @@ def bad_words_see_drafts(state: type[Any]) -> None:
         input_ids: torch.Tensor,
         expanded_local_pos: torch.Tensor,
     ) -> None:
-        theirs(self, logits, expanded_idx_mapping, idx_mapping_np, input_ids.roll(-1), expanded_local_pos)
+        original(self, logits, expanded_idx_mapping, idx_mapping_np, input_ids.roll(-1), expanded_local_pos)
 
     state.apply_bad_words = apply_bad_words
 

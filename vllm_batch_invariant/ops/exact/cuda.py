@@ -33,7 +33,7 @@ SERVES = ("sliding_window", "logits_soft_cap")
 """Of attention: what the definition has."""
 LONGEST_ROW = 16_384
 """Elements of a row whose squares one program adds."""
-MARKS = 64
+MASK_BITS = 64
 """Bits that say where a segment has third digits."""
 _NORM_TILE = 2048
 _CHUNK = 8192
@@ -46,20 +46,20 @@ class QuantizeSchedule:
 
     Attributes:
         block: elements at a time.
-        mark_step: elements of a mark, a power of two; marks of a part are no more than 64.
+        mask_step: elements of a bit of the mask, a power of two; a part has no more than 64 bits.
         num_warps: of the program.
     """
 
     block: int
-    mark_step: int
+    mask_step: int
     num_warps: int
 
     @classmethod
     def of(cls, length: int) -> "QuantizeSchedule":
         """For parts of ``length`` elements."""
         block = min(triton.next_power_of_2(length), 4096)
-        mark_step = max(128, triton.next_power_of_2(-(-length // MARKS)))
-        return cls(block, min(mark_step, block), 4 if block <= 2048 else 8)
+        mask_step = max(128, triton.next_power_of_2(-(-length // MASK_BITS)))
+        return cls(block, min(mask_step, block), 4 if block <= 2048 else 8)
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,14 @@ class Activations:
     Attributes:
         digits: [2, M, K] int8, x1 and x0.
         third: [M, K] int8, x2. None where two digits are all.
-        marks: [M, segments] int64, bit b for an x2 among the elements b * mark_step and on of the segment; or None.
+        high_digit_mask: [M, segments] int64, bit b for an x2 among the elements b * mask_step and on of the segment;
+            or None.
         scale: [M, segments] fp32.
     """
 
     digits: torch.Tensor
     third: torch.Tensor | None
-    marks: torch.Tensor | None
+    high_digit_mask: torch.Tensor | None
     scale: torch.Tensor
 
 
@@ -185,29 +186,29 @@ def _packed_rows(x: torch.Tensor) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, parts: int, activations: bool) -> Activations:
     """Put rows [M, K], packed along K, in segments on grids as :func:`.definition.activations` or, without third digits
-    and marks, as :func:`.definition.two_digits`.
+    and the mask, as :func:`.definition.two_digits`.
     """
     rows, k = x.shape
     schedule = QuantizeSchedule.of(k // parts)
     digits = torch.empty(2, rows, k, dtype=torch.int8, device=x.device)
     third = torch.empty(rows, k, dtype=torch.int8, device=x.device) if activations else None
-    marks = torch.empty(rows, parts, dtype=torch.int64, device=x.device) if activations else None
+    high_digit_mask = torch.empty(rows, parts, dtype=torch.int64, device=x.device) if activations else None
     scale = torch.empty(rows, parts, dtype=torch.float32, device=x.device)
     if rows:
         launch(
             triton_kernels.quantize_kernel,
             rows * parts,
-            (x, digits, third, marks, scale, rows, x.stride(0)),
+            (x, digits, third, high_digit_mask, scale, rows, x.stride(0)),
             on=x,
             waits=True,
             PARTS=parts,
             LENGTH=k // parts,
             ACTIVATIONS=activations,
             BLOCK=schedule.block,
-            MARK_STEP=schedule.mark_step,
+            MASK_STEP=schedule.mask_step,
             num_warps=schedule.num_warps,
         )
-    return Activations(digits, third, marks, scale)
+    return Activations(digits, third, high_digit_mask, scale)
 
 
 def prepare(weight: torch.Tensor, parts: int = 1) -> ExactWeight:
@@ -259,12 +260,12 @@ def product(
             f"rows of {x.digits.shape[2]} in {parts} segments do not fit a weight of {k} in {weight.scale.shape[1]}"
         )
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.digits.device)
-    bias, mark_step = None if bias is None else aligned(bias), QuantizeSchedule.of(k // parts).mark_step
-    operands = x.digits, x.third, x.marks, x.scale, weight.digits, weight.scale, bias, out
+    bias, mask_step = None if bias is None else aligned(bias), QuantizeSchedule.of(k // parts).mask_step
+    operands = x.digits, x.third, x.high_digit_mask, x.scale, weight.digits, weight.scale, bias, out
     if out.numel() and isinstance(schedule, HopperSchedule):
         from .sm90_linear import linear_sm90
 
-        linear_sm90(*operands, mark_step, schedule, LaunchSchedule(overlaps))
+        linear_sm90(*operands, mask_step, schedule, LaunchSchedule(overlaps))
     elif out.numel():
         launch(
             linear_kernel,
@@ -275,7 +276,7 @@ def product(
             LENGTH=k // parts,
             HAS_BIAS=bias is not None,
             EVEN_K=k // parts % schedule.block_k == 0,
-            MARK_STEP=mark_step,
+            MASK_STEP=mask_step,
             INT8=schedule.int8,
             BLOCK_M=schedule.block_m,
             BLOCK_N=schedule.block_n,
@@ -643,7 +644,7 @@ class ExactPlanner(Planner):
         self.partial_e = torch.empty_like(self.partial_m)
         self.prefill_programs = prefill.ctas_per_sm * self.num_sms
         rows = max(self.prefill_programs * prefill.block_m, self.cta_shares * schedules[0].block_m)
-        self.parked = torch.empty(rows, _padded(shape.head_size), device=device)
+        self.spilled_acc = torch.empty(rows, _padded(shape.head_size), device=device)
         """[rows, padded head size], weighted values of unfinished blocks."""
 
 
@@ -723,7 +724,7 @@ def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             planner.partial_l,
             planner.partial_e,
             planner.partial_acc,
-            planner.parked,
+            planner.spilled_acc,
             planner.semaphores,
             float(np.float32(spec.scale) * (LOG2_E if spec.logits_soft_cap is None else np.float32(1))),
             float(np.float32(spec.logits_soft_cap or 0)),
@@ -834,10 +835,10 @@ def _held(integers: NDArray[np.int64], rows: torch.Tensor, part: int, parts: int
     for place in (2, 1, 0):
         digits[place, :, part] = (third + 128) % 256 - 128
         third = (third - digits[place, :, part]) // 256
-    marks = np.zeros((len(integers), parts), np.int64)
+    high_digit_mask = np.zeros((len(integers), parts), np.int64)
     for row, element in np.argwhere(digits[0, :, part]):
-        marks[row, part] |= np.int64(1) << np.int64(element // schedule.mark_step)
+        high_digit_mask[row, part] |= np.int64(1) << np.int64(element // schedule.mask_step)
     planes = torch.from_numpy(digits).flatten(2)[:, rows].to(device)
-    held = torch.from_numpy(marks)[rows].to(device)
+    held = torch.from_numpy(high_digit_mask)[rows].to(device)
     scale = torch.ones(held.shape, dtype=torch.float32, device=device)  # where a model is loaded, bf16 is the default
     return Activations(planes[1:].contiguous(), planes[0].contiguous(), held, scale)

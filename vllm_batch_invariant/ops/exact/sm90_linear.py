@@ -50,7 +50,7 @@ _PENDING = gl.constexpr(4)
 class _Problem:
     """What is multiplied, and by which tiles."""
 
-    marks_ptr: value
+    high_digit_mask_ptr: value
     """int64 [M, PARTS]"""
     x_scale_ptr: value
     w_scale_ptr: value
@@ -61,7 +61,7 @@ class _Problem:
     tiles_n: value
     length: value
     """Elements of a segment."""
-    mark_step: value
+    mask_step: value
     PARTS: gl.constexpr
     HAS_BIAS: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -69,7 +69,7 @@ class _Problem:
     LONG_SIDE: gl.constexpr
     IN_REGISTERS: gl.constexpr
     OVERLAPS: gl.constexpr
-    """The kernel before may still run: activations, marks and scales of them are there once it was waited for."""
+    """The kernel before may still run: activations, masks and scales of them are there once it was waited for."""
 
 
 @aggregate
@@ -102,15 +102,17 @@ def _or(a, b):
 
 
 @gluon.jit
-def _marks(problem, offs_m, part):
+def _mask(problem, offs_m, part):
     """int64 [BLOCK_M]: where rows of x have third digits in a segment."""
-    return gl.load(problem.marks_ptr + offs_m.to(gl.int64) * problem.PARTS + part, mask=offs_m < problem.M, other=0)
+    return gl.load(
+        problem.high_digit_mask_ptr + offs_m.to(gl.int64) * problem.PARTS + part, mask=offs_m < problem.M, other=0
+    )
 
 
 @gluon.jit
 def _is_marked(problem, some, step):
-    """Whether a step of K has third digits, of the marks of a tile's rows together."""
-    return (some >> (step * _STEP_K // problem.mark_step)) & 1 != 0
+    """Whether a step of K has third digits, of the masks of a tile's rows together."""
+    return (some >> (step * _STEP_K // problem.mask_step)) & 1 != 0
 
 
 @gluon.jit
@@ -141,7 +143,7 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
     for tile in range(gl.program_id(0), problem.tiles_m * problem.tiles_n, gl.num_programs(0)):
         first_m, first_n = _first_of(problem, tile)
         for part in range(problem.PARTS):
-            marks = _marks(problem, first_m + in_tile_m, part)  # on its way while the copies start
+            high_digit_mask = _mask(problem, first_m + in_tile_m, part)  # on its way while the copies start
             for step in range(steps):
                 first_k = part * problem.length + step * _STEP_K
                 mbarrier.wait(ring.empty_bar.index(stage), phase)
@@ -155,7 +157,7 @@ def _copy_partition(x_desc, third_desc, w_desc, problem, ring):
                     x_smem = ring.x_smem.index(stage * 2 + plane)
                     copy_block(x_desc, [plane * problem.M + first_m, first_k], full, x_smem)
                 stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
-            some = gl.reduce(marks, 0, _or)
+            some = gl.reduce(high_digit_mask, 0, _or)
             if some != 0:
                 for plane in gl.static_range(2):
                     for step in range(steps):
@@ -270,12 +272,12 @@ def _multiply_partition(problem, bias_ptr, pending_ptr, ring):
             ones = gl.full([LONG_SIDE, BLOCK_M], 0.0, gl.float32, LAYOUT)
             twos, fours = ones, ones
         for part in range(PARTS):
-            marks = _marks(problem, first_m + gl.arange(0, BLOCK_M, rows), part)
+            high_digit_mask = _mask(problem, first_m + gl.arange(0, BLOCK_M, rows), part)
             hi, mid, lo, stage, phase = _two_digits(ring, stage, phase, steps, LONG_SIDE, BLOCK_M, LAYOUT)
             low = lo + ((mid & 255) << 8)
             high = hi + (mid >> 8) + (low >> 16)
             low = low & 0xFFFF
-            some = gl.reduce(marks, 0, _or)
+            some = gl.reduce(high_digit_mask, 0, _or)
             if some != 0:
                 third, stage, phase = _third_digit(problem, ring, some, stage, phase, steps, LAYOUT)
                 high += third
@@ -311,12 +313,12 @@ def _multiply_partition(problem, bias_ptr, pending_ptr, ring):
                         _write(total, problem, bias_ptr, first_m, first_n, in_tile_m, in_tile_n)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "tiles_m", "tiles_n", "length", "mark_step"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles_m", "tiles_n", "length", "mask_step"])
 def linear_sm90_kernel(
     x_desc,
     third_desc,
     w_desc,
-    marks_ptr,
+    high_digit_mask_ptr,
     x_scale_ptr,
     w_scale_ptr,
     bias_ptr,
@@ -327,7 +329,7 @@ def linear_sm90_kernel(
     tiles_m,
     tiles_n,
     length,
-    mark_step,
+    mask_step,
     PARTS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -342,7 +344,7 @@ def linear_sm90_kernel(
         x_desc: of int8 [2 M, K], x1 and x0, in blocks [BLOCK_M, _STEP_K].
         third_desc: of int8 [M, K], x2.
         w_desc: of int8 [2 N, K], w1 and w0, in blocks [BLOCK_N, _STEP_K].
-        marks_ptr: int64 [M, PARTS], as in :func:`.triton_kernels.quantize_kernel`.
+        high_digit_mask_ptr: int64 [M, PARTS], as in :func:`.triton_kernels.quantize_kernel`.
         x_scale_ptr: fp32 [M, PARTS].
         w_scale_ptr: fp32 [N, PARTS].
         bias_ptr: [N], or None.
@@ -353,8 +355,8 @@ def linear_sm90_kernel(
     """
     LONG_SIDE: gl.constexpr = 64 if BLOCK_N <= 64 else 128
     problem = _Problem(
-        marks_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, tiles_m, tiles_n, length, mark_step, PARTS, HAS_BIAS,
-        BLOCK_M, BLOCK_N, LONG_SIDE, IN_REGISTERS, OVERLAPS,
+        high_digit_mask_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, tiles_m, tiles_n, length, mask_step, PARTS,
+        HAS_BIAS, BLOCK_M, BLOCK_N, LONG_SIDE, IN_REGISTERS, OVERLAPS,
     )  # fmt: skip
     x_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, BLOCK_M, _STEP_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int8, [NUM_STAGES * 2, LONG_SIDE, _STEP_K], w_desc.layout)
@@ -394,13 +396,13 @@ def covers(k: int, parts: int) -> bool:
 def linear_sm90(
     digits: torch.Tensor,
     third: torch.Tensor,
-    marks: torch.Tensor,
+    high_digit_mask: torch.Tensor,
     x_scale: torch.Tensor,
     w_digits: torch.Tensor,
     w_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    mark_step: int,
+    mask_step: int,
     tile: HopperSchedule,
     follows: LaunchSchedule,
 ) -> None:
@@ -409,13 +411,13 @@ def linear_sm90(
     Args:
         digits: int8 [2, M, K], of at least one row, as the next three in :class:`.cuda.Activations`.
         third: int8 [M, K].
-        marks: int64 [M, segments].
+        high_digit_mask: int64 [M, segments].
         x_scale: fp32 [M, segments].
         w_digits: int8 [2, N, K], as the next in :class:`.cuda.ExactWeight`.
         w_scale: fp32 [N, segments].
         bias: [N], or None.
         out: bf16 [M, N].
-        mark_step: elements of a mark, a multiple of 128.
+        mask_step: elements of a bit of the mask, a multiple of 128.
         tile: decides the speed.
         follows: if it overlaps, the weight is read before the kernel before has ended.
     """
@@ -433,7 +435,7 @@ def linear_sm90(
             _describe(digits, tile.block_m),
             _describe(third, tile.block_m),
             _describe(w_digits, tile.block_n),
-            marks,
+            high_digit_mask,
             x_scale,
             w_scale,
             bias,
@@ -444,7 +446,7 @@ def linear_sm90(
             tiles_m,
             tiles_n,
             k // parts,
-            mark_step,
+            mask_step,
         ),
         on=out,
         PARTS=parts,

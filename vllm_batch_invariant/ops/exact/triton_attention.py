@@ -185,23 +185,23 @@ def store_partial(split_state, split, rows, work, partials):
 
 
 @triton.jit
-def add_split(sums, split_state, parked_ptr, before, is_last, out, work):
+def add_split(sums, split_state, spilled_acc_ptr, before, is_last, out, work):
     """A finished split is merged into what ``before`` splits of the block have left: ``sums``, and acc in memory, where
     it takes no registers from the loop over tiles. The last one writes the result.
     """
     BLOCK: tl.constexpr = split_state.acc.shape[0]
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
-    parked_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * out.PADDED_HEAD_DIM)
-    parked_ptrs = parked_ptr + (tl.arange(0, BLOCK)[:, None] * out.PADDED_HEAD_DIM + offs_d[None, :])
+    spilled_acc_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * out.PADDED_HEAD_DIM)
+    spilled_acc_ptrs = spilled_acc_ptr + (tl.arange(0, BLOCK)[:, None] * out.PADDED_HEAD_DIM + offs_d[None, :])
     token, head, mask = result_rows(work, out, BLOCK)
     is_later = tl.full((BLOCK, 1), before, tl.int32) > 0
-    acc = tl.load(parked_ptrs, mask=mask & is_later, other=0.0)
+    acc = tl.load(spilled_acc_ptrs, mask=mask & is_later, other=0.0)
     merged = merge(State(sums.m, sums.l, sums.e, acc), split_state)
     if is_last:
         store_result(merged, out, work, token, head, mask)
     else:
         tl.debug_barrier()  # another thread may read an element than the one that writes it
-        tl.store(parked_ptrs, merged.acc, mask=mask)
+        tl.store(spilled_acc_ptrs, merged.acc, mask=mask)
         tl.debug_barrier()
     return Sums(merged.m, merged.l, merged.e)
 
@@ -251,7 +251,7 @@ def exact_attention_kernel(
     partial_l_ptr,
     partial_e_ptr,
     partial_acc_ptr,
-    parked_ptr,
+    spilled_acc_ptr,
     semaphores_ptr,
     qk_scale,
     soft_cap,
@@ -282,7 +282,7 @@ def exact_attention_kernel(
 
     Args:
         digits_ptr, exponents_ptr, stride_page: as of :func:`.triton_cache.write_cache_kernel`.
-        parked_ptr: fp32 [programs, BLOCK_M, PADDED_HEAD_DIM], of unfinished blocks.
+        spilled_acc_ptr: fp32 [programs, BLOCK_M, PADDED_HEAD_DIM], of unfinished blocks.
         qk_scale: of the scores, without a soft cap times log2 e, in fp32.
         INT8: digits are multiplied by int8 tensor cores, else by those of fp16.
     """
@@ -324,9 +324,9 @@ def exact_attention_kernel(
                 if work.workspace_idx >= 0:
                     store_partial(split_state, split, rows, work, partials)
                 else:
-                    sums = add_split(sums, split_state, parked_ptr, split - begin, split == end - 1, out, work)
+                    sums = add_split(sums, split_state, spilled_acc_ptr, split - begin, split == end - 1, out, work)
             else:
-                sums = add_split(sums, split_state, parked_ptr, split - begin, split == end - 1, out, work)
+                sums = add_split(sums, split_state, spilled_acc_ptr, split - begin, split == end - 1, out, work)
 
         if MAY_SHARE:
             share_partials(out, partials, work, semaphores_ptr, keys, SPLIT_SEGMENTS, PARTIAL_BLOCK, merge_partials)

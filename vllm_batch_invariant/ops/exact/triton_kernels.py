@@ -59,7 +59,7 @@ def quantize_kernel(
     x_ptr,
     digits_ptr,
     third_ptr,
-    marks_ptr,
+    high_digit_mask_ptr,
     scale_ptr,
     rows,
     stride_row,
@@ -67,7 +67,7 @@ def quantize_kernel(
     LENGTH: tl.constexpr,
     ACTIVATIONS: tl.constexpr,
     BLOCK: tl.constexpr,
-    MARK_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Puts one part of a row on its grid: each integer is x1 * 2**8 + x0, of activations sometimes x2 * 2**16 more.
@@ -76,8 +76,8 @@ def quantize_kernel(
         x_ptr: [rows, PARTS * LENGTH], rows ``stride_row`` apart.
         digits_ptr: int8 [2, rows, PARTS * LENGTH], x1 and x0.
         third_ptr: int8 [rows, PARTS * LENGTH], x2.
-        marks_ptr: int64 [rows, PARTS]: bit b is set where one of the elements b * MARK_STEP to (b + 1) * MARK_STEP - 1
-            has an x2.
+        high_digit_mask_ptr: int64 [rows, PARTS]: bit b is set where one of the elements b * MASK_STEP to
+            (b + 1) * MASK_STEP - 1 has an x2.
         scale_ptr: fp32 [rows, PARTS].
     """
     wait_for_kernel_before(OVERLAPS)
@@ -98,7 +98,7 @@ def quantize_kernel(
         e = _grid_of_activations(top, total, LENGTH)
     else:
         e = finest_of_two_digits(top)
-    inverse, marks = power_of_two(-e), tl.zeros((), tl.int64)
+    inverse, high_digit_mask = power_of_two(-e), tl.zeros((), tl.int64)
     out = row * PARTS * LENGTH + part * LENGTH
     plane = rows.to(tl.int64) * PARTS * LENGTH
     for start in range(0, LENGTH, BLOCK):
@@ -107,9 +107,9 @@ def quantize_kernel(
         x0, rest = last_digit(integers)
         if ACTIVATIONS:
             x1, x2 = last_digit(rest)
-            some = tl.max(tl.reshape((x2 != 0).to(tl.int64), (BLOCK // MARK_STEP, MARK_STEP)), 1)
-            bit = start // MARK_STEP + tl.arange(0, BLOCK // MARK_STEP)
-            marks |= tl.sum(some << bit)
+            some = tl.max(tl.reshape((x2 != 0).to(tl.int64), (BLOCK // MASK_STEP, MASK_STEP)), 1)
+            bit = start // MASK_STEP + tl.arange(0, BLOCK // MASK_STEP)
+            high_digit_mask |= tl.sum(some << bit)
             tl.store(third_ptr + out + start + offs, x2.to(tl.int8), mask=mask)
         else:
             x1 = rest
@@ -117,7 +117,7 @@ def quantize_kernel(
         tl.store(digits_ptr + plane + out + start + offs, x0.to(tl.int8), mask=mask)
     tl.store(scale_ptr + row * PARTS + part, scale_of(top, e))
     if ACTIVATIONS:
-        tl.store(marks_ptr + row * PARTS + part, marks)
+        tl.store(high_digit_mask_ptr + row * PARTS + part, high_digit_mask)
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner_size", "residual_inner_size"])

@@ -69,7 +69,7 @@ def _or(a, b):
 def linear_kernel(
     x_ptr,
     third_ptr,
-    marks_ptr,
+    high_digit_mask_ptr,
     x_scale_ptr,
     w_ptr,
     w_scale_ptr,
@@ -82,7 +82,7 @@ def linear_kernel(
     LENGTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    MARK_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     INT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -93,7 +93,7 @@ def linear_kernel(
     Args:
         x_ptr: int8 [2, M, K], x1 and x0.
         third_ptr: int8 [M, K], x2.
-        marks_ptr: int64 [M, PARTS], as in :func:`.triton_kernels.quantize_kernel`.
+        high_digit_mask_ptr: int64 [M, PARTS], as in :func:`.triton_kernels.quantize_kernel`.
         x_scale_ptr: fp32 [M, PARTS].
         w_ptr: int8 [2, N, K], w1 and w0.
         w_scale_ptr: fp32 [N, PARTS].
@@ -132,14 +132,14 @@ def linear_kernel(
         t = (hi.to(tl.int64) << 16) + (mid.to(tl.int64) << 8) + lo.to(tl.int64)
 
         # Few elements of few rows have a third digit, so these steps are not pipelined.
-        marks = tl.load(marks_ptr + offs_m * PARTS + part, mask=mask_m, other=0)
-        some = tl.reduce(marks, 0, _or)
+        high_digit_mask = tl.load(high_digit_mask_ptr + offs_m * PARTS + part, mask=mask_m, other=0)
+        some = tl.reduce(high_digit_mask, 0, _or)
         if some != 0:
-            for bit in range(tl.cdiv(LENGTH, MARK_STEP)):
+            for bit in range(tl.cdiv(LENGTH, MASK_STEP)):
                 if (some >> bit) & 1 != 0:
-                    marked = mask_m & ((marks >> bit) & 1 != 0)
-                    end = min((bit + 1) * MARK_STEP, LENGTH)
-                    for start in range(bit * MARK_STEP, end, BLOCK_K):
+                    marked = mask_m & ((high_digit_mask >> bit) & 1 != 0)
+                    end = min((bit + 1) * MASK_STEP, LENGTH)
+                    for start in range(bit * MASK_STEP, end, BLOCK_K):
                         k = start + tl.arange(0, BLOCK_K)
                         x2 = _load_digits(third_ptr, x_rows, k, marked, end, EVEN_K)
                         w1 = _load_digits(w_ptr, w_rows, k, mask_n, end, EVEN_K).T

@@ -51,7 +51,7 @@ def matmul(
         the bias and the spec.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or K cannot be cut into the spec's leaves.
+        ValueError: shapes or dtypes that do not fit, or K cannot be cut into the spec's slices.
         NotCovered: a dtype or device without an implementation.
     """
     if (
@@ -73,15 +73,15 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    leaves: int = 1,
+    k_slices: int = 1,
     weight_is_constant: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``, rounded once; or with K in leaves as :class:`MatmulSpec` says, and the bias added to
+    """``x @ weight.T + bias``, rounded once; or with K in slices as :class:`MatmulSpec` says, and the bias added to
     their sum. Arguments and errors as of :func:`matmul`.
     """
-    if leaves == 1 or bias is None:
-        return matmul(x, weight, spec_of(bias is not None, leaves), bias, weight_is_constant)
-    return matmul(x, weight, spec_of(False, leaves), None, weight_is_constant) + bias
+    if k_slices == 1 or bias is None:
+        return matmul(x, weight, spec_of(bias is not None, k_slices), bias, weight_is_constant)
+    return matmul(x, weight, spec_of(False, k_slices), None, weight_is_constant) + bias
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, weight_is_constant: bool = False) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..common.compile_errors import reason
 from ..common.gpu import Gpu
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
 from . import triton_gemm
-from .leaves import Gemm, in_leaves
+from .k_slices import Gemm, in_slices
 from .problem import GemmProblem
 from .schedule import GATED_TILES, NARROW_TILES, PACKED_TILES, NarrowTile, sm90_tiles
 from .spec import MatmulSpec
@@ -147,11 +147,11 @@ def library_of(schedule: "Algorithm | NarrowTile | None") -> str:
 
 def cancelling_operands(problem: GemmProblem, m: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """a [M, K] and a weight [N, K] whose results show the order of every sum of a problem."""
-    p, leaves, exponents = problem, problem.spec.leaves, problem.spec.b_format.exponents
-    draw = partial(problem.spec.epilogue.cancelling, m, p.n, p.k // leaves, p.dtype, device, exponents=exponents)
-    of_leaves = [draw(seed=seed) for seed in range(leaves)]
-    a, weight = (torch.cat(operands, 1) for operands in zip(*of_leaves, strict=True))
-    if leaves > 1:  # where leaves are rounding error, few of their sums are rounded: of half the columns they are not
+    p, k_slices, exponents = problem, problem.spec.k_slices, problem.spec.b_format.exponents
+    draw = partial(problem.spec.epilogue.cancelling, m, p.n, p.k // k_slices, p.dtype, device, exponents=exponents)
+    of_slices = [draw(seed=seed) for seed in range(k_slices)]
+    a, weight = (torch.cat(operands, 1) for operands in zip(*of_slices, strict=True))
+    if k_slices > 1:  # where slices are rounding error, few of their sums are rounded: of half the columns they are not
         weight[1::2] = weight[1::2].roll(1, 1)
     return a, weight
 
@@ -166,14 +166,14 @@ class Autotuner:
     max_m: int
     """Rows of a."""
     workspace: torch.Tensor | None = None
-    """Memory for what leaves of K give, if there are several."""
+    """Memory for what slices of K give, if there are several."""
 
     def __post_init__(self) -> None:
         p, b_format = self.problem, self.problem.spec.b_format
         device = torch.device("cuda", p.device)
         a, weight = cancelling_operands(p, self.max_m, device)
-        if p.spec.leaves > 1:
-            self.workspace = a.new_empty(p.spec.leaves * self.max_m * p.n)
+        if p.spec.k_slices > 1:
+            self.workspace = a.new_empty(p.spec.k_slices * self.max_m * p.n)
         self.a = a if p.a_k_major else a.t().contiguous().t()
         weight, *self.scales = b_format.stored(weight)
         self.b = weight.t() if p.b_k_major else weight.t().contiguous()
@@ -188,11 +188,11 @@ class Autotuner:
         self.matrix = self.b
         if b_format.decode is not None:  # by the definition, which kernels that decode are compared with
             self.matrix = b_format.decode((self.b.t(), *self.scales), a.new_empty(p.n, p.k)).t()
-        self.product = self._in_leaves(by_pointers)(self.a, self.matrix, None)
+        self.product = self._in_slices(by_pointers)(self.a, self.matrix, None)
         self.finished = self._finish(self.product)
 
-    def _in_leaves(self, gemm: Gemm) -> Gemm:
-        return in_leaves(gemm, self.problem.spec.leaves, self.workspace)
+    def _in_slices(self, gemm: Gemm) -> Gemm:
+        return in_slices(gemm, self.problem.spec.k_slices, self.workspace)
 
     def _finish(self, product: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """What the epilogue makes of a product, in new memory or in ``out``; itself where it makes nothing."""
@@ -235,7 +235,7 @@ class Autotuner:
         def by_triton(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return triton_gemm.mm(a, b, self.bias, out)
 
-        return self._in_leaves(by_triton)(a, self._matrix(self.b if b is None else b), out)
+        return self._in_slices(by_triton)(a, self._matrix(self.b if b is None else b), out)
 
     def _matrix(self, b: torch.Tensor) -> torch.Tensor:
         """What is multiplied with, by schedules that do not read a weight as it is stored."""
@@ -255,7 +255,7 @@ class Autotuner:
             out = self.new_out(schedule, len(a)) if out is None else out
             if isinstance(schedule, NarrowTile):  # as a layer's matmul is launched
                 return triton_gemm.gemm_sm90_swap_ab(a, b, self.bias, out, reduction, schedule, True, spec, self.scales)
-            return self._in_leaves(by_cublaslt)(a, self._matrix(b), out)
+            return self._in_slices(by_cublaslt)(a, self._matrix(b), out)
 
         return run
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from ..common.native_kernels import kernel
-from .leaves import by_mm, in_leaves
+from .k_slices import by_mm, in_slices
 from .reduction import LinearReduction
 from .spec import PRODUCT, MatmulSpec
 
@@ -153,8 +153,8 @@ def prepare(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Measure the sizes of tiles for a weight; they do not depend on M."""
-    leaf_k = weight.shape[1] * spec.b_format.packing // spec.leaves
-    verified_block_ms(LinearReduction.of_device("cpu", len(weight), leaf_k, dtype or weight.dtype))
+    slice_k = weight.shape[1] * spec.b_format.packing // spec.k_slices
+    verified_block_ms(LinearReduction.of_device("cpu", len(weight), slice_k, dtype or weight.dtype))
 
 
 def prepare_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def prepared_accumulate(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Ten
 
 
 def prepared_linear_of_parts(
-    x: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, leaves: int = 1
+    x: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, k_slices: int = 1
 ) -> torch.Tensor:
     """``linear`` with a weight from :func:`prepare_parts`.
 
@@ -212,18 +212,18 @@ def prepared_linear_of_parts(
         x: [..., K].
         parts: [K, N], or its columns in several.
         bias: [N], or None.
-        leaves: parts of equal length that K is added in, each rounded, and their sums as a tree; the bias is added
+        k_slices: parts of equal length that K is added in, each rounded, and their sums as a tree; the bias is added
             last. Above 1 of one part.
     """
-    if leaves == len(parts) == 1:
+    if k_slices == len(parts) == 1:
         return prepared_linear(x, parts[0], bias)
-    if leaves == 1:
+    if k_slices == 1:
         out = torch.cat([prepared_accumulate(x, part, None) for part in parts], -1)
     else:
         [whole] = parts
 
-        def of_leaf(x: torch.Tensor, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        def of_slice(x: torch.Tensor, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return out.copy_(prepared_linear(x, part, None))
 
-        out = in_leaves(of_leaf, leaves)(x, whole)
+        out = in_slices(of_slice, k_slices)(x, whole)
     return out.to(x.dtype) if bias is None else (out + bias.to(parts[0].dtype)).to(x.dtype)

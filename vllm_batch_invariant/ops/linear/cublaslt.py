@@ -42,10 +42,10 @@ class Algorithm:
 
 
 class Matmul:
-    """Runs the GEMMs of one problem, or of a problem's leaves."""
+    """Runs the GEMMs of one problem, or of a problem's slices."""
 
     def __init__(self, problem: GemmProblem) -> None:
-        self.problem = problem.leaf
+        self.problem = problem.k_slice
         self._handle = handle(problem.device)
         self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         self._one_address, self._zero_address = self._one.ctypes.data, self._zero.ctypes.data

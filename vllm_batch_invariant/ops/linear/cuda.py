@@ -17,7 +17,7 @@ from ..common.gpu import Gpu
 from ..formats import Format
 from . import autotune, autotune_cache, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
-from .leaves import by_mm, in_leaves
+from .k_slices import by_mm, in_slices
 from .problem import ALIGNMENT, LARGEST_SIDE, GemmProblem, leading_dim, problem_of
 from .reduction import LinearReduction
 from .schedule import reads
@@ -166,7 +166,7 @@ class MatmulDispatcher:
         self, plan: _Plan, tuned: TunedSchedule, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, m: int
     ) -> torch.Tensor:
         """Run cuBLASLt's algorithm; Triton where the schedule has none, or where cuBLASLt refuses this M."""
-        leaves = plan.problem.spec.leaves
+        k_slices = plan.problem.spec.k_slices
         if tuned.algorithm is not None:
 
             def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -174,10 +174,10 @@ class MatmulDispatcher:
                 return out
 
             try:
-                return in_leaves(run, leaves)(a, b, a.new_empty((m, plan.problem.n)))
+                return in_slices(run, k_slices)(a, b, a.new_empty((m, plan.problem.n)))
             except cublaslt.Error:
                 logger.debug("cuBLASLt refused %d rows of the GEMM %s", m, plan.problem)
-        return _by_triton(a, b, spec_of(bias is not None, leaves), bias)
+        return _by_triton(a, b, spec_of(bias is not None, k_slices), bias)
 
     def prepare(
         self,

@@ -36,12 +36,12 @@ class GemmProblem:
 
     @property
     def reduction(self) -> LinearReduction:
-        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype, self.spec.leaves)
+        return LinearReduction.of_device("cuda", self.n, self.k, self.dtype, self.spec.k_slices)
 
     @property
-    def leaf(self) -> "GemmProblem":
-        """The problem of one leaf of the matrix that the weight stands for."""
-        return replace(self, k=self.k // self.spec.leaves, spec=replace(self.spec, leaves=1, b_format=PLAIN))
+    def k_slice(self) -> "GemmProblem":
+        """The problem of one slice of the matrix that the weight stands for."""
+        return replace(self, k=self.k // self.spec.k_slices, spec=replace(self.spec, k_slices=1, b_format=PLAIN))
 
     def a_layout(self, m: int, ld: int | None = None) -> tuple[int, int, int]:
         """Rows, columns and leading dimension of a as a column-major matrix, whose rows are columns of ours."""
@@ -82,11 +82,11 @@ def problem_of(
     (k, n), size = b.shape, a.element_size()
     if spec.epilogue.columns(n) * size % ALIGNMENT:
         spec = replace(spec, epilogue=NONE)
-    leaf_k = k // spec.leaves
-    if spec.leaves > 1 and leaf_k * size % ALIGNMENT:
+    slice_k = k // spec.k_slices
+    if spec.k_slices > 1 and slice_k * size % ALIGNMENT:
         return None
     problem = GemmProblem(n, k, a.dtype, spec, a.device.index, leading_dim(a)[1], not leading_dim(b)[1])
-    return problem if leaf_k >= problem.reduction.k_step else None
+    return problem if slice_k >= problem.reduction.k_step else None
 
 
 def leading_dim(matrix: torch.Tensor) -> tuple[int, bool] | None:

@@ -23,7 +23,7 @@ class LinearReduction:
     and the result is rounded once to ``dtype``. A field is None where it decides nothing on the device.
 
     - On a CUDA GPU one accumulator an element adds K upwards in steps of ``k_step``, and operands of fp32 are
-      multiplied in ``precision``; or one for each of ``leaves`` equal parts of K, which are rounded to ``dtype`` and
+      multiplied in ``precision``; or one for each of ``k_slices`` equal parts of K, which are rounded to ``dtype`` and
       added as a tree whose nodes are rounded, too. That this has the same bits for every tile and instruction is a
       measurement (docs/contract.md) which agrees with models of the tensor core: Khattak and Mikaitis, "Accurate models
       of NVIDIA tensor cores" (arXiv:2512.07004).
@@ -52,8 +52,8 @@ class LinearReduction:
     alignment: int | None = None
     """Bytes."""
     threads: int | None = None
-    leaves: int = 1
-    """On a CPU a tree's leaves are problems of their own."""
+    k_slices: int = 1
+    """On a CPU a tree's slices are problems of their own."""
 
     @property
     def columns(self) -> int:
@@ -65,25 +65,27 @@ class LinearReduction:
         return -(-self.n // each) * each
 
     @classmethod
-    def of_device(cls, device_type: str, n: int, k: int, dtype: torch.dtype, leaves: int = 1) -> "LinearReduction":
-        """The reduction in force on a device for a weight [N, K]; ``leaves`` on a CUDA GPU.
+    def of_device(cls, device_type: str, n: int, k: int, dtype: torch.dtype, k_slices: int = 1) -> "LinearReduction":
+        """The reduction in force on a device for a weight [N, K]; ``k_slices`` on a CUDA GPU.
 
         Raises:
             NotCovered: a dtype without a reduction.
         """
         if device_type == "cuda":
             tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-            return _on_cuda(n, k, dtype, "tf32" if tf32 else "ieee", leaves)
+            return _on_cuda(n, k, dtype, "tf32" if tf32 else "ieee", k_slices)
         joined = reduction_of("linear", device_type)
         return joined(n, k, dtype) if joined else _on_cpu(n, k, dtype, torch.get_num_threads())
 
 
 @lru_cache(maxsize=4096)
-def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str, leaves: int) -> LinearReduction:
+def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str, k_slices: int) -> LinearReduction:
     k_step = _CUDA_K_STEP_IN_TF32 if precision == "tf32" else _CUDA_K_STEP.get(dtype)
     fuses = precision == "ieee" and dtype.itemsize >= 4
     acc = _accumulate(dtype)
-    return LinearReduction(n, k, dtype, acc, precision=precision, k_step=k_step, enable_fp_fusion=fuses, leaves=leaves)
+    return LinearReduction(
+        n, k, dtype, acc, precision=precision, k_step=k_step, enable_fp_fusion=fuses, k_slices=k_slices
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     scales: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """What ``spec`` says in float64, where leaves are no other sum; arguments as of :func:`..linear.matmul`."""
+    """What ``spec`` says in float64, where slices are no other sum; arguments as of :func:`..linear.matmul`."""
     return spec.epilogue.definition(linear(x, spec.b_format.matrix(weight.t(), scales, x).t(), bias))
 
 

@@ -194,9 +194,9 @@ _SHORT_SIDES = (16, 32, 64, 128)
 """Rows of a tile."""
 _WIDE = 64
 """Columns of a tile that a multiprocessor may have several of, one after the other."""
-_ROUNDS_OF_LEAVES = 3
+_ROUNDS_OF_SLICES = 3
 _MOST_OF_A_TREE = 64 * 128
-"""Elements of a packed tile of several leaves."""
+"""Elements of a packed tile of several slices."""
 _WHOLE_K = 32
 """Codes of four bits in 16 bytes, of which rows of a weight are a multiple for TMA."""
 
@@ -214,26 +214,26 @@ def gated_tiles(m: int, device: Gpu) -> tuple[NarrowTile, ...]:
     return tuple(tile for tile in GATED_TILES if tile.block_m in (rows, rows // 2))
 
 
-def narrow_tiles(m: int, n: int, device: Gpu, leaf_k: int | None = None) -> tuple[NarrowTile, ...]:
+def narrow_tiles(m: int, n: int, device: Gpu, slice_k: int | None = None) -> tuple[NarrowTile, ...]:
     """The narrow tiles worth timing for 16-bit operands with K as the contiguous side: of as many rows as M, or half as
-    many; those of few columns where each has a multiprocessor of its own. A step ends where a leaf of ``leaf_k``
+    many; those of few columns where each has a multiprocessor of its own. A step ends where a slice of ``slice_k``
     elements of K does, if there are several; then more tiles are worth it, because any other schedule is a kernel for
-    each leaf and one that adds them.
+    each slice and one that adds them.
     """
     if not device.has_wgmma or m > max(_SHORT_SIDES):
         return ()
     rows = min(side for side in _SHORT_SIDES if side >= m)
-    most = device.num_sms * (_ROUNDS_OF_LEAVES if leaf_k else 1)
+    most = device.num_sms * (_ROUNDS_OF_SLICES if slice_k else 1)
 
     def is_worth_it(tile: NarrowTile) -> bool:
         fits = tile.block_m in (rows, rows // 2) and tile.block_n == _WIDE
         return fits or -(-m // tile.block_m) * -(-n // tile.block_n) <= most
 
-    return tuple(tile for tile in NARROW_TILES if is_worth_it(tile) and (leaf_k or 0) % tile.block_k == 0)
+    return tuple(tile for tile in NARROW_TILES if is_worth_it(tile) and (slice_k or 0) % tile.block_k == 0)
 
 
 def _narrow(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
-    return narrow_tiles(m, problem.n, device, problem.leaf.k if problem.spec.leaves > 1 else None)
+    return narrow_tiles(m, problem.n, device, problem.k_slice.k if problem.spec.k_slices > 1 else None)
 
 
 def _gated(_: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
@@ -241,7 +241,7 @@ def _gated(_: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
 
 
 def _packed(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
-    """Of as many rows as M, or half as many; a step ends where a leaf does."""
+    """Of as many rows as M, or half as many; a step ends where a slice does."""
     if not device.has_wgmma or m > max(_SHORT_SIDES) or problem.k % _WHOLE_K:
         return ()
     rows = min(side for side in _SHORT_SIDES if side >= m)
@@ -251,11 +251,11 @@ def _packed(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]
 
 def serves_packed(tile: NarrowTile, problem: GemmProblem) -> bool:
     """Whether one of :data:`PACKED_TILES` computes a problem. A thread has a row of gate and one of up, so none of
-    wgmma's may be left out; sums of leaves find registers in small tiles alone.
+    wgmma's may be left out; sums of slices find registers in small tiles alone.
     """
-    if problem.spec.leaves > 1:
+    if problem.spec.k_slices > 1:
         small = tile.block_m * tile.block_n <= _MOST_OF_A_TREE
-        return small and problem.leaf.k % tile.block_k == 0
+        return small and problem.k_slice.k % tile.block_k == 0
     return not problem.spec.epilogue.gated or tile.block_n >= _WIDE
 
 

@@ -86,7 +86,7 @@ class _Problem:
     tiles_m: value
     tiles: value
     """Of the result."""
-    LEAVES: gl.constexpr
+    K_SLICES: gl.constexpr
     HAS_BIAS: gl.constexpr
     GATED: gl.constexpr
     ACCUMULATE: gl.constexpr
@@ -182,11 +182,11 @@ def _load_partition(a_desc, b_desc, problem, ring):
 
 
 @gluon.jit
-def _mma_leaf(
+def _mma_slice(
     problem, ring, stage, phase, before, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """The next K elements of K for the warpgroup's columns, in one accumulator. A step's place is free once the next
-    step's wgmmas are queued, of the next leaf where the leaf ends.
+    step's wgmmas are queued, of the next slice where the slice ends.
     """
     acc = gl.full([layout.warps_per_cta[0] * 16, ring.BLOCK_M], 0.0, problem.ACCUMULATE, layout)
     for start_k in range(0, K, _COPY_K * ring.COPIES):
@@ -206,7 +206,7 @@ def _mma_leaf(
 
 
 @gluon.jit
-def _mma_packed_leaf(
+def _mma_packed_slice(
     problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
@@ -248,19 +248,19 @@ def _mma_packed_leaf(
 
 @gluon.jit
 def _mma_tree(
-    problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, LEAVES: gl.constexpr,
+    problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, K_SLICES: gl.constexpr,
     IS_FIRST: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The next LEAVES leaves, of K elements each: their sum, not yet rounded; what is added to make it, is."""
-    if LEAVES == 1:
+    """The next K_SLICES slices, of K elements each: their sum, not yet rounded; what is added to make it, is."""
+    if K_SLICES == 1:
         if ring.PACKING == 1:
-            total, stage, phase, before = _mma_leaf(problem, ring, stage, phase, before, K, GROUP, IS_FIRST, layout)
+            total, stage, phase, before = _mma_slice(problem, ring, stage, phase, before, K, GROUP, IS_FIRST, layout)
         else:
-            total, stage, phase, before = _mma_packed_leaf(
+            total, stage, phase, before = _mma_packed_slice(
                 problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP, IS_FIRST, layout
             )  # fmt: skip
     else:
-        HALF: gl.constexpr = LEAVES // 2
+        HALF: gl.constexpr = K_SLICES // 2
         DTYPE: gl.constexpr = problem.out_ptr.dtype.element_ty
         left, stage, phase, before = _mma_tree(
             problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP, HALF, IS_FIRST, layout
@@ -290,8 +290,8 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
         else:
             offs, mask_n = 0, 0
         acc, stage, phase, before = _mma_tree(
-            problem, ring, stage, phase, before, offs, mask_n, 0, problem.K // problem.LEAVES, GROUP, problem.LEAVES,
-            True, layout,
+            problem, ring, stage, phase, before, offs, mask_n, 0, problem.K // problem.K_SLICES, GROUP,
+            problem.K_SLICES, True, layout,
         )  # fmt: skip
         mbarrier.arrive(ring.empty_bar.index(before))
         first_m, first_n = _first_of(tile, problem, ring)
@@ -341,7 +341,7 @@ def gemm_sm90_swap_ab_kernel(
     tiles,
     stride_scales,
     GROUP: gl.constexpr,
-    LEAVES: gl.constexpr,
+    K_SLICES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -353,10 +353,10 @@ def gemm_sm90_swap_ab_kernel(
     OVERLAPS: gl.constexpr,
 ):
     """a: descriptor of [M, K], b: of [N, K], bias: [N] or None, out: [M, N]. Elements beyond an edge read as zero and
-    are not written. Each of LEAVES parts of K is a multiple of BLOCK_K, or there is one. With OVERLAPS b is read before
-    the kernel before has ended. With GATED there is neither bias nor tree, out is [M, N / 2], and b's descriptor is of
-    [N / 2 / _IN_TURN, 2, _IN_TURN, K]. Where a scale is for GROUP elements of K, b is codes, [N, K / CODES], in a tile
-    for whole warpgroups of one partition: those of :mod:`.sm90_packed`.
+    are not written. Each of K_SLICES parts of K is a multiple of BLOCK_K, or there is one. With OVERLAPS b is read
+    before the kernel before has ended. With GATED there is neither bias nor tree, out is [M, N / 2], and b's descriptor
+    is of [N / 2 / _IN_TURN, 2, _IN_TURN, K]. Where a scale is for GROUP elements of K, b is codes, [N, K / CODES], in a
+    tile for whole warpgroups of one partition: those of :mod:`.sm90_packed`.
     """
     COPIES: gl.constexpr = BLOCK_K // _COPY_K
     PACKING: gl.constexpr = CODES if GROUP else 1
@@ -374,7 +374,7 @@ def gemm_sm90_swap_ab_kernel(
         mbarrier.init(empty_bar.index(stage), count=WARPGROUPS)
     fence_async_shared()
     scales = Scales(scales_ptr, zeros_ptr, stride_scales, GROUP)
-    problem = _Problem(out_ptr, M, N, K, tiles_m, tiles, LEAVES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, scales)
+    problem = _Problem(out_ptr, M, N, K, tiles_m, tiles, K_SLICES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, scales)
     ring = _Ring(
         a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, B_COPIES, PACKING, ROWS, NUM_STAGES, WARPGROUPS
     )  # fmt: skip
@@ -461,7 +461,7 @@ def gemm_sm90_swap_ab(
         b: [K, N] of the same kind; gated, of [gate, up], N is a multiple of 16.
         bias: [N], or None, as it is for a gated layer.
         out: [M, N], packed, or gated [M, N / 2].
-        reduction: decides the bits; that of a gated layer has no leaves.
+        reduction: decides the bits; that of a gated layer has no slices.
         tile: decides the speed; one of :data:`.schedule.GATED_TILES` for a gated layer.
         overlaps: whether the launch does not wait for the kernel before, which must not write b.
         gated: whether out is silu(a @ gate) * (a @ up).
@@ -508,7 +508,7 @@ def gemm_sm90_swap_ab(
         ),
         on=a,
         GROUP=group,
-        LEAVES=reduction.leaves,
+        K_SLICES=reduction.k_slices,
         HAS_BIAS=bias is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -61,11 +61,11 @@ EPILOGUES = NONE, BIAS, SWIGLU
 @dataclass(frozen=True)
 class MatmulSpec:
     """What is computed of x [M, K] and a weight that stands for a matrix [N, K]. K is added upwards as a whole, or in
-    leaves, each rounded and added to its neighbour, and their sums to their neighbours, until there is one.
+    slices, each rounded and added to its neighbour, and their sums to their neighbours, until there is one.
     """
 
     epilogue: Epilogue = NONE
-    leaves: int = 1
+    k_slices: int = 1
     """Parts of K of equal length that are added as a tree: a power of two."""
     b_format: Format = PLAIN
     """Of the weight."""
@@ -75,9 +75,9 @@ class MatmulSpec:
     """Whether not every K will do."""
 
     def __post_init__(self) -> None:
-        in_leaves = f"in {self.leaves} leaves" if self.leaves > 1 else ""
-        object.__setattr__(self, "name", " ".join(filter(None, (self.b_format.name, self.epilogue.name, in_leaves))))
-        object.__setattr__(self, "cuts_k", self.leaves * self.b_format.group > 1)
+        in_slices = f"in {self.k_slices} slices" if self.k_slices > 1 else ""
+        object.__setattr__(self, "name", " ".join(filter(None, (self.b_format.name, self.epilogue.name, in_slices))))
+        object.__setattr__(self, "cuts_k", self.k_slices * self.b_format.group > 1)
         if NAMED.setdefault(self.name, self) != self:
             raise ValueError(f"two kinds of matmuls are called {self.name!r}")
 
@@ -88,11 +88,11 @@ class MatmulSpec:
         """Refuse what cannot be cut.
 
         Raises:
-            ValueError: K is no whole number of leaves, or a leaf no whole number of groups.
+            ValueError: K is no whole number of slices, or a slice no whole number of groups.
         """
-        if self.leaves & (self.leaves - 1) or k % self.leaves:
-            raise ValueError(f"a tree has a power of two of leaves of equal length, got {self.leaves} of K = {k}")
-        if k // self.leaves % self.b_format.group:
+        if self.k_slices & (self.k_slices - 1) or k % self.k_slices:
+            raise ValueError(f"a tree has a power of two of slices of equal length, got {self.k_slices} of K = {k}")
+        if k // self.k_slices % self.b_format.group:
             raise ValueError(f"{self.name} takes groups of {self.b_format.group} elements of K, got K = {k}")
 
 
@@ -104,6 +104,6 @@ PRODUCT, BIASED, GATED = SPECS[:3]
 
 
 @cache
-def spec_of(has_bias: bool, leaves: int = 1, b_format: Format = PLAIN) -> MatmulSpec:
-    """Of a linear layer; the bias of one in leaves is added to their sum, by the caller."""
-    return MatmulSpec(BIAS if has_bias and leaves == 1 else NONE, leaves, b_format)
+def spec_of(has_bias: bool, k_slices: int = 1, b_format: Format = PLAIN) -> MatmulSpec:
+    """Of a linear layer; the bias of one in slices is added to their sum, by the caller."""
+    return MatmulSpec(BIAS if has_bias and k_slices == 1 else NONE, k_slices, b_format)

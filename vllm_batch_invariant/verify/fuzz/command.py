@@ -123,7 +123,7 @@ class Fuzzer:
         """1 if anything differs or an engine broke; 2 if no target ran with others, or an engine did not start."""
         if any(row.differences or row.broke for row in self.rows):
             return Status.DIVERGED
-        tested = any(row.in_company for row in self.rows) and not any(row.not_run for row in self.rows)
+        tested = any(row.concurrent for row in self.rows) and not any(row.not_run for row in self.rows)
         return Status.REPRODUCIBLE if tested else Status.NO_TEST
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...envs import is_exact
-from ...integration.parallel.tensor_tree import leaves
+from ...integration.parallel.tensor_tree import k_slices
 from ..harness.drive import bits, described, drive
 from ..harness.engine import sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
@@ -49,7 +49,7 @@ def info(llm: Any) -> dict[str, Any]:
     if config.speculative_config is not None:
         left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
-    workers, tree = config.parallel_config.tensor_parallel_size, leaves()
+    workers, tree = config.parallel_config.tensor_parallel_size, k_slices()
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits
     if tree > 1:  # or does not
         of = f" with a tree of {tree}"
@@ -248,7 +248,7 @@ def _watched(engine: Any, targets: set[str]) -> Iterator[dict[str, Any]]:
     _watch_graphs()
     scheduler = engine.engine_core.engine_core.scheduler
     schedule, preempt = scheduler.schedule, scheduler._preempt_request
-    seen: dict[str, Any] = {"steps": 0, "chunked_steps": 0, "largest_batch": 0, "preemptions": 0, "in_company": []}
+    seen: dict[str, Any] = {"steps": 0, "chunked_steps": 0, "largest_batch": 0, "preemptions": 0, "concurrent": []}
     times = 0
 
     def preempted(*arguments: Any, **more: Any) -> Any:
@@ -268,7 +268,7 @@ def _watched(engine: Any, targets: set[str]) -> Iterator[dict[str, Any]]:
         seen["largest_batch"] = max(seen["largest_batch"], len(running))
         together = {_name(request) for request in running}
         if len(together) > 1:
-            seen["in_company"] = sorted({*seen["in_company"], *(together & targets)})
+            seen["concurrent"] = sorted({*seen["concurrent"], *(together & targets)})
         return made
 
     scheduler.schedule, scheduler._preempt_request = watched, preempted

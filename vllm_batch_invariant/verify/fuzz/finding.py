@@ -29,7 +29,7 @@ class Row:
     settings: str
     seed: int
     schedules: int = 0
-    in_company: int = 0
+    concurrent: int = 0
     """Schedules in which a target was computed in one step with another request."""
     steps: int = 0
     chunked_steps: int = 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
-from ...integration.parallel.tensor_tree import LEAF_STEP
+from ...integration.parallel.tensor_tree import SLICE_STEP
 from ...ops.exact.definition import segments
 from ..harness.requests import BUDGET
 
@@ -62,7 +62,7 @@ class Place:
     has_draft_models: bool = True
     given: frozenset[str] = frozenset()
 
-    def leaves_open(self, *beginnings: str) -> bool:
+    def is_open(self, *beginnings: str) -> bool:
         """Whether nobody has chosen an argument that begins so."""
         return not any(name.startswith(beginnings) for name in self.given)
 
@@ -74,7 +74,7 @@ class Place:
     def is_multimodal(self) -> bool:
         """Whether the model has an encoder, and it is open which inputs it takes."""
         chosen = (arguments[0] for arguments in TEXT_ONLY.values())
-        return self.leaves_open(*chosen) and bool({"vision_config", "audio_config"} & set(self.model))
+        return self.is_open(*chosen) and bool({"vision_config", "audio_config"} & set(self.model))
 
     @property
     def has_experts(self) -> bool:
@@ -85,13 +85,13 @@ class Place:
     def is_divisible(self) -> bool:
         """Whether two workers can share the model's heads."""
         heads = self.model.get("num_attention_heads") or 0
-        return bool(heads) and heads % 2 == 0 and self.leaves_open(coverage.TENSOR)
+        return bool(heads) and heads % 2 == 0 and self.is_open(coverage.TENSOR)
 
     @property
-    def has_leaves(self) -> bool:
-        """Whether two workers may add what they share of a layer as a tree: not of experts, and no odd leaves."""
+    def has_k_slices(self) -> bool:
+        """Whether two workers may add what they share of a layer as a tree: not of experts, and no odd slices."""
         sizes = self.model.get("hidden_size"), self.model.get("intermediate_size")
-        return not self.has_experts and all(isinstance(size, int) and size % (2 * LEAF_STEP) == 0 for size in sizes)
+        return not self.has_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
 
     @property
     def has_segments(self) -> bool:
@@ -193,7 +193,7 @@ FIELDS = (
         "tree",
         TP_TREE.name,
         lambda _: (1, 2),
-        lambda place, _: place.is_divisible and place.holds(1) and place.has_leaves,
+        lambda place, _: place.is_divisible and place.holds(1) and place.has_k_slices,
     ),
     # two cores are too few for stages of several workers
     Field(
@@ -201,7 +201,7 @@ FIELDS = (
         coverage.PIPELINE,
         lambda place: (2, 1) if place.device == "cuda" else (2,),
         lambda place, one: (
-            place.leaves_open("--pipeline", "--tensor", "--speculative")
+            place.is_open("--pipeline", "--tensor", "--speculative")
             and place.model.get("num_hidden_layers", 1) > 1
             and place.holds(2)
             and one.workers == one.tree == 1
@@ -213,7 +213,7 @@ FIELDS = (
         lambda _: (True, False),
         lambda place, one: (
             place.device == "cpu"
-            and place.leaves_open("--dtype", "--hf-overrides", coverage.TENSOR)
+            and place.is_open("--dtype", "--hf-overrides", coverage.TENSOR)
             and not is_exact()
             and (one.workers == 1 or place.has_segments)
         ),
@@ -288,7 +288,7 @@ OPTIONS = (
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
     Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place)),
-    Option("updates", {}, (NONE, "on", NONE), lambda place: place.leaves_open("--load-format")),
+    Option("updates", {}, (NONE, "on", NONE), lambda place: place.is_open("--load-format")),
     Option(
         "experts",
         {"whole": ("--enable-expert-parallel",)},

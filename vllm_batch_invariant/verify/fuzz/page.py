@@ -93,7 +93,7 @@ def _engines(rows: list[Row], flags: dict[str, str]) -> Table:
 def _outcome(row: Row) -> Outcome:
     if row.differences or row.broke:
         return Outcome.BREAKS
-    return Outcome.HOLDS if row.in_company and not row.not_run else Outcome.NOT_TESTED
+    return Outcome.HOLDS if row.concurrent and not row.not_run else Outcome.NOT_TESTED
 
 
 def _finding(path: Path, finding: Finding) -> Table:

@@ -75,7 +75,7 @@ def print_fuzz(
 
 def figures_of(row: Row) -> str:
     """What an engine did, in words."""
-    figures = [f"{count(row.schedules, 'schedule')}, {row.in_company} of them with concurrent requests"]
+    figures = [f"{count(row.schedules, 'schedule')}, {row.concurrent} of them with concurrent requests"]
     replays = count(row.graph_replays, "graph replay")
     figures += [f"{count(row.steps, 'step')} ({row.chunked_steps} with a prompt cut, {replays})"]
     figures += [count(row.preemptions, "preemption"), count(row.prefix_hits, "prefix hit"), count(row.aborts, "abort")]

@@ -99,7 +99,7 @@ class Trial:
         """Run a schedule and count it; returns the first target that differs and how, or two empty strings."""
         result = self.run(schedule)
         self.row.schedules += 1
-        self.row.in_company += bool(result["counts"]["in_company"])
+        self.row.concurrent += bool(result["counts"]["concurrent"])
         for name in _COUNTED:
             setattr(self.row, name, getattr(self.row, name) + result["counts"][name])
         self.refused.update(why for name, why in result["refused"].items())

@@ -1,4 +1,4 @@
-"""GEMMs whose K is added in leaves: by the GEMMs that serve others, which know nothing of it."""
+"""GEMMs whose K is added in slices: by the GEMMs that serve others, which know nothing of it."""
 
 from types import SimpleNamespace
 
@@ -32,13 +32,13 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def tree(a: torch.Tensor, b: torch.Tensor, count: int) -> torch.Tensor:
     """The definition, of sums that add K upwards."""
-    parts = [sequential_k(*of_leaf) for of_leaf in zip(a.chunk(count, 1), b.chunk(count), strict=True)]
+    parts = [sequential_k(*of_slice) for of_slice in zip(a.chunk(count, 1), b.chunk(count), strict=True)]
     return add_ranks(torch.stack(parts), tree=True)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves are added by PyTorch, and Triton's kernels are a loop."""
+    """Slices are added by PyTorch, and Triton's kernels are a loop."""
 
     def add(parts: torch.Tensor, tree: bool, out: torch.Tensor | None = None) -> torch.Tensor:
         total = add_on_cpu(parts, tree)
@@ -68,23 +68,23 @@ def test_on_a_cpu_it_is_what_the_engine_computes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [3, 16])
 def test_what_cannot_be_cut_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=rf"power of two of leaves of equal length, got {count} of K = 24"):
-        linear(draw(2, 24), draw(8, 24), leaves=count)
+    with pytest.raises(ValueError, match=rf"power of two of slices of equal length, got {count} of K = 24"):
+        linear(draw(2, 24), draw(8, 24), k_slices=count)
 
 
-def test_a_device_that_adds_no_leaves_is_refused() -> None:
+def test_a_device_that_adds_no_slices_is_refused() -> None:
     with pytest.raises(NotCovered, match="linear on device 'meta'"):
-        linear(draw(2, 32).to("meta"), draw(8, 32).to("meta"), leaves=2)
+        linear(draw(2, 32).to("meta"), draw(8, 32).to("meta"), k_slices=2)
 
 
-def test_a_problem_in_leaves_is_another_problem(cublaslt: SimpleNamespace) -> None:
+def test_a_problem_in_slices_is_another_problem(cublaslt: SimpleNamespace) -> None:
     a, weight = draw(M, K), draw(N, K)
     found = problem_of(a, weight.t(), None, spec_of(False, 2))
-    assert str(found) == f"N={N} K={K} bfloat16 in 2 leaves"
-    assert str(found.leaf) == f"N={N} K={K // 2} bfloat16"
-    assert found.reduction == LinearReduction.of_device("cuda", N, K, torch.bfloat16, 2) != found.leaf.reduction
+    assert str(found) == f"N={N} K={K} bfloat16 in 2 slices"
+    assert str(found.k_slice) == f"N={N} K={K // 2} bfloat16"
+    assert found.reduction == LinearReduction.of_device("cuda", N, K, torch.bfloat16, 2) != found.k_slice.reduction
     assert problem_of(a, weight.t(), None, spec_of(False, 4)) is not None
-    for shorter in (72, 24):  # a leaf is not aligned, or too short: Triton alone
+    for shorter in (72, 24):  # a slice is not aligned, or too short: Triton alone
         operands = a[:, :shorter].contiguous(), weight[:, :shorter].contiguous().t(), None
         assert problem_of(*operands, spec_of(False, 2)) is None
 
@@ -92,9 +92,9 @@ def test_a_problem_in_leaves_is_another_problem(cublaslt: SimpleNamespace) -> No
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("m", [1, 3, M])
-def test_what_serves_a_leaf_serves_the_tree(m: int, count: int, dispatch: SimpleNamespace) -> None:
+def test_what_serves_a_slice_serves_the_tree(m: int, count: int, dispatch: SimpleNamespace) -> None:
     a, weight = draw(m, K), draw(N, K)
-    wanted, spec = tree(a, weight.t(), count), MatmulSpec(leaves=count)
+    wanted, spec = tree(a, weight.t(), count), MatmulSpec(k_slices=count)
     assert_same_bits(dispatch.cuda.matmul(a, weight.t(), spec), wanted)
     assert not dispatch.tuned, "by Triton"
     dispatch.cuda.prepare(weight, 40, spec, (3,))
@@ -114,18 +114,18 @@ class OnCpu(Autotuner):
 def autotuner(on_cpu: None, cublaslt: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     draw_operands = autotune.cancelling_operands
     monkeypatch.setattr(autotune, "cancelling_operands", lambda problem, m, _: draw_operands(problem, m, "cpu"))
-    problem = GemmProblem(N, 16 * K, torch.bfloat16, MatmulSpec(leaves=4), None)
+    problem = GemmProblem(N, 16 * K, torch.bfloat16, MatmulSpec(k_slices=4), None)
     return OnCpu(problem, cublaslt.Matmul(problem), M)
 
 
-def test_operands_show_the_leaves_and_the_order_of_the_tree(autotuner: OnCpu) -> None:
+def test_operands_show_the_slices_and_the_order_of_the_tree(autotuner: OnCpu) -> None:
     a, b = autotuner.a, autotuner.b
     assert_same_bits(autotuner.product, tree(a, b, 4))
-    parts = [sequential_k(*of_leaf) for of_leaf in zip(a.chunk(4, 1), b.chunk(4), strict=True)]
+    parts = [sequential_k(*of_slice) for of_slice in zip(a.chunk(4, 1), b.chunk(4), strict=True)]
     others = {
-        "no leaves": sequential_k(a, b),
-        "two leaves": tree(a, b, 2),
-        "a chain of leaves": add_ranks(torch.stack(parts)),
+        "no slices": sequential_k(a, b),
+        "two slices": tree(a, b, 2),
+        "a chain of slices": add_ranks(torch.stack(parts)),
         "other neighbours": add_ranks(torch.stack([parts[i] for i in (0, 2, 1, 3)]), tree=True),
     }
     shares = {name: (other != autotuner.product).double().mean().item() for name, other in others.items()}
@@ -135,7 +135,7 @@ def test_operands_show_the_leaves_and_the_order_of_the_tree(autotuner: OnCpu) ->
     assert left > 0.1
 
 
-def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_slices_is_verified_as_a_tree(autotuner: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert autotuner.tune(16, (), None).served_by == "cuBLASLt"
     monkeypatch.setattr(autotune, "sm90_tiles", lambda *_: NARROW_TILES[:1])
     monkeypatch.setattr(autotune, "_uncompiled", set())
@@ -146,7 +146,7 @@ def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatc
 
     def tuned(count: int) -> TunedSchedule:
         def narrow(a, b, bias, out, reduction, tile, overlaps, spec, scales) -> torch.Tensor:
-            assert (reduction.leaves, overlaps) == (4, True)
+            assert (reduction.k_slices, overlaps) == (4, True)
             return out.copy_(tree(a, b, count))
 
         monkeypatch.setattr(triton_gemm, "gemm_sm90_swap_ab", narrow)
@@ -156,7 +156,7 @@ def test_a_schedule_of_leaves_is_verified_as_a_tree(autotuner: OnCpu, monkeypatc
     assert tuned(2).refused == (NARROW_TILES[0].about,)
 
 
-def test_a_narrow_tile_ends_a_step_where_a_leaf_ends() -> None:
+def test_a_narrow_tile_ends_a_step_where_a_slice_ends() -> None:
     assert narrow_tiles(1, 896, HOPPER, 256) == narrow_tiles(1, 896, HOPPER)
     assert {tile.block_k for tile in narrow_tiles(1, 896, HOPPER, 384)} == {128}
     assert narrow_tiles(1, 896, HOPPER, 64) == ()
