@@ -95,23 +95,24 @@ def _draw_attention(measurements: Sequence[Measurement]) -> Figure:
 
 
 def _draw_engine(measurements: Sequence[Measurement]) -> Figure:
-    """Cost against stock: a panel for each set of versions, in it a bar for each provider and case; rates and
+    """Cost against stock: a panel for each GPU and set of versions, in it a bar for each provider and case; rates and
     accepted lengths are turned over, so that longer is always slower. Parts of a model, other models, several GPUs,
-    trees and exact arithmetic are left out, and drafts for texts that rounding changes: they compare two texts.
+    trees, quantised weights and exact arithmetic are left out, and drafts for texts that rounding changes: they compare
+    two texts.
     """
-    others = {"layers", "model", "tp", "tree", "arithmetic"}
+    others = {"layers", "model", "tp", "tree", "arithmetic", "format"}
     whole = (found for found in measurements if not others & found.keys.keys())
     whole = (found for found in whole if found.keys.get("spec") != "ngram-repeats")
     compared = [found for found in whole if found.provider != "stock" and found.ratio]
-    panels: dict[str, list[Measurement]] = defaultdict(list)
+    panels: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
     for found in compared:
-        panels[found.versions].append(found)
+        panels[found.versions, found.gpu].append(found)
     heights = [1 + len(own) / 4 for own in panels.values()]
     figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
-    for place, (versions, own) in zip(axes, panels.items(), strict=True):
+    for place, ((versions, gpu), own) in zip(axes, panels.items(), strict=True):
         _draw_costs(place, own)
-        place.set_title(", ".join(pair.replace("=", " ") for pair in versions.split()), fontsize="small")
+        place.set_title(", ".join([gpu, *(pair.replace("=", " ") for pair in versions.split())]), fontsize="small")
     axes[-1].set_xlabel("cost / stock (below 1: faster, or less)")
     figure.suptitle("\n".join(wrap(f"Engines. {_setting(compared)}", 80)))
     return figure

@@ -1,5 +1,5 @@
-"""A quantised checkpoint of a published model's shape, with random weights, a file a layer, made on the GPU in seconds:
-``python -m benchmarks.quantised_model 8b w4a16-g128 FOLDER``.
+"""A checkpoint of a published model's shape, quantised or in bf16, with random weights, a file a layer, made on a GPU
+in seconds: ``python -m benchmarks.quantised_model 8b w4a16-g128 FOLDER``.
 """
 
 import argparse
@@ -16,6 +16,8 @@ from vllm_batch_invariant.verify.demo_model import (
     gpt_oss_config_of,
     gpt_oss_weights,
     random_weights,
+    save_tokenizer,
+    train_tokenizer,
 )
 from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantised
 
@@ -47,10 +49,12 @@ SHAPES = {
     ),
 }
 """Of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b."""
+_WORDS = 4096
+"""Of the tokenizer, which the load of a server draws its prompts from."""
 
 
 def write(folder: Path, shape: Shape, name: str, device: str) -> None:
-    """Write a checkpoint without a tokenizer.
+    """Write a checkpoint, whose tokenizer knows some of its tokens.
 
     Args:
         folder: for its files.
@@ -73,6 +77,7 @@ def write(folder: Path, shape: Shape, name: str, device: str) -> None:
     config = (gpt_oss_config_of if of_gpt_oss else config_of)(shape, 1, 0)
     if form:
         config["quantization_config"] = form.config
+    save_tokenizer(train_tokenizer(_WORDS), folder, shape.max_length)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")

@@ -23,7 +23,7 @@ from scripts.see.data import processor
 ROOT = Path(__file__).parents[1]
 SAMPLES = DATA / "samples.csv"
 BEGIN, END = r"<!--figure:([\w-]+)-->", "<!--end-->"
-_TAGS = ("model", "layers", "tp", "tree", "spec", "k", "arithmetic", "run")
+_TAGS = ("model", "layers", "tp", "tree", "spec", "k", "arithmetic", "run", "format")
 """Keys of a case that say what was served, and not the load."""
 _NEWEST, _OLDER = "0.33.0", "0.26.0"
 _EQUAL = 0.005
@@ -189,7 +189,7 @@ def _first() -> str:
             plain["logprob_sequences"],
             f"**{mode['logprob_sequences']}**",
         ],
-        ["time per output token", "1", f"**{_costs(engine(), workload='tpot')}**"],
+        ["time per output token", "1", f"**{_costs(engine(gpu='H100'), workload='tpot')}**"],
     ]
     low, high = plain["batch"].split("-")
     why = " Random weights are [the harder test](docs/models.md)." if "random" in plain["model"] else ""
@@ -369,7 +369,7 @@ def _collectives() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "first": _first,
-    "engine": lambda: _engine_table(engine()),
+    "engine": lambda: _engine_table(engine(gpu="H100")),
     "engine-older": lambda: _engine_table(engine(_OLDER), native=True),
     "experts": lambda: _engine_table(engine(model="30b-a3b")),
     "two-8b": lambda: _engine_table(_two_gpus()),
@@ -384,8 +384,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-h200": lambda: _experts("H200"),
     "moe-h100": lambda: _experts("H100"),
     "collectives": _collectives,
-    "cost-token": lambda: _costs(engine(), workload="tpot"),
-    "cost-prompts": lambda: _costs(engine(), workload="throughput"),
+    "cost-token": lambda: _costs(engine(gpu="H100"), workload="tpot"),
+    "cost-prompts": lambda: _costs(engine(gpu="H100"), workload="throughput"),
     "cost-token-experts": lambda: _costs(engine(model="30b-a3b"), workload="tpot"),
     "cost-prompts-experts": lambda: _costs(engine(model="30b-a3b"), workload="throughput"),
     "cost-two-token": lambda: _costs(_two_gpus(model="32b", layers="24"), workload="tpot"),
