@@ -39,11 +39,11 @@ lint: install
 
 # Every test that this machine can run, within twenty minutes on two cores: scripts/run_tests.py has the parts.
 RUN_TESTS = NPU_PYTHON=$(NPU_PYTHON) $(RUN) scripts.run_tests $(if $(filter cpu,$(DEVICE)),,--alone)
-test: install lint
+test: install
 	$(RUN_TESTS)
 
 # The same with more models and settings.
-test-all: install lint
+test-all: install
 	$(RUN_TESTS) --exhaustive
 
 test-engines: install

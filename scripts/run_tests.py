@@ -24,6 +24,8 @@ BEGIN, END = "<!-- runs: python -m scripts.run_tests --write -->\n", "<!-- /runs
 HEADER = "| command | date | machine | minutes | parts, in seconds | outcome |\n|---|---|---|---|---|---|\n"
 ENGINES, OTHERS = "engine or server", "not engine and not server"
 """Tests by marker."""
+HAVE_ENGINES = ("tests/engine", "tests/hf", "tests/server")
+"""Folders with tests of the first marker: all others take a quarter of a minute to look through."""
 COUNTED = re.compile(r"^=+ (.*) in [\d.]+s", re.MULTILINE)
 
 
@@ -59,13 +61,14 @@ class Ran:
 
 
 def parts(exhaustive: bool) -> tuple[Part, ...]:
-    """The main part, then the others, the longest first."""
+    """The main part, then the others: what ends at once, then the longest first."""
     pytest = (sys.executable, "-m", "pytest", "--durations=25", *["--exhaustive"] * exhaustive)
     npu = os.environ.get("NPU_PYTHON", "python3.11")
     made = ("make", "--no-print-directory")
     return (
         # threads that wait for each other leave their core to the parts beside them
-        Part("engines", (*pytest, "-m", ENGINES), {"OMP_WAIT_POLICY": "PASSIVE"}),
+        Part("engines", (*pytest, *HAVE_ENGINES, "-m", ENGINES), {"OMP_WAIT_POLICY": "PASSIVE"}),
+        Part("lint", (*made, "lint")),
         Part("others", (*pytest, "-m", OTHERS), {"OMP_WAIT_POLICY": "PASSIVE"}),
         Part("interpreted", (*pytest, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("NPU", (*made, "test-npu"), {}, (npu,), "the kernels for an Ascend NPU are not compiled"),

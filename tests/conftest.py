@@ -158,8 +158,9 @@ def rows_alone_where_triton_interprets() -> Iterator[None]:
         if INTERPRETED and find_spec("triton"):
             from triton.runtime.interpreter import InterpreterBuilder
 
-            from tests import interpreted_dot
+            from tests import interpreted_calls, interpreted_dot
 
+            interpreted_calls.install(patch.setattr)
             patch.setattr(InterpreterBuilder, "create_dot", interpreted_dot.of_rows(InterpreterBuilder.create_dot))
         yield
 

@@ -24,7 +24,7 @@ from vllm_batch_invariant.verify.harness import worker
 
 LATE = (
     *("VLLM_BATCH_INVARIANT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_V2_MODEL_RUNNER"),
-    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_INSECURE_SERIALIZATION", "PYTEST_CURRENT_TEST"),
+    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_PLUGINS", "PYTEST_CURRENT_TEST"),
 )
 """Beginnings of the names of variables that are read when an engine is made, and not before."""
 PRELOADED = (

@@ -1,6 +1,7 @@
 """``scripts/run_tests.py`` with small commands in the places of pytest's."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -106,3 +107,9 @@ def test_the_parts_of_this_repository_are_commands() -> None:
     assert ("--exhaustive" in quick[0].command, "--exhaustive" in every[0].command) == (False, True)
     made = Path("Makefile").read_text()
     assert all(f"\n{one.command[-1]}:" in made for one in quick if one.command[0] == "make")
+
+
+def test_every_test_with_an_engine_is_in_a_folder_of_theirs() -> None:
+    marked = [path for path in Path("tests").rglob("*.py") if re.search(r"mark\.(engine|server)\b", path.read_text())]
+    assert len(marked) > 20
+    assert [path for path in marked if "/".join(path.parts[:2]) not in run_tests.HAVE_ENGINES] == []

@@ -63,12 +63,12 @@ def test_every_part_of_make_test_runs_with_every_python() -> None:
     versions = {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line}
     matrices = {name: job.get("strategy", {}).get("matrix", {}) for name, job in jobs(WORKFLOW).items()}
     assert set(matrices["lint"]["python"]) == set(matrices["test"]["python"]) == versions
-    engines, rest, *others = run_tests.parts(False)
+    engines, lint, rest, *others = run_tests.parts(False)
     halves = [recipe(name)[0] for name in ("test-engines", "test-others")]
     assert [shlex.split(half)[2] for half in halves] == [engines.command[-1], rest.command[-1]]
     parts = {part.command[-1] if part.command[0] == "make" else f"test-{part.command[-1]}" for part in others}
     runs = {shlex.split(command)[1] for command in commands(WORKFLOW)}
-    assert runs == {"install", "lint", "test-engines", "test-others"} | parts
+    assert runs == {"install", lint.command[-1], "test-engines", "test-others"} | parts
 
 
 def test_a_run_reads_the_checkout_and_ends() -> None:

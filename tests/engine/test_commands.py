@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import ROOT
+from tests.engine.engines import PATHS, SETTINGS
+from vllm_batch_invariant import cli
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.receipt import Receipt
 
@@ -24,9 +25,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of a user who chose nothing: no flag, and no size of a KV cache."""
+    """That of a user who chose nothing: no flag, no size of a KV cache, and no C++ compiler, which plain vLLM on a CPU
+    needs.
+    """
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    return chosen | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    return chosen | {"PYTHONPATH": PATHS, "CXX": "no-such-compiler"}
 
 
 def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -59,12 +62,25 @@ def test_a_load_through_llm_is_told_with_its_engine(model: str) -> None:
     assert max(map(int, result["batches"]["running"])) > 1
 
 
-def test_a_receipt_is_made_and_computed_again(model: str, tmp_path: Path) -> None:
+def test_a_receipt_is_made_and_computed_again(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has its engines forked."""
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    for name, value in SETTINGS.items():
+        if name != "VLLM_CPU_KVCACHE_SPACE":
+            monkeypatch.setenv(name, value)
+
+    def told(*arguments: str) -> tuple[int, dict[str, Any], str]:
+        status, (out, err) = cli.main([*arguments, "--json", "-"]), capsys.readouterr()
+        return status, json.loads(out), err
+
     path = tmp_path / "receipt.json"
-    status, data, err = run("receipt", "make", str(path), model, "--max-tokens", "6")
+    status, data, err = told("receipt", "make", str(path), model, "--max-tokens", "6")
     assert (status, data["mode"]) == (0, True), err
     assert Receipt.load(path).sha256 == data["sha256"]
-    status, data, err = run("receipt", "verify", str(path), "--model", model, "--concurrent", "4")
+    status, data, err = told("receipt", "verify", str(path), "--model", model, "--concurrent", "4")
     assert (status, data["equal"], data["promised"]) == (0, True, True), err
     assert "computed again with" in data["compared"]
 

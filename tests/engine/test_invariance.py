@@ -226,12 +226,10 @@ def test_a_check_of_the_mode_holds_for_every_guarantee(main: Result, small: Resu
 
 @pytest.fixture(scope="module")
 def other(engine: Callable[..., Result]) -> Result:
-    """An engine with other pages and chunks, which gives requests a seed. The mode needs no C++ compiler, which plain
-    vLLM on a CPU does.
-    """
+    """An engine with other pages and chunks, which gives requests a seed."""
     settings = {"max_num_batched_tokens": 300, "max_num_seqs": 5, "block_size": 32, "async_scheduling": True}
     steps = [*again(*RESTARTED, *SAMPLES, *UNSEEDED), *(step | {"requests": samples_of()} for step in UNSEEDED_SAMPLES)]
-    return engine(steps, environment={"CXX": "no-such-compiler", SEED.name: "5"}, **settings)
+    return engine(steps, environment={SEED.name: "5"}, **settings)
 
 
 def test_other_pages_other_chunks_and_async_scheduling_move_no_bit(main: Result, other: Result) -> None:
@@ -285,9 +283,9 @@ def test_flex_attention_gives_a_request_the_same_bits_with_any_concurrent_reques
 
 @pytest.fixture(scope="module")
 def stock(engine: Callable[..., Result]) -> Result:
-    """Plain vLLM with the plugin installed and the flag off; afterwards a check of it, and what a fuzzer finds."""
+    """Plain vLLM with the plugin installed and the flag off; afterwards a check, and what a fuzzer finds first."""
 
-    def check(running: Engine) -> tuple[EngineRun, list[str]]:
+    def check(running: Engine) -> tuple[EngineRun, str]:
         checked = check_of(running, "0")
         checked.certify()
         checked.again()
@@ -297,7 +295,8 @@ def stock(engine: Callable[..., Result]) -> Result:
         taken = {number: target for number, target in targets.items() if trial.take(target) is not None}
         settings = replace(draw_settings(0, 0, 300, Place("cpu")), requests=16, options={})
         schedules = (draw_schedule(f"plain {number}", settings, taken, trial.accepts) for number in range(6))
-        return checked, [trial.fuzz(schedule)[1] for schedule in schedules]
+        found = (trial.fuzz(schedule)[1] for schedule in schedules)
+        return checked, next((where for where in found if "values" in where or "token" in where), "")
 
     steps = again("alone 45", *(f"with {count}" for count in CONCURRENT[:12]))
     bisection = () if ON_GPU else ("first_divergence_among", CONCURRENT[:12])
@@ -323,7 +322,7 @@ def test_a_check_of_plain_vllm_breaks_and_says_where(stock: Result) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this model is too small for plain vLLM to vary")
 def test_a_fuzzer_finds_that_plain_vllm_differs_within_its_first_schedules(stock: Result) -> None:
-    assert any("values" in where or "token" in where for where in stock.afterwards[1]), stock.afterwards[1]
+    assert stock.afterwards[1]
 
 
 def test_without_the_flag_the_plugin_does_nothing(stock: Result, engine: Callable[..., Result]) -> None:

@@ -29,10 +29,10 @@ QUESTIONS = (
     "Why do we dream?",
     "What is the capital of France, and what is it known for?",
 )
-ANSWER = 16
+ANSWER = 10
 """Tokens of an answer."""
 VOCABULARY = range(1000, 20000)
-OTHERS = 17
+OTHERS = 9
 DRAWN = Settings(16, 300, 32, True, False, True, True, "0" if ON_GPU else "", 512)
 """Of the fuzzer's engine: small steps and pages, and a KV cache that preempts."""
 

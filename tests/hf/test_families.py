@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
-from tests.engine.engines import selected, some_exhaustive
+from tests.engine.engines import SETTINGS, selected, some_exhaustive
 from tests.hf.models import DEVICE, FAMILIES, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
@@ -43,8 +43,7 @@ class Rollout:
 
 
 def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment
-    with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=environment) as engine:
+    with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=SETTINGS | environment) as engine:
         prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
         samples = rollout(engine, prompts, max_tokens=12)
         return Rollout(samples, engine.call("tests.engine.engines:declared"), engine.info["device"].get("threads", 1))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
+from tests.engine.engines import SETTINGS
 from tests.hf.models import DEVICE, ON_A_SHARED_GPU
 from vllm_batch_invariant.hf import patch, token_logprobs
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -32,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[Engine]:
     arguments = ["--max-model-len", "512", "--max-logprobs", "-1", "--skip-tokenizer-init", *ON_A_SHARED_GPU]
-    with Engine(str(checkpoint), arguments, flag="1", environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) as started:
+    with Engine(str(checkpoint), arguments, flag="1", environment=SETTINGS) as started:
         yield started
 
 

@@ -13,6 +13,7 @@ import torch.distributed
 import triton
 import triton.language as tl
 
+from tests import interpreted_calls
 from vllm_batch_invariant.ops.all_reduce import cuda, triton_kernels
 from vllm_batch_invariant.ops.all_reduce.copies import Copies, CopySchedule
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce, AllReduceSchedule
@@ -156,6 +157,7 @@ def be_late_to_read() -> None:
 def join(rank: int, ranks: int, folder: Path) -> None:
     """Makes a process a rank."""
     torch.set_num_threads(1)
+    interpreted_calls.install()
     store = f"file://{folder / 'store'}"
     timeout = timedelta(seconds=60)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks, timeout=timeout)
