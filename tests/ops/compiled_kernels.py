@@ -383,7 +383,7 @@ def narrow_gemms(
     """Every problem of Hopper's narrow kernel, by every tile that may serve it or by those given."""
     for spec, dtype in itertools.product(specs, dtypes):
         problem = GemmProblem(896, 512, dtype, spec, 0)
-        every = {tile: None for m in (16, 32, 64, 128) for tile in schedule.sm90_tiles(problem, m, Gpu.of(0))}
+        every = {tile: None for m in (16, 32, 64, 128, 1024) for tile in schedule.sm90_tiles(problem, m, Gpu.of(0))}
         if not every:
             continue
         if spec.b_format not in (PLAIN, FOUR_BITS):  # of other formats only scales are others

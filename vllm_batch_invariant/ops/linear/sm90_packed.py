@@ -77,6 +77,18 @@ def _nibbles_layout(ROWS):
 
 
 @triton.constexpr_function
+def _pairs_layout(ROWS):
+    """The same of [ROWS, _WORDS, CODES / 2, 2]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], *[[*row, 0] for row in _second_row(ROWS)], *[[0, bit, 0, 0] for bit in (1, 2, 4)]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], *[[bit, 0, 0, 0] for bit in (1, 2, 4)]],
+        warp_bases=[[*warp, 0] for warp in _warp_bases(ROWS)],
+        block_bases=[],
+        shape=[ROWS, _WORDS.value, CODES.value // 2, 2],
+    )
+
+
+@triton.constexpr_function
 def _groups_layout(ROWS, GROUPS):
     """The same of [ROWS, GROUPS, words of a group], the same for every code of a word."""
     words = _WORDS.value // GROUPS
@@ -99,16 +111,25 @@ def _groups_of_chunk(GROUP):
 
 
 @triton.constexpr_function
-def _decode_in_ptx(DTYPE):
-    """Of a word twice, the byte to take of it twice, two zero points and two scales."""
-    bits, kind = ("0x43004300", "bf16x2") if DTYPE.is_bf16() else ("0x64006400", "f16x2")
+def _pairs_in_ptx(DTYPE):
+    """Of a word, and the byte to take of it."""
+    bits = "0x43004300" if DTYPE.is_bf16() else "0x64006400"
     return f"""{{
     .reg .b32 pair;
-    prmt.b32 pair, $1, 0, $3;
+    prmt.b32 pair, $1, 0, $2;
     mul.lo.u32 pair, pair, 0x1001;
-    lop3.b32 pair, pair, 0x000f000f, {bits}, 0xea;
-    sub.rn.{kind} pair, pair, $5;
-    mul.rn.{kind} $0, pair, $6;
+    lop3.b32 $0, pair, 0x000f000f, {bits}, 0xea;
+    }}"""
+
+
+@triton.constexpr_function
+def _decode_in_ptx(DTYPE):
+    """Of two numbers, twice, two zero points and two scales."""
+    kind = "bf16x2" if DTYPE.is_bf16() else "f16x2"
+    return f"""{{
+    .reg .b32 pair;
+    sub.rn.{kind} pair, $1, $3;
+    mul.rn.{kind} $0, pair, $4;
     }}"""
 
 
@@ -167,24 +188,33 @@ def _for_every_word(of_groups):
 
 
 @gluon.jit
-def load_words(codes, chunk: gl.constexpr, ROWS: gl.constexpr):
-    """A chunk of codes in shared memory [ROWS, BLOCK_K / CODES], as the threads that decode it want it."""
-    layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
-    return codes.slice(chunk * _WORDS, _WORDS, dim=1).load(layout)
+def load_pairs(codes, chunk: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr):
+    """A chunk of codes in shared memory [ROWS, BLOCK_K / CODES] as pairs of the numbers of which they are the last
+    bits, in the threads that decode them: int32 [ROWS, _WORDS, CODES / 2]. It needs no scales.
+    """
+    layout: gl.constexpr = gl.SliceLayout(3, _pairs_layout(ROWS))
+    words = codes.slice(chunk * _WORDS, _WORDS, dim=1).load(gl.SliceLayout(2, layout))
+    byte = gl.arange(0, CODES // 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    selector = gl.expand_dims(gl.expand_dims(byte | 0x4440, 0), 1)  # and bytes of zeros above it
+    return gl.inline_asm_elementwise(
+        _pairs_in_ptx(DTYPE), "=r,r,r", [gl.expand_dims(words, 2), selector], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def decoded(words, of_chunk, layout: gl.constexpr):
-    """Those words as wgmma's first operand [ROWS, CHUNK_K], for an accumulator with a layout."""
+def decoded(pairs, of_chunk, layout: gl.constexpr):
+    """Those of a chunk as wgmma's first operand [ROWS, CHUNK_K], for an accumulator with a layout."""
     scale, zero = of_chunk
-    ROWS: gl.constexpr = words.shape[0]
-    nibbles: gl.constexpr = _nibbles_layout(ROWS)
-    code = gl.arange(0, CODES, gl.SliceLayout(0, gl.SliceLayout(1, nibbles)))
-    byte = gl.expand_dims(gl.expand_dims(code // 2 | 0x4440, 0), 1)  # and bytes of zeros above it
+    ROWS: gl.constexpr = pairs.shape[0]
+    twice = gl.expand_dims(pairs, 3).broadcast_to(ROWS, _WORDS, CODES // 2, 2).reshape([ROWS, _WORDS, CODES])
     made = gl.inline_asm_elementwise(
         _decode_in_ptx(scale.dtype),
-        "=r,r,r,r,r,r,r",
-        [gl.expand_dims(words, 2), byte, _for_every_word(zero), _for_every_word(scale)],
+        "=r,r,r,r,r",
+        [
+            gl.convert_layout(twice, _nibbles_layout(ROWS), assert_trivial=True),
+            _for_every_word(zero),
+            _for_every_word(scale),
+        ],
         dtype=scale.dtype,
         is_pure=True,
         pack=2,
