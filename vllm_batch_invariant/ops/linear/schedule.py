@@ -186,7 +186,6 @@ PACKED_TILES = (
     NarrowTile(64, 64, 128, 5, 2),
     NarrowTile(64, 64, 256, 5),
     NarrowTile(64, 128, 128, 9),
-    NarrowTile(64, 256, 128, 7),
     NarrowTile(128, 64, 128, 3, 2),
     NarrowTile(128, 64, 128, 5),
     NarrowTile(128, 128, 128, 4),
@@ -199,7 +198,7 @@ its memory, so that it wants warps, 4 for 32 or 64 columns and more for more. A 
 wgmma's long side zero. What is decoded is multiplied with every row of a tile: with 128 or more of them wgmma is the
 limit.
 """
-_PACKED_REACHED = {64: 0.65, 128: 0.75, 256: 0.75}
+_PACKED_REACHED = {64: 0.65, 128: 0.75}
 """Share of the tensor cores' rate, by columns of a packed tile of many rows."""
 _PACKED_WORTH_IT = 1.3
 """Tiles are timed whose time is estimated at so many times the shortest."""

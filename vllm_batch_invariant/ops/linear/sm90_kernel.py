@@ -71,8 +71,6 @@ _REGISTERS = gl.constexpr(128)
 """Of a thread: then four warpgroups fit into a multiprocessor."""
 _REGISTERS_OF_FEW = 168
 """Of two warpgroups with accumulators of 256 rows; then the one that copies leaves them most of its own."""
-_REGISTERS_OF_MANY = 96
-"""Of five warpgroups."""
 _ROWS_FIRST = gl.constexpr(1024)
 """Rows of out whose columns are all computed before other rows are."""
 _WRITTEN = gl.constexpr(64)
@@ -526,12 +524,6 @@ def _describe_in_turn(
     return TensorDescriptor(weight, shape, strides, [block_rows // (2 * turn), 2, turn, block], layout)
 
 
-def _most_registers(block_m: int, rows: int) -> int:
-    if block_m > 2 * LONG_SIDE.value:
-        return _REGISTERS_OF_FEW
-    return _REGISTERS.value if rows <= 2 * LONG_SIDE.value else _REGISTERS_OF_MANY
-
-
 def gemm_sm90_swap_ab(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -612,7 +604,7 @@ def gemm_sm90_swap_ab(
         GATED=gated,
         ACCUMULATE=TL_DTYPES[reduction.accumulate],
         **LaunchSchedule(overlaps).options,
-        maxnreg=_most_registers(tile.block_m, rows),
+        maxnreg=_REGISTERS.value if tile.block_m <= 2 * LONG_SIDE.value else _REGISTERS_OF_FEW,
         enable_fp_fusion=reduction.enable_fp_fusion,
     )
     return out
