@@ -114,8 +114,8 @@ def test_a_gated_tile_fits_into_shared_memory_and_has_64_columns_a_warpgroup() -
         assert tile.block_n == 64 * tile.warpgroups
 
 
-def packed(n: int, k: int, leaves: int = 1) -> GemmProblem:
-    return GemmProblem(n, k, torch.bfloat16, MatmulSpec(NONE, leaves, integers(4, 128, False, False)), 0)
+def packed(n: int, k: int, k_slices: int = 1) -> GemmProblem:
+    return GemmProblem(n, k, torch.bfloat16, MatmulSpec(NONE, k_slices, integers(4, 128, False, False)), 0)
 
 
 def test_a_packed_tile_fits_into_shared_memory_with_what_it_writes() -> None:
@@ -132,9 +132,9 @@ def test_packed_tiles_are_proposed_for_every_number_of_rows_on_a_hopper() -> Non
     assert {tile.block_m for tile in proposed[8192]} == {128, 256}
     assert schedule.PACKED_TILES[-1] in proposed[8192]
     assert (128, 128) in {(tile.block_m, tile.block_n) for tile in proposed[256]}
-    in_leaves = packed(4096, 4096, 2)
-    assert schedule.sm90_tiles(in_leaves, 64, HOPPER)
-    assert schedule.sm90_tiles(in_leaves, 129, HOPPER) == schedule.sm90_tiles(packed(4096, 4096), 256, AMPERE) == ()
+    in_slices = packed(4096, 4096, 2)
+    assert schedule.sm90_tiles(in_slices, 64, HOPPER)
+    assert schedule.sm90_tiles(in_slices, 129, HOPPER) == schedule.sm90_tiles(packed(4096, 4096), 256, AMPERE) == ()
 
 
 def test_few_rows_get_a_flat_tile_and_many_a_large_one() -> None:
