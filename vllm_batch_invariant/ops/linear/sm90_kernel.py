@@ -20,7 +20,9 @@ then takes eight columns of gate and eight of up in turn: those of one result ar
 
 A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
 
-A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`).
+A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`). Tiles
+are larger then, also for many rows: two warpgroups read the same rows of a, so that 128 columns of 256 rows take 36
+bytes a cycle, and decode a chunk of K in less time than wgmma takes for the one before.
 """
 
 from collections.abc import Sequence
