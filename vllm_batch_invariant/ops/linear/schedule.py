@@ -186,9 +186,8 @@ PACKED_TILES = (
     NarrowTile(64, 64, 128, 5, 2),
     NarrowTile(64, 64, 256, 5),
     NarrowTile(64, 128, 128, 9),
-    NarrowTile(128, 64, 128, 3, 2),
-    NarrowTile(128, 64, 128, 5),
-    NarrowTile(128, 128, 128, 4),
+    NarrowTile(128, 64, 64, 6, 2),
+    NarrowTile(128, 64, 64, 11),
     NarrowTile(128, 128, 64, 9),
     NarrowTile(256, 64, 64, 6),
     NarrowTile(256, 128, 64, 5),
@@ -198,8 +197,8 @@ its memory, so that it wants warps, 4 for 32 or 64 columns and more for more. A 
 wgmma's long side zero. What is decoded is multiplied with every row of a tile: with 128 or more of them wgmma is the
 limit.
 """
-_PACKED_REACHED = {64: 0.65, 128: 0.75}
-"""Share of the tensor cores' rate, by columns of a packed tile of many rows."""
+_PACKED_REACHED = {64: 0.42, 128: 0.58, 256: 0.75}
+"""Share of the tensor cores' rate, by rows of a packed tile."""
 _PACKED_WORTH_IT = 1.3
 """Tiles are timed whose time is estimated at so many times the shortest."""
 _SHORT_SIDES = (16, 32, 64, 128)
@@ -207,6 +206,8 @@ _SHORT_SIDES = (16, 32, 64, 128)
 _WIDE = 64
 """Columns of a tile that a multiprocessor may have several of, one after the other."""
 _ROUNDS_OF_SLICES = 3
+_SHORTEST_TURN = 128
+"""Elements of K between two turns of the loop of a packed tile."""
 _MOST_OF_A_TREE = 64 * 128
 """Elements of a packed tile of several slices."""
 _WHOLE_K = 32
@@ -277,7 +278,7 @@ def _packed_cycles(tile: NarrowTile, m: int, problem: GemmProblem, device: Gpu) 
     """Estimated for M rows: rounds of tiles, each as long as its multiplications or its bytes take, and an epilogue."""
     tiles = -(-m // tile.block_m) * -(-problem.n // tile.block_n)
     rounds = -(-tiles // (device.num_sms * tile.ctas_per_sm)) * tile.ctas_per_sm
-    arithmetic = tile.block_m * tile.block_n / (_FMAS_A_CYCLE * _PACKED_REACHED[tile.block_n])
+    arithmetic = tile.block_m * tile.block_n / (_FMAS_A_CYCLE * _PACKED_REACHED[tile.block_m])
     transfers = (2 * tile.block_m + tile.block_n / 2) / _BYTES_A_CYCLE
     return rounds * (problem.k * max(arithmetic, transfers) + _EPILOGUE_CYCLES)
 
@@ -288,7 +289,7 @@ def serves_packed(tile: NarrowTile, problem: GemmProblem) -> bool:
     """
     if problem.spec.k_slices > 1:
         small = tile.block_m * tile.block_n <= _MOST_OF_A_TREE
-        return small and problem.k_slice.k % tile.block_k == 0
+        return small and problem.k_slice.k % max(tile.block_k, _SHORTEST_TURN) == 0
     return not problem.spec.epilogue.gated or tile.block_n >= _WIDE
 
 

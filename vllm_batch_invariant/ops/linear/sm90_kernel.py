@@ -53,14 +53,15 @@ from .problem import ALIGNMENT, leading_dim
 from .reduction import LinearReduction
 from .schedule import NarrowTile
 from .sm90_packed import (
+    CHUNK_K,
     CODES,
     LONG_SIDE,
     Scales,
     ask_for_scales,
     codes_layout,
     decoded,
-    load_pairs,
     load_scales,
+    load_words,
     rows_of,
 )
 from .triton_kernels import TL_DTYPES
@@ -234,48 +235,78 @@ def _mma_slice(
 
 
 @gluon.jit
+def _next_words(ring, stage, phase, is_there, GROUP: gl.constexpr, CHUNK: gl.constexpr):
+    """The codes of a chunk, or if there is none what lies there, and where the one behind it is."""
+    COPY: gl.constexpr = CHUNK % ring.COPIES
+    if COPY == 0:
+        mbarrier.wait(ring.full_bar.index(stage), phase, pred=is_there)
+    words = load_words(ring.b_smem.index(stage * ring.WARPGROUPS + GROUP), COPY, ring.ROWS)
+    if COPY + 1 == ring.COPIES:
+        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+    return words, stage, phase
+
+
+@gluon.jit
+def _mma_part(a, b, acc, PART: gl.constexpr):
+    """Starts the product of a part of a chunk, of which b are the decoded ones; when it begins, the one before is done
+    and its operand's registers are free.
+    """
+    PART_K: gl.constexpr = CHUNK_K // len(b)
+    if len(b) > 1:
+        a = a.slice(PART * PART_K, PART_K, dim=1)
+    acc = warpgroup_mma(b[PART], a.permute([1, 0]), acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=(acc,))
+
+
+@gluon.jit
 def _mma_packed_slice(
     problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """The same of K from first_k on, of codes: a chunk is decoded while the one before is multiplied. Scales are asked
-    for two steps ahead.
+    """The same of K from first_k on, of codes: a chunk is decoded while the one before is multiplied, its words are
+    loaded a chunk before that, and scales are asked for two turns ahead. A warpgroup waits for wgmma to take an operand
+    from its registers, until the one before is done: so where that takes long, a quarter of a chunk is decoded behind
+    each of the four wgmmas of a chunk, not all behind the last.
     """
+    PARTS: gl.constexpr = 4 if ring.COPIES == 1 else 1
     CHUNKS: gl.constexpr = ring.COPIES * ring.STEPS
     STEP_K: gl.constexpr = _COPY_K * CHUNKS
     dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
     acc = gl.full([layout.warps_per_cta[0] * 16, ring.BLOCK_M], 0.0, problem.ACCUMULATE, layout)
     now = load_scales(problem.scales, offs, mask_n, first_k, problem.K, CHUNKS, ring.ROWS, dtype)
     after = load_scales(problem.scales, offs, mask_n, first_k + STEP_K, problem.K, CHUNKS, ring.ROWS, dtype)
-    mbarrier.wait(ring.full_bar.index(stage), phase)
-    pairs = load_pairs(ring.b_smem.index(stage * ring.WARPGROUPS + GROUP), 0, ring.ROWS, dtype)
+    ahead, ahead_phase = stage, phase
+    words, ahead, ahead_phase = _next_words(ring, ahead, ahead_phase, True, GROUP, 0)
+    b = ()
+    for part in gl.static_range(PARTS):
+        b = b + (decoded(words, now[0], part, PARTS, layout),)  # noqa: RUF005 - Triton has no starred ones
+    words, ahead, ahead_phase = _next_words(ring, ahead, ahead_phase, True, GROUP, 1)
     for start_k in range(0, K, STEP_K):
         later = load_scales(
             problem.scales, offs, mask_n, first_k + start_k + 2 * STEP_K, problem.K, CHUNKS, ring.ROWS, dtype
         )  # fmt: skip
         for step in gl.static_range(ring.STEPS):
-            following, following_phase = next_stage(stage, phase, ring.NUM_STAGES)
             for copy in gl.static_range(ring.COPIES):
-                b = decoded(pairs, now[step * ring.COPIES + copy], layout)
+                of_next = (now + after)[step * ring.COPIES + copy + 1]
                 a = ring.a_smem.index(stage * ring.COPIES + copy)
-                acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)
-                if copy + 1 < ring.COPIES:
-                    codes = ring.b_smem.index(stage * ring.WARPGROUPS + GROUP)
-                    pairs = load_pairs(codes, copy + 1, ring.ROWS, dtype)
-                else:  # behind the last step it is what lies there
-                    if step + 1 < ring.STEPS:
-                        mbarrier.wait(ring.full_bar.index(following), following_phase)
-                    else:
-                        mbarrier.wait(ring.full_bar.index(following), following_phase, pred=start_k + STEP_K < K)
-                    codes = ring.b_smem.index(following * ring.WARPGROUPS + GROUP)
-                    pairs = load_pairs(codes, 0, ring.ROWS, dtype)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
+                acc = _mma_part(a, b, acc, 0)
+                if step * ring.COPIES + copy + 2 < CHUNKS:
+                    is_there = True
+                else:
+                    is_there = start_k + STEP_K < K
+                following, ahead, ahead_phase = _next_words(ring, ahead, ahead_phase, is_there, GROUP, copy + 2)
+                next_b = (decoded(words, of_next, 0, PARTS, layout),)
+                for part in gl.static_range(1, PARTS):
+                    acc = _mma_part(a, b, acc, part)
+                    next_b = next_b + (decoded(words, of_next, part, PARTS, layout),)  # noqa: RUF005 - as above
+                b, words = next_b, following
                 if copy == 0:
                     if IS_FIRST and step == 0:
                         mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
                     else:
                         mbarrier.arrive(ring.empty_bar.index(before))
-            before, stage, phase = stage, following, following_phase
+            before = stage
+            stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
         now, after = after, later
     acc = warpgroup_mma_wait(0, deps=(acc,))
     # ptxas 12.8 and 12.9 round accumulators before that wait if no branch follows it: this barrier was passed already
