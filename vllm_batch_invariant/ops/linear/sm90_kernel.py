@@ -20,9 +20,9 @@ then takes eight columns of gate and eight of up in turn: those of one result ar
 
 A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
 
-A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`). Tiles
-are larger then, also for many rows: two warpgroups read the same rows of a, so that 128 columns of 256 rows take 36
-bytes a cycle, and decode a chunk of K in less time than wgmma takes for the one before.
+A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`). Then
+tiles are larger, and serve many rows, too: two warpgroups read the same rows of a, so that 128 columns of 256 rows take
+36 bytes a cycle, and decode a chunk of K in less time than wgmma takes for the one before.
 """
 
 from collections.abc import Sequence
@@ -290,7 +290,7 @@ def _mma_packed_slice(
                 of_next = (now + after)[step * ring.COPIES + copy + 1]
                 a = ring.a_smem.index(stage * ring.COPIES + copy)
                 acc = _mma_part(a, b, acc, 0)
-                if step * ring.COPIES + copy + 2 < CHUNKS:
+                if step * ring.COPIES + copy + 2 < CHUNKS:  # noqa: SIM108 - decided when the kernel is compiled
                     is_there = True
                 else:
                     is_there = start_k + STEP_K < K
