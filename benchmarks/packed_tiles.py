@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product as pairs
@@ -28,19 +28,30 @@ from vllm_batch_invariant.ops.common.graph_timer import GraphTimer, copies_beyon
 from vllm_batch_invariant.ops.formats import Format, integers
 from vllm_batch_invariant.ops.linear import LinearReduction, MatmulSpec, triton_gemm
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
-from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES, PACKED_TILES, NarrowTile, serves_packed
+from vllm_batch_invariant.ops.linear.schedule import (
+    NARROW_TILES,
+    PACKED_TILES,
+    NarrowTile,
+    narrow_tiles,
+    serves_packed,
+    sm90_tiles,
+)
 from vllm_batch_invariant.ops.linear.spec import BIAS, NONE, SWIGLU, Epilogue
 from vllm_batch_invariant.ops.silu.cuda import silu_and_mul
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24_576, 4096), "down": (4096, 12_288)}
 """(N, K)"""
-TIMED = (1, 8, 16, 32, 64, 128)
-MANY = (256, 2048)
+TIMED = (1, 16, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+TIMED_IN_OTHER_FORMATS = (1, 16, 128, 256, 2048)
+MANY = 128
+"""Rows beyond which a weight may be decoded to memory as well."""
 COMPARED = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+COMPARED_OF_MANY = (1, 65, 128, 129, 257, 513, 1031, 1290)
+"""By tiles of 128 rows and more: also more rows than the first whose columns are all computed."""
 TIMED_FORMATS = (integers(4, 128, False, False), integers(4, 128, True, False), integers(4, 32, False, False))
 TIMED_SPECS = [MatmulSpec(b_format=b_format) for b_format in TIMED_FORMATS]
 REPLAYS = 9
-SOME_TILES = (0, 2, 4, 7, 11, 12, 15)
+SOME_TILES = (2, 7, 11, 13, 14, 15, 16)
 """Enough for kernels that are not timed."""
 COLUMNS = ("what", "format", "N", "K", "M", "name", "p50_us", "best_us", "tb_per_s")
 Stored = Sequence[torch.Tensor]
@@ -100,17 +111,17 @@ def definition(b_format: Format, stored: Stored, x: torch.Tensor) -> torch.Tenso
 
 
 def operands(b_format: Format, kind: str, n: int, k: int, dtype: torch.dtype, gated: bool) -> tuple[Any, Stored]:
-    """x [129, K] and a weight: random, or such that results are what rounding leaves."""
+    """x [M, K], of all rows that are compared, and a weight: random, or such that results are what rounding leaves."""
     if kind == "random":
         draw = torch.Generator("cuda").manual_seed(n + k)
-        x = torch.randn(max(COMPARED), k, generator=draw, device="cuda").to(dtype)
+        x = torch.randn(max(COMPARED_OF_MANY), k, generator=draw, device="cuda").to(dtype)
         words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=draw, device="cuda").int()
         groups = k // b_format.group if "channel" not in b_format.name else 1
         scales = (torch.rand(n, groups, generator=draw, device="cuda") * 0.02 + 1e-3).to(dtype)
         zeros = [torch.randint(0, 17, (n, groups), generator=draw, device="cuda").to(torch.uint8)]
         return x, [words, scales, *(zeros if len(b_format.storage) > 2 else [])]
     made = cancelling_gated if gated else cancelling
-    x, weight = made(max(COMPARED), n, k, dtype, "cuda", exponents=b_format.exponents)
+    x, weight = made(max(COMPARED_OF_MANY), n, k, dtype, "cuda", exponents=b_format.exponents)
     return x, list(b_format.stored(weight))
 
 
@@ -188,7 +199,7 @@ def wrong_bits(tiles: Sequence[NarrowTile], deadline: float) -> Iterator[str]:
             expected = silu_and_mul(expected) if epilogue.gated else expected
             if expected.isnan().any():
                 yield f"{of_format} {n}x{k}: nothing to compare with"
-            for tile, m in pairs([tile for tile in tiles if serves(tile, case, False)], COMPARED):
+            for tile, m in compared(tile for tile in tiles if serves(tile, case, False)):
                 count += 1
                 try:
                     got = run(tile, x[-m:], stored, of_format, bias)
@@ -203,6 +214,11 @@ def wrong_bits(tiles: Sequence[NarrowTile], deadline: float) -> Iterator[str]:
         if time.monotonic() > deadline:
             said("  bits: no time for more")
             return
+
+
+def compared(tiles: Iterable[NarrowTile]) -> Iterator[tuple[NarrowTile, int]]:
+    """Each with the numbers of rows that it is compared at."""
+    return ((tile, m) for tile in tiles for m in (COMPARED if tile.block_m < MANY else COMPARED_OF_MANY))
 
 
 def faults(tile: NarrowTile) -> Iterator[str]:
@@ -279,7 +295,7 @@ class Table:
             csv.writer(file).writerows([COLUMNS, *self.rows])
 
 
-def time_all(tiles: Sequence[NarrowTile], table: Table, timer: GraphTimer, deadline: float) -> None:
+def time_all(table: Table, timer: GraphTimer, deadline: float) -> None:
     cache = Gpu.of(0).l2_bytes
     for b_format, (name, (n, k)) in pairs(TIMED_FORMATS, SHAPES.items()):
         main = b_format == TIMED_FORMATS[0]
@@ -287,7 +303,7 @@ def time_all(tiles: Sequence[NarrowTile], table: Table, timer: GraphTimer, deadl
             continue
         spec = MatmulSpec(NONE, 1, b_format)
         x, stored = operands(b_format, "random", n, k, torch.bfloat16, False)
-        x = torch.randn(max(MANY), k, device="cuda").bfloat16()
+        x = torch.randn(max(TIMED), k, device="cuda").bfloat16()
         copies = copies_beyond_cache(stored[0].numel() * 4, cache)
         weights = [[one.clone() for one in stored] for _ in range(copies)]
         plain_copies = copies_beyond_cache(n * k * 2, cache)
@@ -302,7 +318,8 @@ def time_all(tiles: Sequence[NarrowTile], table: Table, timer: GraphTimer, deadl
             except Exception as error:
                 said(f"  {vllm_name} {name}: {reason(error)}")
                 prepared.pop(vllm_name, None)
-        for m in (*TIMED, *MANY) if main else (1, 16, 64, 128):
+        problem = GemmProblem(n, k, x.dtype, spec, 0)
+        for m in TIMED if main else TIMED_IN_OTHER_FORMATS:
             if time.monotonic() > deadline:
                 said("time: no time for more")
                 return
@@ -316,18 +333,15 @@ def time_all(tiles: Sequence[NarrowTile], table: Table, timer: GraphTimer, deadl
             def plain(tile: NarrowTile, one: Any, a: Any = a, out: Any = out, r: Any = reduction) -> Any:
                 return triton_gemm.gemm_sm90_swap_ab(a, one.t(), None, out, r, tile, True)
 
-            if m <= max(TIMED):
-                fits = {max(16, 1 << (m - 1).bit_length()), max(16, 1 << (m - 1).bit_length()) // 2}
-                for tile in tiles:
-                    if tile.block_m in fits:
-                        ways[f"packed {tile.about} K {tile.block_k}"] = [partial(packed, tile, one) for one in weights]
-                if main:
-                    for tile in NARROW_TILES:
-                        if tile.block_m in fits and tile.block_n == 64:
-                            ways[f"bf16 {tile.about}"] = [partial(plain, tile, one) for one in matrices]
+            for tile in sm90_tiles(problem, m, Gpu.of(0)):
+                ways[f"packed {tile.about} K {tile.block_k}"] = [partial(packed, tile, one) for one in weights]
+            if main and m <= MANY:
+                for tile in narrow_tiles(m, n, Gpu.of(0)):
+                    if tile.block_n == 64:
+                        ways[f"bf16 {tile.about}"] = [partial(plain, tile, one) for one in matrices]
             if main:
                 ways["bf16 torch.mm"] = [partial(torch.mm, a, one.t(), out=out) for one in matrices]
-                if m in MANY:
+                if m > MANY:
                     scratch = torch.empty(n, k, dtype=a.dtype, device="cuda")
 
                     def decoded(one: Stored, a: Any = a, out: Any = out, scratch: Any = scratch) -> Any:
@@ -335,6 +349,8 @@ def time_all(tiles: Sequence[NarrowTile], table: Table, timer: GraphTimer, deadl
 
                     ways["decode and torch.mm"] = [partial(decoded, one) for one in weights]
             for vllm_name, calls in prepared.items():
+                if vllm_name == "marlin" and m > MANY:
+                    continue
                 ways[vllm_name] = [partial(call, a) for call in calls]
             expected = 2 + n * k / 2 / 3e6 + 2 * m * n * k / 7e8
             samples = timer.time(list(ways.values()), expected, REPLAYS)
@@ -348,6 +364,8 @@ def time_all(tiles: Sequence[NarrowTile], table: Table, timer: GraphTimer, deadl
                 kind = way if way in prepared or "mm" in way else way.split()[0]
                 by_kind[kind] = min(by_kind.get(kind, (1e9, "")), (p50, way))
             said(f"{name} {b_format.name} N={n} K={k} M={m}: " + "; ".join(f"{w} {t:.1f}" for t, w in by_kind.values()))
+            if m > MANY:
+                said("    " + "; ".join(f"{way} {p50:.1f}" for way, (p50, _) in found.items() if way not in by_kind))
 
 
 def main() -> int:
@@ -375,7 +393,7 @@ def main() -> int:
     said(f"bits after {time.monotonic() - started:.0f} s: {len(problems)} problems")
     for one in problems[:20]:
         said("  PROBLEM", one)
-    time_all(tiles, table, GraphTimer(), started + arguments.seconds)
+    time_all(table, GraphTimer(), started + arguments.seconds)
     for one in problems:
         table.add("problem", "", "", "", "", one, "", "", "")
     table.save()

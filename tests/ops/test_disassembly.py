@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.ops.compiled_kernels import reads_before_wait
+from tests.ops.compiled_kernels import reads_before_wait, waits_for_each
 
 LOOP = """
         /*2fd0*/ HGMMA.64x16x16.F32.BF16 R24, R64, gdesc[UR16], R24, gsb0 ;
@@ -19,3 +19,8 @@ WAIT = "        /*43e0*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
 def test_accumulators_that_are_read_before_the_last_wait_are_found() -> None:
     assert reads_before_wait(LOOP + ANOTHER + ROUNDED + WAIT)
     assert not reads_before_wait(LOOP + ANOTHER + WAIT + ROUNDED)
+
+
+def test_wgmmas_that_wait_for_one_another_are_found() -> None:
+    assert waits_for_each(LOOP.replace("0x1", "0x0"))
+    assert not waits_for_each(LOOP + LOOP + WAIT)

@@ -10,7 +10,10 @@ from tests.assertions import DTYPES, ROW_COUNTS
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
-from vllm_batch_invariant.ops.linear import LinearReduction, schedule
+from vllm_batch_invariant.ops.formats import integers
+from vllm_batch_invariant.ops.linear import LinearReduction, MatmulSpec, schedule
+from vllm_batch_invariant.ops.linear.problem import GemmProblem
+from vllm_batch_invariant.ops.linear.spec import NONE
 
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
@@ -109,6 +112,29 @@ def test_a_gated_tile_fits_into_shared_memory_and_has_64_columns_a_warpgroup() -
         room = (HOPPER.shared_memory + RESERVED) // tile.ctas_per_sm - RESERVED
         assert tile.num_stages * step + 2 * 8 * tile.num_stages < room
         assert tile.block_n == 64 * tile.warpgroups
+
+
+def packed(n: int, k: int, k_slices: int = 1) -> GemmProblem:
+    return GemmProblem(n, k, torch.bfloat16, MatmulSpec(NONE, k_slices, integers(4, 128, False, False)), 0)
+
+
+def test_a_packed_tile_fits_into_shared_memory_with_what_it_writes() -> None:
+    for tile in schedule.PACKED_TILES:
+        step = (2 * tile.block_m + tile.block_n // 2) * tile.block_k
+        written = 2 * 64 * tile.block_n * 2 if tile.writes_blocks else 0
+        room = (HOPPER.shared_memory + RESERVED) // tile.ctas_per_sm - RESERVED
+        assert tile.num_stages * step + written + 2 * 8 * tile.num_stages < room, tile
+
+
+def test_packed_tiles_are_proposed_for_every_number_of_rows_on_a_hopper() -> None:
+    proposed = {m: schedule.sm90_tiles(packed(24_576, 4096), m, HOPPER) for m in (1, 16, 64, 128, 129, 256, 2048, 8192)}
+    assert all(proposed.values())
+    assert {tile.block_m for tile in proposed[8192]} == {128, 256}
+    assert schedule.PACKED_TILES[-1] in proposed[8192]
+    assert (128, 128) in {(tile.block_m, tile.block_n) for tile in proposed[256]}
+    in_slices = packed(4096, 4096, 2)
+    assert schedule.sm90_tiles(in_slices, 64, HOPPER)
+    assert schedule.sm90_tiles(in_slices, 129, HOPPER) == schedule.sm90_tiles(packed(4096, 4096), 256, AMPERE) == ()
 
 
 def test_few_rows_get_a_flat_tile_and_many_a_large_one() -> None:

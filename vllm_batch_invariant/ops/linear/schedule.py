@@ -133,6 +133,11 @@ class NarrowTile:
     """That multiply, each for 64 of ``block_n`` columns, where there are several."""
 
     @property
+    def writes_blocks(self) -> bool:
+        """Whether a packed tile is so large that it is written through shared memory."""
+        return self.block_m >= 128 and self.ctas_per_sm == 1
+
+    @property
     def about(self) -> str:
         shared = f", {self.ctas_per_sm} a multiprocessor" if self.ctas_per_sm > 1 else ""
         return f"narrow tile {self.block_m}x{self.block_n}{shared}"
@@ -181,20 +186,28 @@ PACKED_TILES = (
     NarrowTile(64, 64, 128, 5, 2),
     NarrowTile(64, 64, 256, 5),
     NarrowTile(64, 128, 128, 9),
-    NarrowTile(64, 256, 128, 7),
-    NarrowTile(128, 64, 128, 3, 2),
-    NarrowTile(128, 64, 128, 6),
-    NarrowTile(128, 128, 128, 5),
+    NarrowTile(128, 64, 64, 6, 2),
+    NarrowTile(128, 64, 64, 11),
+    NarrowTile(128, 128, 64, 9),
+    NarrowTile(256, 64, 64, 6),
+    NarrowTile(256, 128, 64, 5),
 )
-"""Of weights of four bits, which are decoded on their way: a multiprocessor's instructions limit it, not its memory, so
-that it wants warps, 4 for 32 or 64 columns and more for more. A tile of 32 columns leaves half of wgmma's long side
-zero.
+"""Of weights of four bits, which are decoded on their way: for few rows a multiprocessor's instructions limit it, not
+its memory, so that it wants warps, 4 for 32 or 64 columns and more for more. A tile of 32 columns leaves half of
+wgmma's long side zero. What is decoded is multiplied with every row of a tile: with 128 or more of them wgmma is the
+limit.
 """
+_PACKED_REACHED = {64: 0.42, 128: 0.58, 256: 0.75}
+"""Share of the tensor cores' rate, by rows of a packed tile."""
+_PACKED_WORTH_IT = 1.3
+"""Tiles are timed whose time is estimated at so many times the shortest."""
 _SHORT_SIDES = (16, 32, 64, 128)
 """Rows of a tile."""
 _WIDE = 64
 """Columns of a tile that a multiprocessor may have several of, one after the other."""
 _ROUNDS_OF_SLICES = 3
+_SHORTEST_TURN = 128
+"""Elements of K between two turns of the loop of a packed tile."""
 _MOST_OF_A_TREE = 64 * 128
 """Elements of a packed tile of several slices."""
 _WHOLE_K = 32
@@ -241,12 +254,33 @@ def _gated(_: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
 
 
 def _packed(problem: GemmProblem, m: int, device: Gpu) -> tuple[NarrowTile, ...]:
-    """Of as many rows as M, or half as many; a step ends where a slice does."""
-    if not device.has_wgmma or m > max(_SHORT_SIDES) or problem.k % _WHOLE_K:
+    """Of as many rows as M, or half as many; a step ends where a slice does. Of more rows than a tile has, those with
+    the shortest estimated time; sums of slices are left to others then.
+    """
+    if not device.has_wgmma or problem.k % _WHOLE_K:
         return ()
-    rows = min(side for side in _SHORT_SIDES if side >= m)
-    tiles = (tile for tile in PACKED_TILES if tile.block_m in (rows, rows // 2))
-    return tuple(tile for tile in tiles if serves_packed(tile, problem))
+    if m <= max(_SHORT_SIDES):
+        rows = min(side for side in _SHORT_SIDES if side >= m)
+        tiles = (tile for tile in PACKED_TILES if tile.block_m in (rows, rows // 2))
+        return tuple(tile for tile in tiles if serves_packed(tile, problem))
+    if problem.spec.k_slices > 1:
+        return ()
+    shortest = 64 if m < 1024 else 128
+    cycles = {
+        tile: _packed_cycles(tile, m, problem, device)
+        for tile in PACKED_TILES
+        if tile.block_m >= shortest and tile.block_n >= _WIDE and serves_packed(tile, problem)
+    }
+    return tuple(tile for tile, count in cycles.items() if count <= _PACKED_WORTH_IT * min(cycles.values()))
+
+
+def _packed_cycles(tile: NarrowTile, m: int, problem: GemmProblem, device: Gpu) -> float:
+    """Estimated for M rows: rounds of tiles, each as long as its multiplications or its bytes take, and an epilogue."""
+    tiles = -(-m // tile.block_m) * -(-problem.n // tile.block_n)
+    rounds = -(-tiles // (device.num_sms * tile.ctas_per_sm)) * tile.ctas_per_sm
+    arithmetic = tile.block_m * tile.block_n / (_FMAS_A_CYCLE * _PACKED_REACHED[tile.block_m])
+    transfers = (2 * tile.block_m + tile.block_n / 2) / _BYTES_A_CYCLE
+    return rounds * (problem.k * max(arithmetic, transfers) + _EPILOGUE_CYCLES)
 
 
 def serves_packed(tile: NarrowTile, problem: GemmProblem) -> bool:
@@ -255,7 +289,7 @@ def serves_packed(tile: NarrowTile, problem: GemmProblem) -> bool:
     """
     if problem.spec.k_slices > 1:
         small = tile.block_m * tile.block_n <= _MOST_OF_A_TREE
-        return small and problem.k_slice.k % tile.block_k == 0
+        return small and problem.k_slice.k % max(tile.block_k, _SHORTEST_TURN) == 0
     return not problem.spec.epilogue.gated or tile.block_n >= _WIDE
 
 

@@ -20,7 +20,9 @@ then takes eight columns of gate and eight of up in turn: those of one result ar
 
 A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
 
-A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`).
+A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`). Then
+tiles are larger, and serve many rows, too: two warpgroups read the same rows of a, so that 128 columns of 256 rows take
+36 bytes a cycle, and decode a chunk of K in less time than wgmma takes for the one before.
 """
 
 from collections.abc import Sequence
@@ -33,6 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -40,16 +43,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.dependent_launch import LaunchSchedule
-from ..common.gluon_names import copy_block, reinterpret
+from ..common.gluon_names import barrier, copy_block, reinterpret, write_block
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..silu.sm90_kernels import silu_and_mul
-from .problem import leading_dim
+from .problem import ALIGNMENT, leading_dim
 from .reduction import LinearReduction
 from .schedule import NarrowTile
 from .sm90_packed import (
+    CHUNK_K,
     CODES,
     LONG_SIDE,
     Scales,
@@ -68,8 +72,12 @@ _IN_TURN = gl.constexpr(8)
 """Columns of gate, and of up behind them: a thread has rows of the accumulator that are so far apart."""
 _REGISTERS = gl.constexpr(128)
 """Of a thread: then four warpgroups fit into a multiprocessor."""
-_REGISTERS_OF_MANY = 96
-"""Of five warpgroups."""
+_REGISTERS_OF_FEW = 168
+"""Of two warpgroups with accumulators of 256 rows; then the one that copies leaves them most of its own."""
+_ROWS_FIRST = gl.constexpr(1024)
+"""Rows of out whose columns are all computed before other rows are."""
+_WRITTEN = gl.constexpr(64)
+"""Rows of out that are on their way through shared memory at once, twice."""
 _ONE_SCALE = 1 << 30
 """More elements of K than a row has: then a row has one scale."""
 _COPYING_REGISTERS = gl.constexpr(40)
@@ -80,6 +88,8 @@ class _Problem:
     """What is multiplied, and how it is cut."""
 
     out_ptr: value
+    out_desc: value
+    """Of out, where tiles are written through shared memory; or None."""
     M: value
     N: value
     K: value
@@ -103,6 +113,8 @@ class _Ring:
     """[NUM_STAGES * COPIES, BLOCK_M, _COPY_K]"""
     b_smem: gl.shared_memory_descriptor
     """[NUM_STAGES * B_COPIES * WARPGROUPS, ROWS, elements in a copy]"""
+    out_smem: value
+    """[2, _WRITTEN, columns of out in a tile], with out_desc; or None."""
     full_bar: gl.shared_memory_descriptor
     """[NUM_STAGES, 1]"""
     empty_bar: gl.shared_memory_descriptor
@@ -117,12 +129,26 @@ class _Ring:
     """Of the operand that a partition multiplies, LONG_SIDE for each four of its warps."""
     NUM_STAGES: gl.constexpr
     WARPGROUPS: gl.constexpr
+    STEPS: gl.constexpr
+    """In a turn of the loop over K. What is decoded while wgmma reads what was decoded before needs registers of its
+    own, and the assembler gives each in a turn the same ones in every turn: there are two chunks at least.
+    """
 
 
 @gluon.jit
 def _first_of(tile, problem, ring):
-    """Where a tile begins, in M and in N. Tiles one after the other have the same columns."""
-    return tile % problem.tiles_m * ring.BLOCK_M, tile // problem.tiles_m * ring.BLOCK_N
+    """Where a tile begins, in M and in N. Tiles one after the other have the same columns; of many rows so many come
+    first that they stay in the L2 cache while all columns pass, which four bits make the smaller part.
+    """
+    if ring.PACKING == 1 or ring.BLOCK_M < LONG_SIDE:
+        tile_m, tile_n = tile % problem.tiles_m, tile // problem.tiles_m
+    else:
+        ROWS_FIRST: gl.constexpr = max(1, _ROWS_FIRST // ring.BLOCK_M)
+        of_rows = ROWS_FIRST * (problem.tiles // problem.tiles_m)
+        before = tile // of_rows * ROWS_FIRST
+        count = gl.minimum(problem.tiles_m - before, ROWS_FIRST)
+        tile_m, tile_n = before + tile % of_rows % count, tile % of_rows // count
+    return tile_m * ring.BLOCK_M, tile_n * ring.BLOCK_N
 
 
 @gluon.jit
@@ -152,12 +178,15 @@ def _load_b(b_desc, problem, ring, stage, first_n, start_k):
 def _load_partition(a_desc, b_desc, problem, ring):
     """One warp: keeps the ring full."""
     STEP_K: gl.constexpr = _COPY_K * ring.COPIES
+    whole_k = problem.K
+    if ring.STEPS > 1:  # as many steps as are multiplied
+        whole_k = gl.cdiv(problem.K, ring.STEPS * STEP_K) * (ring.STEPS * STEP_K)
     if ring.PACKING > 1:
         _, first_n = _first_of(gl.program_id(0), problem, ring)
         ask_for_scales(problem.scales, first_n, problem.N, ring.BLOCK_N, problem.GATED)
     ahead = gl.to_tensor(0)  # steps whose columns of b are on their way already
     if problem.OVERLAPS:
-        ahead = gl.minimum((problem.K + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
+        ahead = gl.minimum((whole_k + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
         _, first_n = _first_of(gl.program_id(0), problem, ring)
         for step in range(ahead):
             _load_b(b_desc, problem, ring, step, first_n, step * STEP_K)
@@ -169,7 +198,7 @@ def _load_partition(a_desc, b_desc, problem, ring):
         if ring.PACKING > 1:
             _, next_n = _first_of(gl.minimum(tile + gl.num_programs(0), problem.tiles - 1), problem, ring)
             ask_for_scales(problem.scales, next_n, problem.N, ring.BLOCK_N, problem.GATED)
-        for start_k in range(0, problem.K, STEP_K):
+        for start_k in range(0, whole_k, STEP_K):
             mbarrier.wait(ring.empty_bar.index(stage), phase)
             if ahead > 0:
                 ahead -= 1
@@ -206,40 +235,79 @@ def _mma_slice(
 
 
 @gluon.jit
+def _next_words(ring, stage, phase, is_there, GROUP: gl.constexpr, CHUNK: gl.constexpr):
+    """The codes of a chunk, or if there is none what lies there, and where the one behind it is."""
+    COPY: gl.constexpr = CHUNK % ring.COPIES
+    if COPY == 0:
+        mbarrier.wait(ring.full_bar.index(stage), phase, pred=is_there)
+    words = load_words(ring.b_smem.index(stage * ring.WARPGROUPS + GROUP), COPY, ring.ROWS)
+    if COPY + 1 == ring.COPIES:
+        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+    return words, stage, phase
+
+
+@gluon.jit
+def _mma_part(a, b, acc, PART: gl.constexpr):
+    """Starts the product of a part of a chunk, of which b are the decoded ones; when it begins, the one before is done
+    and its operand's registers are free.
+    """
+    PART_K: gl.constexpr = CHUNK_K // len(b)
+    if len(b) > 1:
+        a = a.slice(PART * PART_K, PART_K, dim=1)
+    acc = warpgroup_mma(b[PART], a.permute([1, 0]), acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=(acc,))
+
+
+@gluon.jit
 def _mma_packed_slice(
     problem, ring, stage, phase, before, offs, mask_n, first_k, K, GROUP: gl.constexpr, IS_FIRST: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """The same of K from first_k on, of codes: a chunk is decoded while the one before is multiplied. Scales are asked
-    for two steps ahead.
+    """The same of K from first_k on, of codes: a chunk is decoded while the one before is multiplied, its words are
+    loaded a chunk before that, and scales are asked for two turns ahead. A warpgroup waits for wgmma to take an operand
+    from its registers, until the one before is done: so where that takes long, a quarter of a chunk is decoded behind
+    each of the four wgmmas of a chunk, not all behind the last.
     """
-    STEP_K: gl.constexpr = _COPY_K * ring.COPIES
+    PARTS: gl.constexpr = 4 if ring.COPIES == 1 else 1
+    CHUNKS: gl.constexpr = ring.COPIES * ring.STEPS
+    STEP_K: gl.constexpr = _COPY_K * CHUNKS
     dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
     acc = gl.full([layout.warps_per_cta[0] * 16, ring.BLOCK_M], 0.0, problem.ACCUMULATE, layout)
-    now = load_scales(problem.scales, offs, mask_n, first_k, problem.K, ring.COPIES, ring.ROWS, dtype)
-    after = load_scales(problem.scales, offs, mask_n, first_k + STEP_K, problem.K, ring.COPIES, ring.ROWS, dtype)
+    now = load_scales(problem.scales, offs, mask_n, first_k, problem.K, CHUNKS, ring.ROWS, dtype)
+    after = load_scales(problem.scales, offs, mask_n, first_k + STEP_K, problem.K, CHUNKS, ring.ROWS, dtype)
+    ahead, ahead_phase = stage, phase
+    words, ahead, ahead_phase = _next_words(ring, ahead, ahead_phase, True, GROUP, 0)
+    b = ()
+    for part in gl.static_range(PARTS):
+        b = b + (decoded(words, now[0], part, PARTS, layout),)  # noqa: RUF005 - Triton has no starred ones
+    words, ahead, ahead_phase = _next_words(ring, ahead, ahead_phase, True, GROUP, 1)
     for start_k in range(0, K, STEP_K):
         later = load_scales(
-            problem.scales, offs, mask_n, first_k + start_k + 2 * STEP_K, problem.K, ring.COPIES, ring.ROWS, dtype
+            problem.scales, offs, mask_n, first_k + start_k + 2 * STEP_K, problem.K, CHUNKS, ring.ROWS, dtype
         )  # fmt: skip
-        mbarrier.wait(ring.full_bar.index(stage), phase)
-        codes = ring.b_smem.index(stage * ring.WARPGROUPS + GROUP)
-        words = load_words(codes, 0, ring.ROWS)
-        for copy in gl.static_range(ring.COPIES):
-            decoding = words
-            if copy + 1 < ring.COPIES:
-                words = load_words(codes, copy + 1, ring.ROWS)
-            b = decoded(decoding, now[copy], layout)
-            a = ring.a_smem.index(stage * ring.COPIES + copy)
-            acc = warpgroup_mma(b, a.permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            if copy == 0:
-                if IS_FIRST:
-                    mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
+        for step in gl.static_range(ring.STEPS):
+            for copy in gl.static_range(ring.COPIES):
+                of_next = (now + after)[step * ring.COPIES + copy + 1]
+                a = ring.a_smem.index(stage * ring.COPIES + copy)
+                acc = _mma_part(a, b, acc, 0)
+                if step * ring.COPIES + copy + 2 < CHUNKS:  # noqa: SIM108 - decided when the kernel is compiled
+                    is_there = True
                 else:
-                    mbarrier.arrive(ring.empty_bar.index(before))
-        now, after, before = after, later, stage
-        stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+                    is_there = start_k + STEP_K < K
+                following, ahead, ahead_phase = _next_words(ring, ahead, ahead_phase, is_there, GROUP, copy + 2)
+                next_b = (decoded(words, of_next, 0, PARTS, layout),)
+                for part in gl.static_range(1, PARTS):
+                    acc = _mma_part(a, b, acc, part)
+                    next_b = next_b + (decoded(words, of_next, part, PARTS, layout),)  # noqa: RUF005 - as above
+                b, words = next_b, following
+                if copy == 0:
+                    if IS_FIRST and step == 0:
+                        mbarrier.arrive(ring.empty_bar.index(before), pred=start_k > 0)
+                    else:
+                        mbarrier.arrive(ring.empty_bar.index(before))
+            before = stage
+            stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
+        now, after = after, later
     acc = warpgroup_mma_wait(0, deps=(acc,))
     # ptxas 12.8 and 12.9 round accumulators before that wait if no branch follows it: this barrier was passed already
     mbarrier.wait(ring.full_bar.index(before), phase ^ (stage == 0).to(gl.int32))
@@ -301,7 +369,10 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
                 acc.reshape([ring.ROWS // _IN_TURN // 2, 2, _IN_TURN, ring.BLOCK_M]).permute([0, 2, 3, 1]).split()
             )
             made = silu_and_mul(gate, up, dtype).reshape([ring.ROWS // 2, ring.BLOCK_M])
-            _write(problem, made, first_m, first_n // 2, problem.N // 2, ring.ROWS // 2)
+            if problem.out_desc is None:
+                _write(problem, made, first_m, first_n // 2, problem.N // 2, ring.ROWS // 2)
+            else:
+                _write_block(problem, ring, made, first_m, first_n // 2)
         else:
             COLUMNS: gl.constexpr = ring.BLOCK_N // ring.WARPGROUPS
             if ring.ROWS < LONG_SIDE:
@@ -312,7 +383,12 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
                 mask_n = (in_tile_n < COLUMNS) & (first_n + in_tile_n < problem.N)
                 bias = gl.load(bias_ptr + first_n + in_tile_n, mask=mask_n, other=0.0)  # [LONG_SIDE]
                 acc += bias.to(problem.ACCUMULATE)[:, None]
-            _write(problem, acc.to(dtype), first_m, first_n, problem.N, COLUMNS)
+            if problem.out_desc is None:
+                _write(problem, acc.to(dtype), first_m, first_n, problem.N, COLUMNS)
+            else:
+                _write_block(problem, ring, acc.to(dtype), first_m, first_n)
+    if problem.out_desc is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -326,12 +402,42 @@ def _write(problem, made, first_m, first_n, N, COLUMNS: gl.constexpr):
     gl.store(problem.out_ptr + offs, made, mask=mask_n[:, None] & (offs_m < problem.M)[None, :])
 
 
+@gluon.jit
+def _write_block(problem, ring, made, first_m, first_n):
+    """Writes made [columns of out, BLOCK_M] to out [M, N] through shared memory, _WRITTEN rows at a time. A copy is
+    waited for where its place is used again.
+    """
+    parts = _halves(made)
+    for part in gl.static_range(len(parts)):
+        place = ring.out_smem.index(part % 2)
+        tma.store_wait(1)
+        barrier()
+        place.permute([1, 0]).store(parts[part])
+        fence_async_shared()
+        barrier()
+        write_block(problem.out_desc, [first_m + part * _WRITTEN, first_n], place)
+
+
+@gluon.jit
+def _halves(made):
+    """Parts of made [columns of out, rows] with _WRITTEN rows, in order."""
+    COLUMNS: gl.constexpr = made.shape[0]
+    ROWS: gl.constexpr = made.shape[1]
+    if ROWS == _WRITTEN:
+        parts = (made,)
+    else:
+        first, second = made.reshape([COLUMNS, 2, ROWS // 2]).permute([0, 2, 1]).split()
+        parts = _halves(first) + _halves(second)
+    return parts
+
+
 @gluon.jit(do_not_specialize=["M", "N", "K", "tiles_m", "tiles", "stride_scales"])
 def gemm_sm90_swap_ab_kernel(
     a_desc,
     b_desc,
     bias_ptr,
     out_ptr,
+    out_desc,
     scales_ptr,
     zeros_ptr,
     M,
@@ -362,6 +468,7 @@ def gemm_sm90_swap_ab_kernel(
     PACKING: gl.constexpr = CODES if GROUP else 1
     ROWS: gl.constexpr = BLOCK_N if GROUP else LONG_SIDE
     B_COPIES: gl.constexpr = 1 if GROUP else COPIES
+    STEPS: gl.constexpr = 2 if GROUP and COPIES == 1 else 1
     B_LAYOUT: gl.constexpr = codes_layout(BLOCK_K) if GROUP else a_desc.layout
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES * COPIES, BLOCK_M, _COPY_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(
@@ -373,10 +480,16 @@ def gemm_sm90_swap_ab_kernel(
         mbarrier.init(full_bar.index(stage), count=1)
         mbarrier.init(empty_bar.index(stage), count=WARPGROUPS)
     fence_async_shared()
+    out_smem = None
+    if out_desc is not None:
+        out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
     scales = Scales(scales_ptr, zeros_ptr, stride_scales, GROUP)
-    problem = _Problem(out_ptr, M, N, K, tiles_m, tiles, K_SLICES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, scales)
+    problem = _Problem(
+        out_ptr, out_desc, M, N, K, tiles_m, tiles, K_SLICES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, scales
+    )  # fmt: skip
     ring = _Ring(
-        a_smem, b_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, B_COPIES, PACKING, ROWS, NUM_STAGES, WARPGROUPS
+        a_smem, b_smem, out_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, B_COPIES, PACKING, ROWS, NUM_STAGES,
+        WARPGROUPS, STEPS,
     )  # fmt: skip
     if WARPGROUPS == 1:
         gl.warp_specialize(
@@ -411,9 +524,10 @@ def gemm_sm90_swap_ab_kernel(
 
 
 @cache
-def shared_layout(rank: int = 2) -> gl.NVMMASharedLayout:
-    """How a copied block of an operand of 16 bits lies in shared memory, which its descriptor must know."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * _COPY_K.value, element_bitwidth=16, rank=rank)
+def shared_layout(rank: int = 2, columns: int = _COPY_K.value) -> gl.NVMMASharedLayout:
+    """How a copied block of 16 bits lies in shared memory, which its descriptor must know."""
+    swizzle = 2 * min(_COPY_K.value, columns)
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=rank)
 
 
 @cache
@@ -421,9 +535,10 @@ def _codes_layout(block_k: int, rank: int = 2) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, block_k // 2), element_bitwidth=32, rank=rank)
 
 
-def _describe(matrix: torch.Tensor, block_rows: int) -> TensorDescriptor:
+def _describe(matrix: torch.Tensor, block_rows: int, block_columns: int = _COPY_K.value) -> TensorDescriptor:
     stride, _ = leading_dim(matrix)
-    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, _COPY_K.value], shared_layout())
+    layout = shared_layout(2, block_columns)
+    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, block_columns], layout)
 
 
 def _describe_codes(codes: torch.Tensor, block_rows: int, block_k: int) -> TensorDescriptor:
@@ -489,6 +604,8 @@ def gemm_sm90_swap_ab(
     else:
         b_desc = _describe(codes, min(tile.block_n, LONG_SIDE.value))
     tiles_m, tiles_n = triton.cdiv(m, tile.block_m), triton.cdiv(n, tile.block_n)
+    columns = tile.block_n // 2 if gated else tile.block_n
+    writes_blocks = scales and tile.writes_blocks and out.stride(0) * out.element_size() % ALIGNMENT == 0
     launch(
         gemm_sm90_swap_ab_kernel,
         min(tiles_m * tiles_n, tile.ctas_per_sm * Gpu.of(a.get_device()).num_sms),
@@ -497,6 +614,7 @@ def gemm_sm90_swap_ab(
             b_desc,
             None if bias is None else bias.contiguous(),
             out,
+            _describe(out, _WRITTEN.value, columns) if writes_blocks else None,
             scales[0] if scales else None,
             zeros,
             m,
@@ -519,7 +637,7 @@ def gemm_sm90_swap_ab(
         GATED=gated,
         ACCUMULATE=TL_DTYPES[reduction.accumulate],
         **LaunchSchedule(overlaps).options,
-        maxnreg=_REGISTERS.value if rows <= 2 * LONG_SIDE.value else _REGISTERS_OF_MANY,
+        maxnreg=_REGISTERS.value if tile.block_m <= 2 * LONG_SIDE.value else _REGISTERS_OF_FEW,
         enable_fp_fusion=reduction.enable_fp_fusion,
     )
     return out

@@ -65,14 +65,14 @@ def _second_row(rows):
 
 
 @triton.constexpr_function
-def _nibbles_layout(ROWS):
-    """Of [ROWS, _WORDS, CODES]: as [ROWS, CHUNK_K] it is that of wgmma's first operand in registers."""
+def _nibbles_layout(ROWS, WORDS=_WORDS.value):
+    """Of [ROWS, WORDS, CODES]: as [ROWS, K] it is that of wgmma's first operand in registers."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], *_second_row(ROWS), [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        reg_bases=[[0, 0, 1], *_second_row(ROWS), *([0, 1 << bit, 0] for bit in range(WORDS.bit_length() - 1))],
         lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=_warp_bases(ROWS),
         block_bases=[],
-        shape=[ROWS, _WORDS.value, CODES.value],
+        shape=[ROWS, WORDS, CODES.value],
     )
 
 
@@ -157,16 +157,6 @@ def load_scales(scales, offs, mask_n, k, K, CHUNKS: gl.constexpr, ROWS: gl.const
 
 
 @gluon.jit
-def _for_every_word(of_groups):
-    """What chunks have by group, for [ROWS, _WORDS, 1] in the layout of codes."""
-    GROUPS: gl.constexpr = of_groups.shape[1]
-    ROWS: gl.constexpr = of_groups.shape[0]
-    layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
-    by_word = gl.expand_dims(of_groups, 2).broadcast_to(ROWS, GROUPS, _WORDS // GROUPS)
-    return gl.expand_dims(gl.convert_layout(by_word.reshape([ROWS, _WORDS]), layout, assert_trivial=True), 2)
-
-
-@gluon.jit
 def load_words(codes, chunk: gl.constexpr, ROWS: gl.constexpr):
     """A chunk of codes in shared memory [ROWS, BLOCK_K / CODES], as the threads that decode it want it."""
     layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
@@ -174,27 +164,55 @@ def load_words(codes, chunk: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def decoded(words, of_chunk, layout: gl.constexpr):
-    """Those words as wgmma's first operand [ROWS, CHUNK_K], for an accumulator with a layout."""
+def _quarter_of(words, QUARTER: gl.constexpr):
+    """Those of a chunk for one of its four steps of wgmma: [ROWS, _WORDS / 4]."""
+    ROWS: gl.constexpr = words.shape[0]
+    first, second = words.reshape([ROWS, 2, _WORDS // 2]).permute([0, 2, 1]).split()
+    half = first if QUARTER < 2 else second
+    first, second = half.reshape([ROWS, 2, _WORDS // 4]).permute([0, 2, 1]).split()
+    return first if QUARTER % 2 == 0 else second
+
+
+@gluon.jit
+def _for_every_word(of_groups, PART: gl.constexpr, PARTS: gl.constexpr):
+    """What a chunk has by group, for the words of a part of it: [ROWS, words, 1]."""
+    ROWS: gl.constexpr = of_groups.shape[0]
+    WORDS: gl.constexpr = _WORDS // PARTS
+    layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS, WORDS))
+    if of_groups.shape[1] == 2 and PARTS == 4:
+        first, second = of_groups.split()
+        of_groups = gl.expand_dims(first if PART < 2 else second, 1)
+    GROUPS: gl.constexpr = of_groups.shape[1]
+    by_word = gl.expand_dims(of_groups, 2).broadcast_to(ROWS, GROUPS, WORDS // GROUPS)
+    return gl.expand_dims(gl.convert_layout(by_word.reshape([ROWS, WORDS]), layout, assert_trivial=True), 2)
+
+
+@gluon.jit
+def decoded(words, of_chunk, PART: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
+    """One of 1 or 4 parts of a chunk's words as wgmma's first operand [ROWS, CHUNK_K / PARTS], for an accumulator with
+    a layout.
+    """
     scale, zero = of_chunk
     ROWS: gl.constexpr = words.shape[0]
-    nibbles: gl.constexpr = _nibbles_layout(ROWS)
+    nibbles: gl.constexpr = _nibbles_layout(ROWS, _WORDS.value // PARTS)
+    if PARTS == 4:
+        words = gl.convert_layout(_quarter_of(words, PART), gl.SliceLayout(2, nibbles), assert_trivial=True)
     code = gl.arange(0, CODES, gl.SliceLayout(0, gl.SliceLayout(1, nibbles)))
     byte = gl.expand_dims(gl.expand_dims(code // 2 | 0x4440, 0), 1)  # and bytes of zeros above it
     made = gl.inline_asm_elementwise(
         _decode_in_ptx(scale.dtype),
         "=r,r,r,r,r,r,r",
-        [gl.expand_dims(words, 2), byte, _for_every_word(zero), _for_every_word(scale)],
+        [gl.expand_dims(words, 2), byte, _for_every_word(zero, PART, PARTS), _for_every_word(scale, PART, PARTS)],
         dtype=scale.dtype,
         is_pure=True,
         pack=2,
     )
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     if ROWS < LONG_SIDE:  # every eight rows of codes are followed by eight of zeros
-        of_warps = made.reshape([LONG_SIDE // 16, 8, CHUNK_K])
+        of_warps = made.reshape([LONG_SIDE // 16, 8, CHUNK_K // PARTS])
         nothing = gl.full(of_warps.shape, 0.0, of_warps.dtype, of_warps.type.layout)
         made = gl.join(of_warps, nothing).permute([0, 3, 1, 2])
-    return gl.convert_layout(made.reshape([max(ROWS, LONG_SIDE), CHUNK_K]), operand, assert_trivial=True)
+    return gl.convert_layout(made.reshape([max(ROWS, LONG_SIDE), CHUNK_K // PARTS]), operand, assert_trivial=True)
 
 
 @gluon.jit
