@@ -93,18 +93,20 @@ class Found:
         self._matrices = pool.submit(self._engine, checkpoints.of(names[0])[1], unpacked)
         self._packed = {
             name: pool.submit(
-                self._engine, checkpoints.of(name)[0], self._replaced(checkpoints) if name == REPLACED else {}
+                self._engine,
+                checkpoints.of(name)[0],
+                self._replaced(checkpoints, name, WAYS if name == REPLACED else WAYS[:1]),
             )
             for name in names
         }
 
     @staticmethod
-    def _replaced(checkpoints: Checkpoints) -> dict[str, tuple[Any, ...]]:
-        first, other = checkpoints.of(REPLACED)[0], checkpoints.of(REPLACED, 1)[0]
+    def _replaced(checkpoints: Checkpoints, name: str, ways: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
+        first, other = (checkpoints.of(name, seed)[0] for seed in range(2))
         calls: dict[str, tuple[Any, ...]] = {}
-        for way in WAYS:
+        for way in ways:
             calls |= {f"{way} other": (way, other), f"{way} back": (way, first)}
-        if SLEEPS:
+        if SLEEPS and len(ways) > 1:
             calls["asleep"] = "asleep_while_loading", "sleep_of_engine", other
         return calls
 
@@ -153,6 +155,12 @@ def test_packed_weights_that_come_again_are_unpacked_again(found: Found, way: st
     answers, other = found.packed(REPLACED), found.matrices("other")
     assert answers[f"{way} other"] == other != answers["fresh"]
     assert answers[f"{way} back"] == answers["fresh"]
+
+
+@pytest.mark.parametrize("name", some_exhaustive(FORMATS, QUICK))
+def test_weights_of_every_format_come_again(found: Found, name: str) -> None:
+    answers = found.packed(name)
+    assert answers[f"{WAYS[0]} other"] != answers["fresh"] == answers[f"{WAYS[0]} back"]
 
 
 @pytest.mark.skipif(not SLEEPS, reason="needs an NVIDIA GPU")

@@ -108,7 +108,7 @@ def row_parallel(stored: Stored, k: int = HIDDEN) -> tuple[Any, torch.Tensor]:
 
 def unpack(layer: Any) -> torch.Tensor:
     layer.quant_method.process_weights_after_loading(layer)
-    assert [name for name, value in layer._parameters.items() if value is not None] == ["weight"]
+    assert {name for name, value in layer._parameters.items() if value is not None} - {"weight_shape"} == {"weight"}
     return layer.weight.data
 
 

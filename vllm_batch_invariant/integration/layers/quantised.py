@@ -28,7 +28,9 @@ from . import int8, linear
 
 REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
 _UNCOUNTED = "weight_shape"
-"""A parameter of compressed-tensors' that comes once for each shard of a fused layer, and that nothing reads."""
+"""A parameter of compressed-tensors' that comes once for each shard of a fused layer, and that nothing reads. It stays:
+that of the last shard may come when all the rest is there.
+"""
 
 _unpacked: WeakSet[torch.nn.Module] = WeakSet()
 """Layers of this process that have a weight in the place of what their checkpoint stores."""
@@ -266,7 +268,8 @@ def _method_of(base: type[Any]) -> type[Any]:
                 )
             assert of_format.is_stored_as(stored, self._dtype), (of_format.name, [part.dtype for part in stored])
             for name in self._names:
-                del layer._parameters[name]
+                if name != _UNCOUNTED:
+                    del layer._parameters[name]
             for name, tensor in self._kept(layer, stored).items():
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
                 layer._parameters[name].weight_loader = functools.partial(_refuse_plain, _prefix(layer))

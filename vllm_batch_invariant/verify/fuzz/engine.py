@@ -184,7 +184,8 @@ def _change_weights(worker: Any) -> None:
     """Have the model answer otherwise; runs in the engine's workers."""
     with torch.inference_mode():
         for weight in worker.model_runner.get_model().parameters():
-            weight.data.mul_(_FACTOR)
+            if weight.is_floating_point() and weight.dtype.itemsize > 1:  # codes of quantised weights have no product
+                weight.data.mul_(_FACTOR)
 
 
 _EVENTS: dict[str, Callable[[Any, dict[str, Any], list[dict[str, Any]]], bool]] = {
