@@ -124,6 +124,8 @@ def test_a_packed_tile_fits_into_shared_memory_with_what_it_writes() -> None:
         written = 2 * 64 * tile.block_n * 2 if tile.writes_blocks else 0
         room = (HOPPER.shared_memory + RESERVED) // tile.ctas_per_sm - RESERVED
         assert tile.num_stages * step + written + 2 * 8 * tile.num_stages < room, tile
+        # two chunks behind the one that is multiplied are waited for before the place of the one before it is free
+        assert tile.num_stages >= (4 if tile.block_k == 64 else 3)
 
 
 def test_packed_tiles_are_proposed_for_every_number_of_rows_on_a_hopper() -> None:

@@ -198,7 +198,7 @@ wgmma's long side zero. What is decoded is multiplied with every row of a tile: 
 limit.
 """
 _PACKED_REACHED = {64: 0.42, 128: 0.58, 256: 0.75}
-"""Share of the tensor cores' rate, by rows of a packed tile."""
+"""Share of the tensor cores' rate, by rows of a packed tile: on an H100, where chunks were decoded as a whole."""
 _PACKED_WORTH_IT = 1.3
 """Tiles are timed whose time is estimated at so many times the shortest."""
 _SHORT_SIDES = (16, 32, 64, 128)

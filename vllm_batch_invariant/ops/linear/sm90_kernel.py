@@ -22,7 +22,7 @@ A launch may begin while the kernel before ends, which makes ``a``: it loads wei
 
 A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`). Then
 tiles are larger, and serve many rows, too: two warpgroups read the same rows of a, so that 128 columns of 256 rows take
-36 bytes a cycle, and decode a chunk of K in less time than wgmma takes for the one before.
+36 bytes a cycle, and what is decoded is multiplied with all rows of a tile.
 """
 
 from collections.abc import Sequence
@@ -264,9 +264,9 @@ def _mma_packed_slice(
     layout: gl.constexpr,
 ):  # fmt: skip
     """The same of K from first_k on, of codes: a chunk is decoded while the one before is multiplied, its words are
-    loaded a chunk before that, and scales are asked for two turns ahead. A warpgroup waits for wgmma to take an operand
-    from its registers, until the one before is done: so where that takes long, a quarter of a chunk is decoded behind
-    each of the four wgmmas of a chunk, not all behind the last.
+    loaded a chunk before that, and scales are asked for two turns ahead. A warpgroup seems to wait until wgmma takes an
+    operand from its registers, when the one before is done: so in large tiles a quarter of a chunk is decoded behind
+    each of its four wgmmas, not all behind the last.
     """
     PARTS: gl.constexpr = 4 if ring.COPIES == 1 else 1
     CHUNKS: gl.constexpr = ring.COPIES * ring.STEPS
