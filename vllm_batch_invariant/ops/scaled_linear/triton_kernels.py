@@ -24,7 +24,8 @@ def _load_tile(ptr, offs, mask, K, start, EVEN_K: tl.constexpr, BLOCK_K: tl.cons
     """Some rows of codes [.., K] from ``start`` on: [rows, BLOCK_K]."""
     k = start + tl.arange(0, BLOCK_K)
     mask = mask[:, None] if EVEN_K else mask[:, None] & (k < K)[None, :]
-    return tl.load(ptr + offs[:, None] * K + k[None, :], mask=mask, other=0)
+    ZERO: tl.constexpr = 0 if ptr.dtype.element_ty.is_int() else 0.0  # of an int Triton makes no e4m3
+    return tl.load(ptr + offs[:, None] * K + k[None, :], mask=mask, other=ZERO)
 
 
 @triton.jit(do_not_specialize=["M"])
