@@ -58,9 +58,9 @@ SUMS: dict[str, tuple[type, Callable[..., torch.Tensor]]] = {
 """By ``mma``, what codes of a group become, and the function of two of them that gives the sums [M, N] in fp64."""
 
 
-def _groups(codes: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Codes [rows, K] by groups of K."""
-    return (part.contiguous() for part in codes.view(torch.uint8).split(GROUP, 1))
+def _groups(codes: torch.Tensor, size: int | None) -> Iterator[torch.Tensor]:
+    """The bits of codes [rows, K] by groups of so many elements of K; none where K is 0."""
+    return (part.contiguous() for part in codes.view(torch.uint8).split(size, 1) if part.numel())
 
 
 def scaled_linear(
@@ -72,16 +72,16 @@ def scaled_linear(
     reduction: ScaledLinearReduction,
 ) -> torch.Tensor:
     """See the operation's package; codes [M, K] and scales [M] or [M, groups]; an ``mma`` of :data:`SUMS`."""
-    (m, k), n = codes.shape, len(weight)
+    m, n = len(codes), len(weight)
     out = torch.empty(m, n, dtype=reduction.dtype)
     if out.numel() == 0:
         return out
     operand, sums = SUMS[reduction.mma or ""]
-    rows = [operand(part) for part in _groups(codes)] if k else []
+    rows = [operand(part) for part in _groups(codes, reduction.promote)]
     ones, of_rows = torch.ones(m), scale.t().contiguous()
     for block, columns in zip(weight.split(BLOCK_N), torch.arange(n).split(BLOCK_N), strict=True):
         total, of_columns = torch.zeros(m, len(block)), torch.ones(len(block))
-        for group, part in enumerate(_groups(block) if k else ()):
+        for group, part in enumerate(_groups(block, reduction.promote)):
             if reduction.in_blocks:
                 ones, of_columns = of_rows[group], weight_scale[columns // GROUP, group]
             _promote(total.numel(), sums(rows[group], operand(part)), ones, of_columns, total)

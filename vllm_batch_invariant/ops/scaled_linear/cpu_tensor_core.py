@@ -17,7 +17,6 @@ from numba import prange
 
 from ..common.numba_exact_math import bits_of_float
 from ..common.numba_rows import RowKernel, compiled
-from .reduction import GROUP
 
 K_STEP = 32
 """Elements of K of one instruction."""
@@ -50,10 +49,10 @@ _decode = RowKernel(_decode_kernel)
 
 
 class Operand:
-    """Codes of a group [rows, up to 128], filled up with zeros: significands and exponents, and which rows have NaN."""
+    """Codes of a group [rows, K], filled up with zeros: significands and exponents, and which rows have NaN."""
 
     def __init__(self, codes: torch.Tensor) -> None:
-        codes = torch.nn.functional.pad(codes, (0, GROUP - codes.shape[1]))
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % K_STEP))
         self.significands = torch.empty(codes.shape, dtype=torch.int32)
         self.exponents = torch.empty(codes.shape, dtype=torch.int32)
         self.nans = torch.empty(len(codes), dtype=torch.int32)
@@ -105,8 +104,9 @@ _sums = RowKernel(_sums_kernel)
 
 
 def wgmma_sums(x: Operand, weight: Operand) -> torch.Tensor:
-    """[M, N] fp64 that fp32 holds."""
+    """Those of the products of a group: [M, N] fp64, which fp32 holds."""
     out = torch.empty(len(x.nans), len(weight.nans), dtype=torch.float64)
     given = [(one.significands, one.exponents, one.nans) for one in (x, weight)]
-    _sums(out.numel() * GROUP, *given[0], *given[1], GROUP // K_STEP, out)
+    k = x.significands.shape[1]
+    _sums(out.numel() * k, *given[0], *given[1], k // K_STEP, out)
     return out
