@@ -455,8 +455,8 @@ def products_of_e4m3(in_blocks: bool, tiles: Iterable[ScaledLinearSchedule] = E4
 
 
 def every_product_of_e4m3() -> None:
-    """By every tile, with scales of both kinds, also of a K that has no whole groups."""
-    for in_blocks, k in itertools.product((False, True), (512, 208)):
+    """By every tile, with scales of both kinds, also of a K that has no whole groups, where a GPU has such products."""
+    for in_blocks, k in itertools.product((False, True), (512, 208)) if Gpu.of(0).fp8_mma else ():
         products_of_e4m3(in_blocks, k=k)
 
 
@@ -889,8 +889,6 @@ HOPPER = {
 EXACT = "exact arithmetic"
 """And codes of eight bits, which have the same bits on every GPU, too."""
 
-E4M3_PRODUCTS = "products of e4m3"
-
 
 def cells_of(gpu: int) -> list[str]:
     """Names of all that there is to compile for a GPU; what is compiled the soonest and says the most comes first."""
@@ -909,8 +907,6 @@ def cells_of(gpu: int) -> list[str]:
         "attention float32 256",
         *ATTENTION,
     ]
-    if divmod(gpu, 10) in FP8_MMA:
-        names.append(E4M3_PRODUCTS)
     if gpu == 90:
         names += ["Hopper's narrow matmuls", *HOPPER]
     return list(dict.fromkeys(names))
@@ -1003,12 +999,12 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
         if len(halves) > 1:
             problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
-    if name == E4M3_PRODUCTS:
-        kinds = {kind for one in found for kind in one.instructions}
-        if not all(kind.startswith(FP8_MMA[divmod(gpu, 10)].split()[1]) for kind in kinds):
-            problems.append(f"tiles get {' and '.join(sorted(kinds))}, whose bits differ")
-        if gpu == 90 and any(one.promotions != 1 for one in found):
-            problems.append("a sum of 128 products is not promoted once")
+    of_e4m3 = [one for one in found if one.name == scaled_linear.scaled_linear_e4m3_kernel.__name__]
+    kinds = {kind for one in of_e4m3 for kind in one.instructions}
+    if of_e4m3 and not all(kind.startswith(FP8_MMA[divmod(gpu, 10)].split()[1]) for kind in kinds):
+        problems.append(f"tiles of e4m3 get {' and '.join(sorted(kinds))}, whose bits differ")
+    if gpu == 90 and any(one.promotions != 1 for one in of_e4m3):
+        problems.append("a sum of 128 products of e4m3 is not promoted once")
     if name == EXACT:
         problems += [f"{one.name} has {what}" for one in found for what in forbidden(one.kernel.asm["ptx"], one.name)]
     ptx = digest(stripped(one.kernel.asm["ptx"], one.name) for one in found)
@@ -1016,13 +1012,12 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
 
 
 OTHERS = {
-    "matmuls": (gemms, more_gemms),
+    "matmuls": (gemms, more_gemms, every_product_of_e4m3),
     "rows": (rows, more_rows),
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES),),
     EXACT: (*EVERY_KIND.values(), every_code),
-    E4M3_PRODUCTS: (every_product_of_e4m3,),
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),
     "gradients of attention": (every_gradient_of_attention,),
