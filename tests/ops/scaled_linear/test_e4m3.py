@@ -150,6 +150,7 @@ def test_each_mistake_is_found(mistake, in_blocks, mma, device):
     found = scaled_linear(*operand, bias, torch.float32, mma)
     written = partial(e4m3_product, bias=bias, dtype=torch.float32, sum_of=WRITTEN_OUT[mma])
     assert_same_bits(found, written(*operand))
+    mistake = dict(mistake)  # every test has the same one
     if mistake.pop("powers", False):
         operand[1] = 2 ** operand[1].log2().ceil()
     differ = (found != written(*operand, **mistake)).double().mean()
