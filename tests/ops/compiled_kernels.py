@@ -55,7 +55,7 @@ from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradie
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
-from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
+from vllm_batch_invariant.ops.common.nvidia_gpus import FP8_MMA, attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, integers
@@ -71,12 +71,13 @@ from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
+from vllm_batch_invariant.ops.quantise import QuantiseReduction
 from vllm_batch_invariant.ops.quantise import cuda as quantise
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
-from vllm_batch_invariant.ops.scaled_linear import ScaledLinearReduction
+from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, ScaledLinearReduction
 from vllm_batch_invariant.ops.scaled_linear import cuda as scaled_linear
-from vllm_batch_invariant.ops.scaled_linear.schedule import SCHEDULES
+from vllm_batch_invariant.ops.scaled_linear.schedule import E4M3_SCHEDULES, SCHEDULES, ScaledLinearSchedule
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
 from vllm_batch_invariant.ops.softmax import cuda as softmax
@@ -204,6 +205,11 @@ class Compiled:
     def instructions(self) -> tuple[str, ...]:
         """Kinds of the tensor cores' instructions; fp32 has none."""
         return tuple(self._of("instructions", self._instructions))
+
+    @property
+    def promotions(self) -> float:
+        """As :func:`promotions` says."""
+        return self._of("promotions", lambda: promotions(self.kernel.asm["ptx"]))
 
     def _instructions(self) -> list[str]:
         return sorted(set(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", self.kernel.asm["ptx"])))
@@ -421,13 +427,37 @@ def gemms() -> None:
 
 
 def codes(count: int, length: int = 208, n: int = 320, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Of so many rows, with scales of their own and with a given one, and a product of them."""
-    x, one = torch.zeros(count, length, dtype=dtype), torch.ones(1)
-    quantise.quantise(x, one)
-    of_rows, weight = quantise.quantise(x, None), torch.zeros(n, length, dtype=torch.int8)
-    reduction = ScaledLinearReduction.of(length, dtype)
-    for bias in (None, torch.zeros(n, dtype=dtype)):
-        scaled_linear.scaled_linear(*of_rows, weight, torch.ones(n), bias, reduction)
+    """Of so many rows, with scales of their own and with a given one, and a product of them, as int8 and as e4m3."""
+    x, one, bias = torch.zeros(count, length, dtype=dtype), torch.ones(1), torch.zeros(n, dtype=dtype)
+    for kind in (torch.int8, E4M3):
+        rows = QuantiseReduction.of_dtype(dtype, kind)
+        quantise.quantise(x, one, rows)
+        of_rows, weight = quantise.quantise(x, None, rows), torch.zeros(n, length, dtype=torch.uint8).view(kind)
+        if kind == torch.int8 or Gpu.of(0).fp8_mma:
+            reduction = ScaledLinearReduction.of(length, dtype, kind, mma=Gpu.of(0).fp8_mma)
+            for added in (None, bias):
+                scaled_linear.scaled_linear(*of_rows, weight, torch.ones(n), added, reduction)
+    of_groups = quantise.quantise(x, None, QuantiseReduction.of_dtype(dtype, E4M3, GROUP))
+    if Gpu.of(0).fp8_mma:
+        reduction = ScaledLinearReduction.of(length, dtype, E4M3, True, Gpu.of(0).fp8_mma)
+        blocks = torch.ones(-(-n // GROUP), -(-length // GROUP))
+        scaled_linear.scaled_linear(*of_groups, weight, blocks, bias, reduction)
+
+
+def products_of_e4m3(in_blocks: bool, tiles: Iterable[ScaledLinearSchedule] = E4M3_SCHEDULES, k: int = 512) -> None:
+    """By so many tiles, without a bias."""
+    weight = torch.zeros(256, k, dtype=torch.uint8).view(E4M3)
+    sizes = ((256, -(-k // GROUP)), (2, -(-k // GROUP))) if in_blocks else ((256,), (256,))
+    reduction = ScaledLinearReduction.of(k, torch.bfloat16, E4M3, in_blocks, Gpu.of(0).fp8_mma)
+    for tile in tiles:
+        scales = [torch.ones(size) for size in sizes]
+        scaled_linear.scaled_linear(weight, scales[0], weight, scales[1], None, reduction, tile)
+
+
+def every_product_of_e4m3() -> None:
+    """By every tile, with scales of both kinds, also of a K that has no whole groups, where a GPU has such products."""
+    for in_blocks, k in itertools.product((False, True), (512, 208)) if Gpu.of(0).fp8_mma else ():
+        products_of_e4m3(in_blocks, k=k)
 
 
 def decoded_weights() -> None:
@@ -439,7 +469,7 @@ def decoded_weights() -> None:
 
 
 def every_code() -> None:
-    """Rows of every dtype, and products by every tile, also of a K that has no whole steps."""
+    """Rows of every dtype, and products of int8 by every tile, also of a K that has no whole steps."""
     for length, dtype in ((208, torch.float32), (4096, torch.bfloat16), (20_000, torch.float16)):
         codes(2, length, dtype=dtype)
     for length in (208, 512):
@@ -558,6 +588,16 @@ def waits_for_each(sass: str) -> bool:
     return 2 * len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", sass)) > len(re.findall(r"\bHGMMA\.", sass))
 
 
+def promotions(ptx: str) -> float:
+    """How often each sum of 128 products of e4m3 by wgmma is added to in fp32; 0 where there is another product."""
+    products = re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*", ptx)
+    of_e4m3 = [re.fullmatch(r"wgmma\S*\.m64n(\d+)k32\.f32\.e4m3\.e4m3", product) for product in products]
+    if not all(of_e4m3):
+        return 0.0
+    steps = sum(int(one[1]) // 2 for one in of_e4m3 if one)  # of 32 products, of a thread's accumulators
+    return len(re.findall(r"\b(?:add|fma)\.rn\.f32\b", ptx)) / (steps / 4)
+
+
 def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     """Check that each kernel can be loaded, that the assembler had registers enough, and how many there were."""
     for one in found:
@@ -637,6 +677,8 @@ def check_some(more: bool) -> None:
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
+    check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
         check_all(f"gradients of attention on sm_{gpu}", found, False)
@@ -803,6 +845,7 @@ VARIANTS = {
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
     "quantise": partial(launch_on, 90, every_code),
+    "scaled_linear": partial(launch_on, 90, every_product_of_e4m3),
     "formats": partial(launch_on, 90, decoded_weights),
     "exact": exact_variants,
 }
@@ -956,6 +999,12 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         halves = {kind for one in found if is_of_halves(one) for kind in one.instructions}
         if len(halves) > 1:
             problems.append(f"16-bit tiles get {' and '.join(sorted(halves))}, whose bits may differ")
+    of_e4m3 = [one for one in found if one.name == scaled_linear.scaled_linear_e4m3_kernel.__name__]
+    kinds = {kind for one in of_e4m3 for kind in one.instructions}
+    if of_e4m3 and not all(kind.startswith(FP8_MMA[divmod(gpu, 10)].split()[1]) for kind in kinds):
+        problems.append(f"tiles of e4m3 get {' and '.join(sorted(kinds))}, whose bits differ")
+    if gpu == 90 and any(one.promotions != 1 for one in of_e4m3):
+        problems.append("a sum of 128 products of e4m3 is not promoted once")
     if name == EXACT:
         problems += [f"{one.name} has {what}" for one in found for what in forbidden(one.kernel.asm["ptx"], one.name)]
     ptx = digest(stripped(one.kernel.asm["ptx"], one.name) for one in found)
@@ -963,7 +1012,7 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
 
 
 OTHERS = {
-    "matmuls": (gemms, more_gemms),
+    "matmuls": (gemms, more_gemms, every_product_of_e4m3),
     "rows": (rows, more_rows),
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
@@ -1001,7 +1050,9 @@ def main() -> None:
     print("Triton", triton.__version__)
     if not parsed.gluon:
         global OUTCOMES
-        finds = (Compiled, spills_in_loops, frees_one_place, reads_before_wait, waits_for_each, reduced_layouts)
+        finds = (
+            Compiled, spills_in_loops, frees_one_place, reads_before_wait, waits_for_each, reduced_layouts, promotions
+        )  # fmt: skip
         OUTCOMES = Outcomes(RECORDED, finds, anew=parsed.more)
         compile_when_asked()
     compile_instead_of_running()

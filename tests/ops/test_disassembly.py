@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.ops.compiled_kernels import reads_before_wait, waits_for_each
+from tests.ops.compiled_kernels import promotions, reads_before_wait, waits_for_each
 
 LOOP = """
         /*2fd0*/ HGMMA.64x16x16.F32.BF16 R24, R64, gdesc[UR16], R24, gsb0 ;
@@ -24,3 +24,12 @@ def test_accumulators_that_are_read_before_the_last_wait_are_found() -> None:
 def test_wgmmas_that_wait_for_one_another_are_found() -> None:
     assert waits_for_each(LOOP.replace("0x1", "0x0"))
     assert not waits_for_each(LOOP + LOOP + WAIT)
+
+
+def test_sums_of_e4m3_that_are_promoted_more_or_less_often_than_every_128_are_found() -> None:
+    product = "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%r1};\n"
+    added = 8 * "fma.rn.f32 %r1, %r2, %r3, %r4;\n"
+    assert promotions(4 * product + added) == 1
+    assert promotions(4 * (product + added)) == 4
+    assert promotions(8 * product + added) == 0.5
+    assert promotions(4 * product + added + "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1};") == 0

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from ...errors import NotCovered
-from .nvidia_gpus import COMPILED_FOR, has_tcgen05
+from .nvidia_gpus import COMPILED_FOR, FP8_MMA, has_tcgen05
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Gpu:
     """Whether it is a Hopper: no later GPU has this instruction."""
     has_tcgen05: bool = False
     """Whether tiles have 64 rows or more, so that they have one instruction: see :func:`.nvidia_gpus.has_tcgen05`."""
+    fp8_mma: str | None = None
+    """What multiplies codes of e4m3, of :data:`.nvidia_gpus.FP8_MMA`; None where nothing does."""
 
     @staticmethod
     @cache
@@ -56,4 +58,5 @@ class Gpu:
             found.L2_cache_size,
             capability == (9, 0),
             has_tcgen05(found.major),
+            FP8_MMA.get(capability),
         )

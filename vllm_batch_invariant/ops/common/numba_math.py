@@ -32,6 +32,16 @@ def float_of_bits(typing_context, bits):
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def fma(typing_context, a, b, c):
+    """a * b + c of fp32, rounded once: an instruction where the CPU has it, else the C library's function."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
 @njit(inline="always")
 def _power_of_two(n):
     return float_of_bits(types.int32((n + types.int32(127)) << types.int32(23)))

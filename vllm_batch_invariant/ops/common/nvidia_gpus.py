@@ -3,6 +3,17 @@
 COMPILED_FOR = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
 """Compute capabilities that every kernel has been compiled for (docs/gpus.md); the mode refuses all others."""
 
+FP8_MMA = {
+    (8, 9): "sm89 mma.sync",
+    (9, 0): "sm90 wgmma",
+    (10, 0): "sm100 tcgen05",
+    (10, 3): "sm103 tcgen05",
+    (12, 0): "sm120 mma.sync",
+}
+"""By compute capability, the tensor core's instruction that multiplies codes of e4m3; the GPUs before have none. Sums
+of each are others (MMA-Sim, github.com/microsoft/MMA-Sim, has models of some): a name is a kind of bits.
+"""
+
 
 def has_tcgen05(major: int) -> bool:
     """Whether tensor cores have two kinds of instruction: tcgen05.mma, which takes 64 rows or more, and mma.sync.

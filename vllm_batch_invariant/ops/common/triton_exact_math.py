@@ -31,6 +31,12 @@ _BITS_OF_TWO_TO_23 = tl.constexpr(0x4B000000)
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _LARGEST_BELOW_1 = tl.constexpr(1 - 2.0**-24)
+_HALF_OF_E4M3 = tl.constexpr((1 << 19) - 1)
+"""Of what is dropped from 23 bits of a fraction, less one."""
+_BIAS_OF_E4M3 = tl.constexpr((127 - 7) << 3)
+_ROUNDS_TO_E4M3 = tl.constexpr(2.0**14)
+"""Added to an fp32 magnitude of at most 2**-6, it leaves its multiple of 2**-9 in the sum's last bits."""
+_BITS_ROUNDING_TO_E4M3 = tl.constexpr(0x46800000)
 _GOLDEN, _FIRST, _SECOND = (
     tl.constexpr(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -171,6 +177,19 @@ def to_bf16(x):
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def e4m3_bits(x):
+    """The bits of the code of e4m3 nearest to an fp32 x of at most 448, of two the even one: uint8. By integers,
+    because not every GPU has the conversion.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(x)
+    normal = ((bits & _MAGNITUDE) + _HALF_OF_E4M3 + (bits >> 20 & 1) >> 20) - _BIAS_OF_E4M3
+    subnormal = (magnitude + _ROUNDS_TO_E4M3).to(tl.int32, bitcast=True) - _BITS_ROUNDING_TO_E4M3
+    code = tl.where(magnitude < 2.0**-6, subnormal, normal) | (bits >> 24 & 0x80)
+    return code.to(tl.uint8)
 
 
 @triton.jit

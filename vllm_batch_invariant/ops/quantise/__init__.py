@@ -1,27 +1,39 @@
-"""Rows of activations as codes of eight bits and a scale a row, each row from itself alone."""
+"""Rows of activations as codes of eight bits and their scales, each row from itself alone."""
 
 import torch
 
 from ..dispatch import implementation
-from .reduction import QuantiseReduction
+from .reduction import E4M3, QuantiseReduction
 
-__all__ = ["QuantiseReduction", "quantise"]
+__all__ = ["E4M3", "QuantiseReduction", "quantise"]
 
 
-def quantise(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    *,
+    codes: torch.dtype = torch.int8,
+    group: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as :class:`QuantiseReduction` says: ``codes * scale`` is near x.
 
     Args:
         x: [..., K] fp32, bf16 or fp16.
         scale: one fp32 number, finite and above 0, that all rows have (static); None: each row has its own (dynamic).
+        codes: dtype of the codes, int8 or float8_e4m3fn.
+        group: elements of K that have a scale of their own: 128, of e4m3. None: a row has one.
 
     Returns:
-        The codes [..., K] int8, packed, and the scale of each row [...] fp32, NaN where the row is not finite.
+        The codes [..., K], packed, and fp32 scales, of each row [...] or of each of its groups [..., ceil(K / group)].
+        A scale is NaN where its row or group is not finite.
 
     Raises:
-        ValueError: a scale that is not one fp32 number.
-        NotCovered: a dtype or device without an implementation.
+        ValueError: a scale that is not one fp32 number, or that is given with a group.
+        NotCovered: a dtype, group or device without an implementation.
     """
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         raise ValueError(f"a static scale is one fp32 number, got {list(scale.shape)} of {scale.dtype}")
-    return implementation("quantise", x, scale).quantise(x, scale)
+    if scale is not None and group is not None:
+        raise ValueError("a static scale is one of all groups: leave the group out")
+    reduction = QuantiseReduction.of_dtype(x.dtype, codes, group)
+    return implementation("quantise", x, scale).quantise(x, scale, reduction)

@@ -7,12 +7,16 @@ from typing import NamedTuple
 import torch
 
 from ..common.launch import launch
-from ..common.row_reduction import REDUCTIONS_KEPT, gpu_block, gpu_warps
+from ..common.row_reduction import REDUCTIONS_KEPT, gpu_block, gpu_warps, next_power_of_two
 from ..common.triton_rows import aligned
-from .reduction import QuantiseReduction
+from .reduction import E4M3, QuantiseReduction
 from .triton_kernels import quantise_kernel
 
 _LARGEST_BLOCK = 8192
+_GROUPED_BLOCK = 1024
+"""Elements that a program has of groups."""
+_STORED = {E4M3: torch.uint8}
+"""What codes are to a kernel, where Triton has not their dtype on every GPU."""
 
 
 class QuantiseNumbers(NamedTuple):
@@ -21,45 +25,55 @@ class QuantiseNumbers(NamedTuple):
     largest: float
     smallest_static: float
     least: float
+    divides: bool
+    scale_of_zeros: float
 
 
 @dataclass(frozen=True)
 class QuantiseSchedule:
-    """Speed only: a row's maximum is the same in every order.
+    """Speed only: a maximum is the same in every order.
 
     Attributes:
-        block: elements of a row that a program holds.
+        block: elements of a group that a program holds.
+        groups: of a row that a program has.
         num_warps: of a program.
     """
 
     block: int
+    groups: int
     num_warps: int
 
     @classmethod
     @lru_cache(REDUCTIONS_KEPT)
-    def of(cls, length: int) -> "QuantiseSchedule":
-        """For rows of ``length`` elements."""
-        block = gpu_block(length, _LARGEST_BLOCK)
-        return cls(block, gpu_warps(block, 1, 8))
+    def of(cls, length: int, group: int | None = None) -> "QuantiseSchedule":
+        """For rows of ``length`` elements, in groups of a power of two or as a whole."""
+        block = gpu_block(group or length, _LARGEST_BLOCK)
+        groups = 1 if group is None else min(next_power_of_two(-(-length // group)), _GROUPED_BLOCK // block)
+        return cls(block, groups, gpu_warps(block * groups, 1, 8))
 
 
-def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(
+    x: torch.Tensor, scale: torch.Tensor | None, reduction: QuantiseReduction
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package."""
-    reduction, length = QuantiseReduction.of_dtype(x.dtype), x.shape[-1]
-    schedule = QuantiseSchedule.of(length)
-    codes = torch.empty(x.shape, dtype=reduction.codes, device=x.device)
-    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    length, counts = x.shape[-1], reduction.scales_of(x.shape[-1])
+    schedule = QuantiseSchedule.of(length, reduction.group)
+    codes = torch.empty(x.shape, dtype=_STORED.get(reduction.codes, reduction.codes), device=x.device)
+    shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     if scales.numel():
         launch(
             quantise_kernel,
-            scales.numel(),
+            x.shape[:-1].numel() * -(-(counts or 1) // schedule.groups),
             (aligned(x), None if scale is None else aligned(scale), codes, scales),
             on=x,
             waits=True,
             LENGTH=length,
             STATIC=scale is not None,
             QUANTISE=QuantiseNumbers(*(getattr(reduction, name) for name in QuantiseNumbers._fields)),
+            GROUP=reduction.group or max(length, 1),
             BLOCK=schedule.block,
+            GROUPS=schedule.groups,
             num_warps=schedule.num_warps,
         )
-    return codes, scales
+    return codes.view(reduction.codes), scales

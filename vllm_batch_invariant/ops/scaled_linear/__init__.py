@@ -1,11 +1,13 @@
-"""Products of codes of eight bits with a scale for each row and each column, the same bits on every device."""
+"""Products of codes of eight bits with scales: of int8 with the same bits on every device, of e4m3 with those of a kind
+of tensor core.
+"""
 
 import torch
 
 from ..dispatch import implementation, module_for
-from .reduction import LARGEST_K, ScaledLinearReduction
+from .reduction import E4M3, EXACT, GROUP, LARGEST_K, WGMMA, ScaledLinearReduction
 
-__all__ = ["LARGEST_K", "ScaledLinearReduction", "prepare", "scaled_linear"]
+__all__ = ["E4M3", "EXACT", "GROUP", "LARGEST_K", "WGMMA", "ScaledLinearReduction", "prepare", "scaled_linear"]
 
 
 def scaled_linear(
@@ -15,41 +17,56 @@ def scaled_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    mma: str | None = None,
 ) -> torch.Tensor:
-    """``(codes * scale) @ (weight * weight_scale).T + bias`` as :class:`ScaledLinearReduction` says.
+    """``(codes * scale) @ (weight * weight_scale).T + bias`` as :class:`ScaledLinearReduction` says; the dtype of the
+    codes picks the arithmetic.
 
     Args:
-        codes: [..., K] int8, such as :func:`..quantise.quantise` gives.
-        scale: [...] fp32, of each row.
-        weight: [N, K] int8.
-        weight_scale: [N] fp32, of each row of the weight.
+        codes: [..., K] int8 or float8_e4m3fn, such as :func:`..quantise.quantise` gives.
+        scale: fp32, of each row [...], or with e4m3 in blocks of 128 elements of each [..., ceil(K / 128)].
+        weight: [N, K] of the codes' dtype.
+        weight_scale: fp32, of each row of the weight [N], or of its blocks [ceil(N / 128), ceil(K / 128)].
         bias: [N] of ``dtype``, or None.
         dtype: of the result: fp32, bf16 or fp16.
+        mma: what adds products of e4m3; None: what does on this device. A CPU also has the sums of a Hopper,
+            :data:`WGMMA`, slowly.
 
     Returns:
-        [..., N]. A row's bits depend on that row, its scale, the weight, its scales and the bias.
+        [..., N]. A row's bits depend on that row, its scales, the weight, its scales and the bias.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
-        NotCovered: more than :data:`LARGEST_K` elements of K, or a dtype or device without an implementation.
+        NotCovered: more than :data:`LARGEST_K` elements of K in int8, or a dtype, a device or an ``mma`` without an
+            implementation.
     """
     n, k = weight.shape
-    shapes = codes.shape[-1] == k and scale.shape == codes.shape[:-1] and weight_scale.shape == (n,)
+    in_blocks = codes.dtype == E4M3 and weight_scale.dim() == 2
+    rows, groups = codes.shape[:-1], -(-k // GROUP)
+    of_rows, of_weight = ((*rows, groups), (-(-n // GROUP), groups)) if in_blocks else (rows, (n,))
+    shapes = codes.shape[-1] == k and scale.shape == of_rows and weight_scale.shape == of_weight
     if not shapes or (bias is not None and bias.shape != (n,)):
         given = [list(one.shape) for one in (codes, scale, weight, weight_scale, bias) if one is not None]
-        raise ValueError(f"scaled_linear takes [..., K], [...], [N, K], [N] and a bias [N], got {given}")
+        wanted = "[..., K], [...], [N, K], [N]"
+        if codes.dtype == E4M3:
+            wanted += f" (or [..., K / {GROUP}] and [N / {GROUP}, K / {GROUP}] for the scales)"
+        raise ValueError(f"scaled_linear takes {wanted} and a bias [N], got {given}")
     dtypes = [codes.dtype, weight.dtype, scale.dtype, weight_scale.dtype, dtype if bias is None else bias.dtype]
-    if dtypes != [torch.int8, torch.int8, torch.float32, torch.float32, dtype]:
-        raise ValueError(f"scaled_linear takes int8, int8, fp32, fp32 and a bias of {dtype}, got {dtypes}")
-    reduction = ScaledLinearReduction.of(k, dtype)
+    of_codes = E4M3 if codes.dtype == E4M3 else torch.int8
+    if dtypes != [of_codes, of_codes, torch.float32, torch.float32, dtype]:
+        name = "e4m3" if of_codes == E4M3 else "int8"
+        raise ValueError(f"scaled_linear takes {name}, {name}, fp32, fp32 and a bias of {dtype}, got {dtypes}")
     served = implementation("scaled_linear", codes, scale, weight, weight_scale, bias)
-    rows = codes.reshape(scale.numel(), k)
-    return served.scaled_linear(rows, scale.reshape(-1), weight, weight_scale, bias, reduction).view(*scale.shape, n)
+    reduction = ScaledLinearReduction.of(k, dtype, of_codes, in_blocks, mma or served.mma_of(codes))
+    count = rows.numel()
+    scales = scale.reshape(count, groups) if in_blocks else scale.reshape(count)
+    return served.scaled_linear(codes.reshape(count, k), scales, weight, weight_scale, bias, reduction).view(*rows, n)
 
 
 def prepare(weight: torch.Tensor, dtype: torch.dtype) -> None:
-    """See, when a weight [N, K] int8 is loaded, that it can be multiplied with results of ``dtype``, and what
+    """See, when a weight [N, K] of codes is loaded, that it can be multiplied with results of ``dtype``, and what
     multiplies it on this machine. Errors as of :func:`scaled_linear`.
     """
-    ScaledLinearReduction.of(weight.shape[1], dtype)
-    module_for("scaled_linear", weight.device.type).prepare(weight)
+    served = module_for("scaled_linear", weight.device.type)
+    ScaledLinearReduction.of(weight.shape[1], dtype, weight.dtype, mma=served.mma_of(weight))
+    served.prepare(weight)

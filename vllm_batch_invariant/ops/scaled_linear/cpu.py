@@ -9,8 +9,10 @@ from functools import cache
 
 import torch
 
+from ...errors import NotCovered
 from ..common.native_kernels import kernel
-from .reduction import ScaledLinearReduction
+from . import cpu_e4m3
+from .reduction import E4M3, EXACT, ScaledLinearReduction
 
 EXACT_K = 2**24 // 128**2
 """Elements of K whose products have exact sums in fp32, in any order."""
@@ -28,7 +30,19 @@ def scaled_linear(
     bias: torch.Tensor | None,
     reduction: ScaledLinearReduction,
 ) -> torch.Tensor:
-    """See the operation's package; codes [M, K] and scales [M]."""
+    """See the operation's package; codes [M, K] and scales [M], or [M, groups] of blocks.
+
+    Raises:
+        NotCovered: the sums of a tensor core that has no model.
+    """
+    if reduction.codes == E4M3:
+        if reduction.mma not in cpu_e4m3.SUMS:
+            raise NotCovered(
+                f"sums of e4m3 of {reduction.mma} on a CPU",
+                f"it has those of {', '.join(cpu_e4m3.SUMS)}",
+                "use one of them",
+            )
+        return cpu_e4m3.scaled_linear(codes, scale, weight, weight_scale, bias, reduction)
     by_int8_here = codes.numel() and multiplies_exactly(*weight.shape, torch.get_num_threads())
     multiply = by_int8 if by_int8_here else by_blas
     out = multiply(codes, weight).to(torch.float32).mul_(weight_scale).mul_(scale[:, None])
@@ -83,6 +97,13 @@ def multiplies_exactly(n: int, k: int, threads: int) -> bool:  # noqa: ARG001 - 
     return True
 
 
+def mma_of(codes: torch.Tensor) -> str:  # noqa: ARG001 - as of every device
+    """What adds products of e4m3 here."""
+    return EXACT
+
+
 def prepare(weight: torch.Tensor) -> None:
-    """Find out what multiplies a weight [N, K]."""
+    """Find out what multiplies a weight [N, K] of int8; of e4m3 that is known."""
+    if weight.dtype == E4M3:
+        return
     multiplies_exactly(*weight.shape, torch.get_num_threads())

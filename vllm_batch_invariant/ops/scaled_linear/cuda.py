@@ -2,12 +2,13 @@
 
 import torch
 
+from ...errors import NotCovered
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import aligned
-from .reduction import ScaledLinearReduction
-from .schedule import ScaledLinearSchedule, scaled_linear_schedule
-from .triton_kernels import scaled_linear_kernel
+from .reduction import E4M3, ScaledLinearReduction
+from .schedule import ScaledLinearSchedule, e4m3_schedule, scaled_linear_schedule
+from .triton_kernels import scaled_linear_e4m3_kernel, scaled_linear_kernel
 
 
 def scaled_linear(
@@ -19,15 +20,28 @@ def scaled_linear(
     reduction: ScaledLinearReduction,
     schedule: ScaledLinearSchedule | None = None,
 ) -> torch.Tensor:
-    """See the operation's package; codes [M, K] and scales [M]. ``schedule`` is chosen by M and N if it is None."""
+    """See the operation's package; codes [M, K] and scales [M], or [M, groups] of blocks. ``schedule`` is chosen by M
+    and N if it is None.
+
+    Raises:
+        NotCovered: the sums of another tensor core.
+    """
     (m, k), n = codes.shape, len(weight)
+    gpu = Gpu.of(codes.device.index)
+    is_e4m3 = reduction.codes == E4M3
+    if is_e4m3 and reduction.mma != gpu.fp8_mma:
+        raise NotCovered(
+            f"sums of e4m3 of {reduction.mma} on {gpu.name}", f"it has those of {gpu.fp8_mma}", "use those of the GPU"
+        )
     out = torch.empty(m, n, dtype=reduction.dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    tile = schedule or scaled_linear_schedule(m, n, Gpu.of(codes.device.index))
+    choose = e4m3_schedule if is_e4m3 else scaled_linear_schedule
+    tile = schedule or choose(m, n, gpu)
     operands = [None if one is None else aligned(one) for one in (codes, scale, weight, weight_scale, bias)]
+    constants = {"IN_BLOCKS": reduction.in_blocks, "SWAP_AB": tile.swap_ab} if is_e4m3 else {}
     launch(
-        scaled_linear_kernel,
+        scaled_linear_e4m3_kernel if is_e4m3 else scaled_linear_kernel,
         -(-m // tile.block_m) * -(-n // tile.block_n),
         (*operands, out, m, n, k),
         on=out,
@@ -38,8 +52,14 @@ def scaled_linear(
         BLOCK_K=tile.block_k,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **constants,
     )
     return out
+
+
+def mma_of(codes: torch.Tensor) -> str | None:
+    """What adds products of e4m3 on the GPU of a tensor; None where nothing does."""
+    return Gpu.of(codes.device.index).fp8_mma
 
 
 def prepare(weight: torch.Tensor) -> None:
