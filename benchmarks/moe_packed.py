@@ -46,7 +46,7 @@ TRIED = {
 """By pairs of a tile: rows of the weight, elements of K in a step, stages, programs of a multiprocessor, partitions
 that copy.
 """
-BLOCKS = {8: (8,), 16: (8, 16), 64: (16, 32), 256: (32, 64), 2048: (128,)}
+BLOCKS = {8: (8,), 16: (8, 16), 64: (16, 32), 256: (32, 64), 2048: (64, 128)}
 """Pairs of a tile that are timed, by tokens up to which."""
 SMALL = (6, 4, 208, 320)
 """Experts, those of a token, columns and elements of K: a part of a tile, and half of a step."""

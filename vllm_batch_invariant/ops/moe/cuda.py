@@ -137,22 +137,29 @@ _HOPPER = (
         GroupedSchedule(128, 256, 64, 8, 4, halves=True, persistent=True),
     ),
 )
-_HOPPER_PACKED = tuple(
-    LayerSchedule(
-        GroupedSchedule(block_m, rows // 2, 128, rows // 16, stages, packed_ctas=ctas, copiers=copiers),
-        GroupedSchedule(block_m, rows, 128, rows // 16, stages, packed_ctas=ctas, copiers=copiers),
-        most=most,
+
+
+def _packed_schedule(
+    block_m: int, gate_up: tuple[int, int, int, int], down: tuple[int, int, int, int], most: float
+) -> LayerSchedule:
+    """Of rows of the weight in a tile, stages, programs of a multiprocessor and partitions that copy."""
+    products = zip((gate_up, down), (2, 1), strict=True)
+    tiles = (
+        GroupedSchedule(block_m, rows // halves, 128, rows // 16, stages, packed_ctas=ctas, copiers=copiers)
+        for (rows, stages, ctas, copiers), halves in products
     )
-    for block_m, rows, stages, ctas, copiers, most in (
-        (8, 64, 8, 3, 2, 0.2),
-        (8, 128, 6, 2, 2, 4),
-        (16, 128, 6, 2, 2, 12),
-        (32, 128, 5, 2, 1, 20),
-        (64, 128, 8, 1, 2, 60),
-        (128, 128, 5, 1, 1, inf),
-    )
+    return LayerSchedule(*tiles, most=most)
+
+
+_HOPPER_PACKED = (
+    _packed_schedule(8, (64, 8, 3, 1), (64, 8, 3, 2), 0.2),
+    _packed_schedule(8, (64, 8, 3, 2), (128, 6, 2, 2), 1),
+    _packed_schedule(8, (64, 8, 3, 2), (64, 8, 3, 2), 4),
+    _packed_schedule(16, (64, 8, 3, 2), (256, 6, 1, 4), 12),
+    _packed_schedule(32, (256, 8, 1, 1), (128, 5, 2, 1), 20),
+    _packed_schedule(64, (128, 8, 1, 2), (128, 8, 1, 2), inf),
 )
-"""Of :mod:`.sm90_packed`, for weights of four bits."""
+"""Of :mod:`.sm90_packed`, for weights of four bits. A tile of 128 pairs takes more time than two of 64."""
 _OTHERS = {
     2: (
         LayerSchedule(GroupedSchedule(16, 64, 64, 4, 4), GroupedSchedule(16, 64, 128, 4, 4), most=9),
