@@ -159,7 +159,7 @@ _HOPPER_PACKED = (
     _packed_schedule(32, (256, 8, 1, 1), (128, 5, 2, 1), 20),
     _packed_schedule(64, (128, 8, 1, 2), (128, 8, 1, 2), inf),
 )
-"""Of :mod:`.sm90_packed`, for weights of four bits. A tile of 128 pairs takes more time than two of 64."""
+"""Of :mod:`.sm90_packed`, for weights of four bits. A tile of 128 pairs waits for its rows of x."""
 _OTHERS = {
     2: (
         LayerSchedule(GroupedSchedule(16, 64, 64, 4, 4), GroupedSchedule(16, 64, 128, 4, 4), most=9),
