@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import moe_cases
-from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
+from benchmarks.moe_cases import LAYERS, TOKENS, TOKENS_OF_STORED, Inputs, MoeLayer, Provider, Weights
+from benchmarks.moe_packed import PackedTiles
 from benchmarks.moe_variants import Candidates
 from benchmarks.record import DATA, Bits, Setting, case_text, update
 from benchmarks.spread import Spread
@@ -39,9 +40,13 @@ class Sweep(Findings):
     device: str = "cuda"
     candidates: Candidates | None = None
     """Which times candidate schedules instead."""
+    tiles: PackedTiles | None = None
+    """Which compares and times those of weights of four bits."""
 
     def measure(self, layer: MoeLayer) -> None:
         """Check and time every provider with every number of tokens."""
+        if layer.form is not None and self.tiles is not None:
+            self.tiles.compare(layer)
         weights = Weights.random(layer, self.device)
         most = Inputs.random(layer, max(self.tokens), 0, self.device)
         bits = {} if self.candidates else self._bits(layer, weights, most)
@@ -52,6 +57,8 @@ class Sweep(Findings):
                 print(case, *self.candidates.best(layer, weights, inputs), sep="\n", flush=True)
             else:
                 self._time(layer, case, weights, inputs, bits)
+                if layer.form is not None and self.tiles is not None:
+                    print(*self.tiles.times(layer, weights, inputs), sep="\n", flush=True)
 
     def _serving(self, layer: MoeLayer) -> list[Provider]:
         return [one for one in self.providers if one.serves(layer)]
@@ -126,7 +133,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=DATA / "moe.csv", help="CSV file to bring up to date")
     parser.add_argument("--layers", nargs="+", metavar="NAME", help="only layers whose name contains one of these")
     parser.add_argument("--formats", nargs="+", metavar="NAME", help="only experts in these; bf16: as matrices")
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M", help="numbers of tokens")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, metavar="M",
+        help=f"numbers of tokens (default: {TOKENS}; of stored experts {TOKENS_OF_STORED})",
+    )  # fmt: skip
     parser.add_argument("--variants", action="store_true", help="time candidate schedules instead, and print the best")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new layer after this long")
     options = parser.parse_args(arguments)
@@ -135,6 +145,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ]  # fmt: skip
     if options.formats:
         options.layers = [one for one in options.layers if (one.form.name if one.form else "bf16") in options.formats]
+    if not options.tokens:
+        options.tokens = TOKENS if any(one.form is None for one in options.layers) else TOKENS_OF_STORED
     if not options.layers or min(options.tokens) < 1:
         parser.error("no such layer, or no token")
     return options
@@ -159,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setting=Setting.here(),
         cache=torch.cuda.get_device_properties().L2_cache_size,
         candidates=Candidates(timer) if options.variants else None,
+        tiles=PackedTiles(timer),
     )
     print(f"{sweep.setting.gpu}, {sweep.setting.versions}", flush=True)
     for layer in options.layers:
@@ -169,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sweep.measurements:
             update(options.out, sweep.measurements)  # what is measured is kept if the run is interrupted
         print(f"{time.monotonic() - started:.0f} s", flush=True)
-    sweep.problems += sweep.candidates.problems if sweep.candidates else 0
+    sweep.problems += sweep.tiles.problems + (sweep.candidates.problems if sweep.candidates else 0)
     return sweep.status("BITS DIFFER and FAILED")
 
 

@@ -51,6 +51,7 @@ LAYERS = (
 )
 """After the stroke, by how many workers the columns are shared."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+TOKENS_OF_STORED = (1, 8, 16, 64, 256, 2048)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,10 @@ GLUON = (
     "gemm_sm90_swap_ab_kernel",
     "linear_sm90_kernel",
     "grouped_gemm_sm90_kernel",
+    "grouped_packed_sm90_kernel",
 )
+PACKED = ("gemm_sm90_swap_ab_kernel", "grouped_packed_sm90_kernel")
+"""Whose accumulators ptxas may read too early."""
 PROCESSORS = 132
 RECORDED = Path(__file__).with_name("compiled_variants.json")
 HALVES = (torch.bfloat16, torch.float16)
@@ -351,11 +354,13 @@ def every_expert() -> None:
 
 def packed_experts() -> None:
     """The products of layers of published models whose experts are stored in four bits, by the least and largest
-    tiles.
+    tiles of Triton, and those of Hopper.
     """
-    schedules = moe.layer_schedules(torch.bfloat16, Gpu.of(0))
+    schedules, gpu = moe.layer_schedules(torch.bfloat16, Gpu.of(0)), Gpu.of(0)
     for form, hidden, intermediate in ((MXFP4, 2880, 2880), (integers(4, 128, zeros=True), 2048, 768)):
-        for layer in (schedules[0], schedules[-1]):
+        is_packed = moe.is_packed(form, hidden, intermediate, torch.bfloat16, gpu, "swigluoai")
+        of_hopper = moe.layer_schedules(torch.bfloat16, gpu, True) if is_packed else ()
+        for layer in (schedules[0], schedules[-1], *(of_hopper if form is MXFP4 else of_hopper[:1])):
             groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
             for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
                 stored = form.stored(torch.zeros(n, k, dtype=torch.bfloat16))
@@ -610,7 +615,7 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
             check(f"{what}: {one.name} takes {one.shared} bytes of shared memory of {limit}", False)
         if gluon and one.frees_one_place:
             check(f"{what}: {one.name} frees one place of its ring alone", False)
-        if one.name == "gemm_sm90_swap_ab_kernel" and one.reads_before_wait:
+        if one.name in PACKED and one.reads_before_wait:
             check(f"{what}: {one.name} reads accumulators before the wait for them", False)
         if one.name == "gemm_sm90_swap_ab_kernel" and one.waits_for_each:
             check(f"{what}: {one.name} waits for every wgmma before the next", False)

@@ -50,6 +50,7 @@ PROBLEM = {
         *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),
         *("PAIRS_OF_A_ROW", "LENGTH", "IS_PART", "AXIS", "COUNTS", "GATED"),
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
+        *("GROUP", "WHICH"),  # of the format, and a partition's number
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.ops.formats import integers
+from vllm_batch_invariant.ops.formats import MXFP4, integers
 from vllm_batch_invariant.ops.formats.layouts import pack
 
 BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
@@ -30,3 +30,23 @@ def test_the_difference_is_exact_and_the_product_rounded_once(dtype: torch.dtype
     eight = torch.tensor(8 | base, dtype=torch.int16).view(dtype)
     assert_same_bits((with_base - eight) * scales, symmetric)
     assert not torch.equal(with_base * scales - eight * scales, symmetric), "a product before the difference is another"
+
+
+def test_a_code_of_e2m1_moved_to_its_place_times_powers_of_two_is_exact() -> None:
+    """Of both nibbles of a byte, with all 255 scales: one product up to 2^0, two of any."""
+    codes = torch.arange(32, dtype=torch.uint8) % 16
+    moved = {}
+    for place, factor in ((0, 0x1040), (4, 0x104)):
+        nibble = codes.int() << place
+        bits = (nibble * factor) & 0x81C0
+        moved[place] = bits.to(torch.int16).view(torch.bfloat16)
+    assert_same_bits(moved[0], moved[4])
+    scales = torch.arange(255, dtype=torch.int32)[:, None]
+    stored = (codes[::2] | codes[1::2] << 4).expand(255, -1), scales.to(torch.uint8)
+    wanted = MXFP4.decode(stored, torch.empty(255, 32, dtype=torch.bfloat16))
+    at_most_one = scales < 128
+    power = (scales * 0x80 + 0x3F00).where(at_most_one, 0).to(torch.int16).view(torch.bfloat16)
+    assert_same_bits((moved[0] * power)[at_most_one[:, 0]], wanted[at_most_one[:, 0]])
+    any_power = (scales * 0x80).clamp(min=0x40).to(torch.int16).view(torch.bfloat16)
+    assert_same_bits(moved[0] * 2.0**126 * any_power, wanted)
+    assert not torch.equal(moved[0] * any_power, wanted)

@@ -29,6 +29,7 @@ def stored(form: Format, experts: int, n: int, k: int) -> StoredExperts:
     if form is MXFP4:
         codes = torch.randint(0, 256, shapes[0], generator=generator, dtype=torch.uint8, device="cuda")
         scales = torch.randint(118, 123, shapes[1], generator=generator, dtype=torch.uint8, device="cuda")
+        scales[0, ::3] += 20  # larger than any of a checkpoint, which tiles of Hopper decode otherwise
         return StoredExperts(form, (codes, scales), torch.bfloat16)
     words = torch.randint(-(2**31), 2**31, shapes[0], generator=generator, dtype=torch.int32, device="cuda")
     scales = (torch.rand(shapes[1], generator=generator, device="cuda") / 64).bfloat16()
@@ -77,6 +78,18 @@ def test_tokens_have_the_bits_of_the_matrices_alone_and_among_others(layer: Expe
         chosen = [one[:count] for one in route(routings(count, experts)["uniform"], layer.reduction)]
         given = x[:count], *chosen
         assert torch.equal(moe(*given, replace(layer, places=places)), moe(*given, replace(matrices, places=places)))
+
+
+def test_every_expert_may_have_all_tokens_or_none(layer: Experts) -> None:
+    """Of numbers of tokens that fill no tile."""
+    (experts, top_k), hidden = (layer.reduction.num_experts, layer.reduction.top_k), layer.down.shape[1]
+    matrices = replace(layer, gate_up=layer.gate_up.matrices(), down=layer.down.matrices())
+    for count in (1, 7, 9, 33, 130):
+        x = draw(count, hidden, seed=count)
+        weights = torch.rand(count, top_k, device="cuda")
+        for first in (0, experts - top_k):
+            ids = (first + torch.arange(top_k, device="cuda")).expand(count, -1).contiguous()
+            assert torch.equal(moe(x, weights, ids, layer), moe(x, weights, ids, matrices)), (count, first)
 
 
 def test_every_tile_has_the_bits_of_a_dense_layer_of_the_matrix(layer: Experts) -> None:

@@ -10,6 +10,12 @@ words, and what they decode lies where wgmma wants it: nothing is exchanged::
     pair = round((pair - (128 + zero)) * scale)            # the difference is exact
 
 so a code, zero point and scale make the same 16 bits as where the matrix is decoded to memory.
+
+Experts (:mod:`..moe.sm90_packed`) have K in another order in each 16 elements, x too. A code of e2m1 is moved to sign,
+exponent and mantissa of bf16, and its products with powers of two are exact::
+
+    pair = sign << 12 | bits << 6, of each code            # bf16, 2^126 times too small
+    pair = pair * 2^126 * 2^(scale - 127)
 """
 
 import triton
@@ -36,7 +42,7 @@ class Scales:
     """What is stored beside the codes of a weight [N, K]."""
 
     scales_ptr: value
-    """[N, K / GROUP] of the dtype of a"""
+    """[N, K / GROUP] of the dtype of a; of MXFP4 int16 [N, K / 64], the codes of two scales each"""
     zeros_ptr: value
     """8 bits each, of the same shape; or None"""
     stride: value
@@ -94,6 +100,12 @@ def _groups_layout(ROWS, GROUPS):
 
 
 @triton.constexpr_function
+def rows_layout(ROWS, GROUP):
+    """Of the rows of codes whose scales a thread loads."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, _groups_layout(ROWS, _groups_of_chunk(GROUP))))
+
+
+@triton.constexpr_function
 def _groups_of_chunk(GROUP):
     return max(1, CHUNK_K.value // GROUP)
 
@@ -117,8 +129,7 @@ def rows_of(scales, first_n, N, GATED: gl.constexpr, IN_TURN: gl.constexpr, ROWS
     """Where the scales of a warpgroup's rows of codes begin [ROWS], and which of them there are. Gated, the rows of
     [gate, up] come in turn.
     """
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _groups_layout(ROWS, _groups_of_chunk(scales.GROUP))))
-    row = gl.arange(0, ROWS, layout)
+    row = gl.arange(0, ROWS, rows_layout(ROWS, scales.GROUP))
     if GATED:
         of_half = first_n // 2 + row // (2 * IN_TURN) * IN_TURN + row % IN_TURN
         offs_n = of_half + row // IN_TURN % 2 * (N // 2)
@@ -127,6 +138,106 @@ def rows_of(scales, first_n, N, GATED: gl.constexpr, IN_TURN: gl.constexpr, ROWS
         offs_n = first_n + row
         mask_n = offs_n < N
     return offs_n.to(gl.int64) * scales.stride, mask_n
+
+
+@triton.constexpr_function
+def _of_16_in_ptx(DTYPE, KIND):
+    """Of two words, the bytes to take of them, a zero point and a scale twice each, four times each: the low nibbles
+    of both bytes, and the high ones. Of "e2m1" the scale is 2^126 times as large, of "wide e2m1" it is not.
+    """
+    if KIND.endswith("e2m1"):
+        factor = """mov.b32 both, 0x7e807e80;
+        mul.rn.bf16x2 low, low, both;
+        mul.rn.bf16x2 high, high, both;"""
+        return f"""{{
+        .reg .b32 both, low, high;
+        prmt.b32 both, $2, $3, $6;
+        and.b32 low, both, 0x000f000f;
+        and.b32 high, both, 0x00f000f0;
+        mul.lo.u32 low, low, 0x1040;
+        mul.lo.u32 high, high, 0x104;
+        and.b32 low, low, 0x81c081c0;
+        and.b32 high, high, 0x81c081c0;
+        {factor if KIND.startswith("wide") else ""}
+        mul.rn.bf16x2 $0, low, $10;
+        mul.rn.bf16x2 $1, high, $10;
+        }}"""
+    bits, kind = ("0x43004300", "bf16x2") if DTYPE.is_bf16() else ("0x64006400", "f16x2")
+    return f"""{{
+    .reg .b32 both, low, high;
+    prmt.b32 both, $2, $3, $6;
+    shr.u32 high, both, 4;
+    lop3.b32 low, both, 0x000f000f, {bits}, 0xea;
+    lop3.b32 high, high, 0x000f000f, {bits}, 0xea;
+    sub.rn.{kind} low, low, $10;
+    sub.rn.{kind} high, high, $10;
+    mul.rn.{kind} $0, low, $14;
+    mul.rn.{kind} $1, high, $14;
+    }}"""
+
+
+@triton.constexpr_function
+def spread_layout(ROWS, CHUNKS):
+    """Of the pairs of scales of two or four chunks [ROWS, CHUNKS]: four threads have the same rows of codes, and each
+    loads others of them.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[] if CHUNKS == 2 else [[8, 0]],
+        lane_bases=[*([[0, 1], [8, 0]] if CHUNKS == 2 else [[0, 1], [0, 2]]), [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16 << bit, 0] for bit in range((ROWS // 16).bit_length() - 1)],
+        block_bases=[],
+        shape=[ROWS, CHUNKS],
+    )
+
+
+@triton.constexpr_function
+def _gathered_layout(ROWS, CHUNKS):
+    """The same, where each of the four has them all."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(CHUNKS.bit_length() - 1))],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16 << bit, 0] for bit in range((ROWS // 16).bit_length() - 1)],
+        block_bases=[],
+        shape=[ROWS, CHUNKS],
+    )
+
+
+@gluon.jit
+def load_pairs(scales, offs, mask_n, k, K, CHUNKS: gl.constexpr):
+    """Of MXFP4 the codes of both scales of each chunk from k on, int16 [ROWS, CHUNKS]."""
+    ROWS: gl.constexpr = offs.shape[0]
+    chunk = k // CHUNK_K + gl.arange(0, CHUNKS, gl.SliceLayout(0, spread_layout(ROWS, CHUNKS)))
+    mask = mask_n[:, None] & (chunk * CHUNK_K < K)[None, :]
+    return gl.load(scales.scales_ptr + offs[:, None] + chunk[None, :], mask=mask, other=0)
+
+
+@gluon.jit
+def gathered(pairs):
+    """Those pairs where they are needed: a tensor [ROWS] of each chunk."""
+    ROWS: gl.constexpr = pairs.shape[0]
+    CHUNKS: gl.constexpr = pairs.shape[1]
+    of_rows: gl.constexpr = rows_layout(ROWS, 32)
+    pairs = gl.convert_layout(pairs, _gathered_layout(ROWS, CHUNKS))
+    if CHUNKS == 2:
+        first, second = pairs.split()
+        found = (gl.convert_layout(first, of_rows), gl.convert_layout(second, of_rows))
+    else:
+        even, odd = pairs.reshape([ROWS, 2, 2]).split()
+        first, third = even.split()
+        second, fourth = odd.split()
+        found = (
+            gl.convert_layout(first, of_rows), gl.convert_layout(second, of_rows),
+            gl.convert_layout(third, of_rows), gl.convert_layout(fourth, of_rows),
+        )  # fmt: skip
+    return found
+
+
+@gluon.jit
+def _powers_of(pairs, ROWS: gl.constexpr, IS_WIDE: gl.constexpr):
+    """2^(code - 1) of codes below 128, or 2^(code - 127) of all, as bf16 in both halves of int32 [ROWS, 2]."""
+    in_chunk = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, _groups_layout(ROWS, 2))))
+    codes = (pairs.to(gl.int32)[:, None] >> (8 * in_chunk)[None, :]) & 255
+    return gl.maximum(codes * 0x00800080, 0x00400040) if IS_WIDE else codes * 0x00800080 + 0x3F003F00
 
 
 @gluon.jit
@@ -161,6 +272,16 @@ def load_words(codes, chunk: gl.constexpr, ROWS: gl.constexpr):
     """A chunk of codes in shared memory [ROWS, BLOCK_K / CODES], as the threads that decode it want it."""
     layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
     return codes.slice(chunk * _WORDS, _WORDS, dim=1).load(layout)
+
+
+@gluon.jit
+def load_words_at(codes_ptr, offs, mask_n, k, ROWS: gl.constexpr):
+    """The same of the chunk at k, from memory: rows begin at ``offs`` and are there by ``mask_n``, both [ROWS]."""
+    layout: gl.constexpr = gl.SliceLayout(2, _nibbles_layout(ROWS))
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    word = gl.arange(0, _WORDS, gl.SliceLayout(0, layout))
+    offs, mask = gl.convert_layout(offs, of_row), gl.convert_layout(mask_n, of_row)
+    return gl.load(codes_ptr + offs[:, None] + (k // CODES + word)[None, :], mask=mask[:, None], other=0)
 
 
 @gluon.jit
@@ -215,23 +336,103 @@ def decoded(words, of_chunk, PART: gl.constexpr, PARTS: gl.constexpr, layout: gl
     return gl.convert_layout(made.reshape([max(ROWS, LONG_SIDE), CHUNK_K // PARTS]), operand, assert_trivial=True)
 
 
+@triton.constexpr_function
+def _by_16_layout(ROWS):
+    """Of [ROWS, CHUNK_K / 16, 2, 4, 2]: as [ROWS, CHUNK_K] it is that of wgmma's first operand in registers, but for
+    the order of a thread's registers.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [8, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0]],
+        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+        warp_bases=[[16 << bit, 0, 0, 0, 0] for bit in range((ROWS // 16).bit_length() - 1)],
+        block_bases=[],
+        shape=[ROWS, CHUNK_K.value // 16, 2, 4, 2],
+    )
+
+
+@gluon.jit
+def in_order_of_16(x):
+    """x [M, CHUNK_K] with each 16 elements of K in the order of :func:`decoded_by_16`: 0, 8, 2, 10, 4, 12, 6, 14, and
+    those behind them.
+    """
+    M: gl.constexpr = x.shape[0]
+    return x.reshape([M, CHUNK_K // 16, 2, 4, 2]).permute([0, 1, 4, 3, 2]).reshape([M, CHUNK_K])
+
+
+@gluon.jit
+def _for_every_16(of_groups):
+    """What chunks have by group, for [ROWS, CHUNK_K / 16, 1, 1, 1]."""
+    GROUPS: gl.constexpr = of_groups.shape[1]
+    ROWS: gl.constexpr = of_groups.shape[0]
+    PARTS: gl.constexpr = CHUNK_K // 16
+    layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, _by_16_layout(ROWS))))
+    of_parts = gl.expand_dims(of_groups, 2).broadcast_to(ROWS, GROUPS, PARTS // GROUPS).reshape([ROWS, PARTS])
+    found = gl.convert_layout(of_parts, layout)
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(found, 2), 3), 4)
+
+
+@gluon.jit
+def decoded_by_16(words, of_chunk, layout: gl.constexpr, DTYPE: gl.constexpr, KIND: gl.constexpr):
+    """As :func:`decoded`, with an order of each 16 elements of K in which fewer instructions decode them: a thread has
+    a byte each of two words, and the same nibbles of both side by side. wgmma adds 16 products in one step, whatever
+    their order.
+    """
+    ROWS: gl.constexpr = words.shape[0]
+    by_16: gl.constexpr = _by_16_layout(ROWS)
+    of_words: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, by_16))
+    pair = gl.convert_layout(words.reshape([ROWS, CHUNK_K // 16, 2]), of_words)
+    pair = gl.expand_dims(gl.expand_dims(pair, 2), 3).broadcast_to(ROWS, CHUNK_K // 16, 2, 4, 2)
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, by_16)))))
+    place = (place * 0x1111 + 0x4400)[None, None, None, :, None]  # bytes of the first word, and of the second
+    if KIND != "int4":
+        given = [pair, place, _for_every_16(_powers_of(of_chunk, ROWS, KIND == "wide e2m1"))]
+        made = gl.inline_asm_elementwise(
+            _of_16_in_ptx(DTYPE, KIND),
+            "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            given,
+            dtype=DTYPE.value,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        scale, zero = of_chunk
+        given = [pair, place, _for_every_16(_twice(zero)), _for_every_16(_twice(scale))]
+        made = gl.inline_asm_elementwise(
+            _of_16_in_ptx(DTYPE, KIND),
+            "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            given,
+            dtype=DTYPE.value,
+            is_pure=True,
+            pack=4,
+        )
+    return gl.convert_layout(made.reshape([ROWS, CHUNK_K]), gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _twice(of_16_bits):
+    """int32 with both halves the same."""
+    return (of_16_bits.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+
+
 @gluon.jit
 def ask_for_scales(scales, first_n, N, ROWS: gl.constexpr, GATED: gl.constexpr):
     """One warp: has those of ROWS rows brought to the L2 cache, half of them of gate and half of up if gated."""
     if GATED:
-        _ask_for_rows(scales, first_n // 2, N // 2, ROWS // 2)
-        _ask_for_rows(scales, first_n // 2 + N // 2, N, ROWS // 2)
+        half, first_up = N // 2, first_n // 2 + N // 2
+        ask_for_rows(scales, first_n // 2, gl.minimum(ROWS // 2, half - first_n // 2), 1)
+        ask_for_rows(scales, first_up, gl.minimum(ROWS // 2, N - first_up), 1)
     else:
-        _ask_for_rows(scales, first_n, N, ROWS)
+        ask_for_rows(scales, first_n, gl.minimum(ROWS, N - first_n), 1)
 
 
 @gluon.jit
-def _ask_for_rows(scales, first_n, N, ROWS: gl.constexpr):
+def ask_for_rows(scales, first, rows, WARPS: gl.constexpr):
+    """A partition of so many warps: has the scales of some rows brought to the L2 cache."""
     PER_LINE: gl.constexpr = _LINE * 8 // scales.scales_ptr.dtype.element_ty.primitive_bitwidth
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    first, count = first_n.to(gl.int64) * scales.stride, gl.minimum(ROWS, N - first_n) * scales.stride
-    for at in range(0, count, 32 * PER_LINE):
-        offs = first + gl.minimum(at + lane * PER_LINE, count - 1)
+    lane = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    begin, count = first.to(gl.int64) * scales.stride, rows * scales.stride
+    for at in range(0, count, 32 * WARPS * PER_LINE):
+        offs = begin + gl.minimum(at + lane * PER_LINE, count - 1)
         _ask_for(scales.scales_ptr + offs)
         if scales.zeros_ptr is not None:
             _ask_for(scales.zeros_ptr + offs)

@@ -58,6 +58,9 @@ class GroupedSchedule:
         by_tma: whether the tensor memory accelerator reads the weights, where it can.
         halves: whether a block of at most half as many pairs is a tile of half as many rows.
         persistent: whether :mod:`.sm90_kernel` computes it, where it can; with blocks of 128 pairs.
+        packed_ctas: programs of :mod:`.sm90_packed` on a multiprocessor, which computes it of weights of four bits; 0:
+            it does not.
+        copiers: how many of its partitions copy.
     """
 
     block_m: int
@@ -68,11 +71,23 @@ class GroupedSchedule:
     by_tma: bool = True
     halves: bool = False
     persistent: bool = False
+    packed_ctas: int = 0
+    copiers: int = 1
 
     @property
     def swap_ab(self) -> bool:
         """Whether a tile is computed transposed: the tensor core's long side takes columns where pairs are few."""
         return self.block_m < 64
+
+    @property
+    def rows(self) -> int:
+        """Of the weight in a tile of :mod:`.sm90_packed`: a warp has those of a quarter of wgmma's long side."""
+        return 16 * self.num_warps
+
+    @property
+    def copying_warps(self) -> int:
+        """Of a partition that copies there: a thread has a pair's 32 bytes, or of many pairs two."""
+        return 1 if self.block_m < 32 else max(4, self.block_m // 16)
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,29 @@ _HOPPER = (
         GroupedSchedule(128, 256, 64, 8, 4, halves=True, persistent=True),
     ),
 )
+
+
+def _packed_schedule(
+    block_m: int, gate_up: tuple[int, int, int, int], down: tuple[int, int, int, int], most: float
+) -> LayerSchedule:
+    """Of rows of the weight in a tile, stages, programs of a multiprocessor and partitions that copy."""
+    products = zip((gate_up, down), (2, 1), strict=True)
+    tiles = (
+        GroupedSchedule(block_m, rows // halves, 128, rows // 16, stages, packed_ctas=ctas, copiers=copiers)
+        for (rows, stages, ctas, copiers), halves in products
+    )
+    return LayerSchedule(*tiles, most=most)
+
+
+_HOPPER_PACKED = (
+    _packed_schedule(8, (64, 8, 3, 1), (64, 8, 3, 2), 0.2),
+    _packed_schedule(8, (64, 8, 3, 2), (128, 6, 2, 2), 1),
+    _packed_schedule(8, (64, 8, 3, 2), (64, 8, 3, 2), 4),
+    _packed_schedule(16, (64, 8, 3, 2), (256, 6, 1, 4), 12),
+    _packed_schedule(32, (256, 8, 1, 1), (128, 5, 2, 1), 20),
+    _packed_schedule(64, (128, 8, 1, 2), (128, 8, 1, 2), inf),
+)
+"""Of :mod:`.sm90_packed`, for weights of four bits. A tile of 128 pairs waits for its rows of x."""
 _OTHERS = {
     2: (
         LayerSchedule(GroupedSchedule(16, 64, 64, 4, 4), GroupedSchedule(16, 64, 128, 4, 4), most=9),
@@ -139,14 +177,30 @@ _OTHERS = {
 
 
 @cache
-def layer_schedules(dtype: torch.dtype, gpu: Gpu) -> tuple[LayerSchedule, ...]:
-    """Those that may serve on a GPU."""
+def layer_schedules(dtype: torch.dtype, gpu: Gpu, packed: bool = False) -> tuple[LayerSchedule, ...]:
+    """Those that may serve on a GPU; ``packed``: layers that :mod:`.sm90_packed` computes."""
+    if packed:
+        return _HOPPER_PACKED
     return _HOPPER if gpu.has_wgmma and dtype.itemsize == 2 else _OTHERS[dtype.itemsize]
 
 
-def layer_schedule(pairs: int, experts: int, intermediate: int, dtype: torch.dtype, gpu: Gpu) -> LayerSchedule:
+def layer_schedule(
+    pairs: int, experts: int, intermediate: int, dtype: torch.dtype, gpu: Gpu, packed: bool = False
+) -> LayerSchedule:
     """The schedule for so many pairs and experts, in a layer of ``intermediate`` columns here."""
-    return next(one for one in layer_schedules(dtype, gpu) if one.serves(pairs, experts, intermediate))
+    return next(one for one in layer_schedules(dtype, gpu, packed) if one.serves(pairs, experts, intermediate))
+
+
+def is_packed(
+    form: Format | None, hidden: int, intermediate: int, dtype: torch.dtype, gpu: Gpu, activation: str
+) -> bool:
+    """Whether :mod:`.sm90_packed` computes both products of a layer of such experts."""
+    tile = form and PackedTile.of(form, dtype)
+    if not tile or not gpu.has_wgmma or dtype.itemsize != 2 or triton.knobs.runtime.interpret:
+        return False
+    from .sm90_packed import covers
+
+    return covers(tile, intermediate, hidden, activation) and covers(tile, hidden, intermediate, "")
 
 
 @dataclass(frozen=True)
@@ -288,6 +342,17 @@ def grouped_gemm(
     scales, zeros, form = None, None, None
     if isinstance(weight, StoredExperts):
         form = PackedTile.of(weight.format, x.dtype)
+        if schedule.packed_ctas and form is not None:
+            from . import sm90_packed
+
+            of_blocks = groups.pairs, groups.stop, groups.expert_of_block
+            sm90_packed.grouped_packed_sm90(
+                aligned(x), _packed(weight), form, bias, out, of_blocks, reduction,
+                activation=activation, block_m=schedule.block_m, rows=schedule.rows,
+                block_k=schedule.block_k, num_stages=schedule.num_stages, ctas_per_sm=schedule.packed_ctas,
+                copying_warps=schedule.copying_warps, copiers=schedule.copiers,
+            )  # fmt: skip
+            return out
         weight, scales, zeros = (weight.matrices(), None, None) if form is None else _packed(weight)
     by_tma = form is None and schedule.by_tma and _supports_tma(weight)
     if schedule.persistent and by_tma and not triton.knobs.runtime.interpret:
@@ -467,7 +532,9 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     gate_up, down, reduction, places = experts.gate_up, experts.down, experts.reduction, experts.places
     pairs, dtype, activation = ids.numel(), x.dtype, reduction.activation
-    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, Gpu.of(x.device.index))
+    gpu, form = Gpu.of(x.device.index), down.format if isinstance(down, StoredExperts) else None
+    packed = is_packed(form, *down.shape[1:], dtype, gpu, activation)
+    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, gpu, packed)
     groups = group(ids, len(down), schedule, places)
     activated = grouped_gemm(
         x, gate_up, experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
@@ -578,12 +645,12 @@ def certify(
     Raises:
         NotCovered: a tile has other bits.
     """
-    compared, n = 0, min(n, 512)
-    for number, schedule in enumerate(layer_schedules(dtype, Gpu.of(device.index))):
-        for rows, ids, x, weight in _certificate_cases(schedule, n, k, dtype, device, form):
+    compared = 0
+    for number, schedule in enumerate(_certified_schedules(n, k, dtype, Gpu.of(device.index), activation, form)):
+        for rows, ids, x, weight in _certificate_cases(schedule, min(n, 512), k, dtype, device, form):
             groups = group(ids, len(weight), schedule)
             for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):
-                used = _first_rows(weight, n - n % 2 if gate else n)
+                used = _first_rows(weight, weight.shape[1] // 2 * 2 if gate else weight.shape[1])
                 found = grouped_gemm(x, used, None, groups, ids.numel(), dtype, tile, activation=gate)
                 for expert, of_expert in enumerate(used):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)
@@ -603,6 +670,16 @@ def certify(
     return compared
 
 
+def _certified_schedules(
+    n: int, k: int, dtype: torch.dtype, gpu: Gpu, activation: str, form: Format | None
+) -> tuple[LayerSchedule, ...]:
+    """Those that products of a weight [N, K] may have: it may be the first of a layer, or the second."""
+    sides = (k, n // 2), (n, k)
+    packed = [is_packed(form, hidden, intermediate, dtype, gpu, activation) for hidden, intermediate in sides]
+    schedules = layer_schedules(dtype, gpu, True) if any(packed) else ()
+    return schedules if all(packed) else (*schedules, *layer_schedules(dtype, gpu))
+
+
 def _first_rows(weight: torch.Tensor | StoredExperts, n: int) -> Any:
     """Those of every expert."""
     if isinstance(weight, StoredExperts):
@@ -612,6 +689,12 @@ def _first_rows(weight: torch.Tensor | StoredExperts, n: int) -> Any:
 
 _CERTIFICATE_SCALE = 64
 """Of the certificate's operands: what is left of their sums is large enough that fp16 has its products, too."""
+
+
+_WIDE = 64
+"""Powers of two that the scales of MXFP4 are larger by in another case of the certificate: of other scales than
+checkpoints have, which :mod:`.sm90_packed` decodes otherwise.
+"""
 
 
 def _certificate_cases(
@@ -629,3 +712,6 @@ def _certificate_cases(
             stored = zip(*(form.stored(of_expert) for of_expert in weight), strict=True)
             weight = StoredExperts(form, tuple(torch.stack(parts) for parts in stored), dtype)
         yield rows, ids, x, weight
+        if form is not None and form.name == "mxfp4" and schedule.gate_up.packed_ctas:
+            codes, scales = weight.tensors
+            yield rows, ids, x * 2.0**-_WIDE, replace(weight, tensors=(codes, scales + _WIDE))

@@ -5,10 +5,10 @@ from triton.experimental import gluon
 
 
 @gluon.jit
-def _round(x, DTYPE: gl.constexpr):
+def rounded(x, DTYPE: gl.constexpr):
     """x as DTYPE has it, in fp32. Two at a time: one alone is converted where exponentials are computed."""
     if gl.bfloat16 == DTYPE:
-        rounded = gl.inline_asm_elementwise(
+        found = gl.inline_asm_elementwise(
             "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }",
             "=r,=r,r,r",
             [x],
@@ -17,12 +17,12 @@ def _round(x, DTYPE: gl.constexpr):
             pack=2,
         )
     else:
-        rounded = x.to(DTYPE).to(gl.float32)
-    return rounded
+        found = x.to(DTYPE).to(gl.float32)
+    return found
 
 
 @gluon.jit
 def silu_and_mul(gate, up, DTYPE: gl.constexpr):
     """silu(gate) * up of two accumulators, rounded to DTYPE where the product that they are is, and after silu."""
-    gate, up = _round(gate, DTYPE), _round(up, DTYPE)
-    return (_round(gate / (1.0 + gl.exp(-gate)), DTYPE) * up).to(DTYPE)
+    gate, up = rounded(gate, DTYPE), rounded(up, DTYPE)
+    return (rounded(gate / (1.0 + gl.exp(-gate)), DTYPE) * up).to(DTYPE)
