@@ -275,7 +275,10 @@ def _write_rows(problem, made, first_m, first_n):
     gl.store(problem.out_ptr + offs, made, mask=(offs_m < problem.M)[:, None] & (offs_n < problem.N)[None, :])
 
 
-@gluon.jit(do_not_specialize=["M", "K", "tiles_m", "tiles_n", "tiles", "stride_x", "stride_xk", "stride_w"])
+@gluon.jit(
+    do_not_specialize=["M", "K", "tiles_m", "tiles_n", "tiles", "stride_x", "stride_xk", "stride_w"],
+    do_not_specialize_on_alignment=["x_scale_ptr", "w_scale_ptr", "bias_ptr"],
+)
 def scaled_gemm_sm90_kernel(
     short_desc,
     long_desc,
