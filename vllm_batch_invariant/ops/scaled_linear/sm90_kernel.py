@@ -38,6 +38,7 @@ from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
+from ..linear.problem import leading_dim
 from ..linear.sm90_kernel import Ring, load_partition, write
 from .sm90_schedule import LONG_SIDE, STEP_K, Sm90Tile
 
@@ -359,9 +360,8 @@ def _shared_layout() -> gl.NVMMASharedLayout:
 
 
 def _describe(matrix: torch.Tensor, block_rows: int) -> TensorDescriptor:
-    return TensorDescriptor(
-        matrix, list(matrix.shape), [matrix.stride(0), 1], [block_rows, STEP_K], _shared_layout()
-    )  # fmt: skip
+    stride, _ = leading_dim(matrix)
+    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [block_rows, STEP_K], _shared_layout())
 
 
 def scaled_gemm_sm90(
@@ -379,10 +379,10 @@ def scaled_gemm_sm90(
     Args:
         codes: [M, K] e4m3, at least one row, with K as the contiguous side; the address and the stride of rows are
             multiples of 16 bytes.
-        scale: fp32, [M, ceil(K / 128)] of any strides, or [M] packed.
+        scale: fp32, [M, ceil(K / 128)] of any strides, or [M].
         weight: [N, K] of the same kind.
         weight_scale: fp32, [ceil(N / 128), ceil(K / 128)] with packed rows, or [N] packed.
-        bias: [N] packed, or None.
+        bias: [N], or None.
         out: [M, N] fp32, bf16 or fp16, packed.
         tile: decides the speed.
         overlaps: whether the launch does not wait for the kernel before, which must not write the weight.
@@ -400,9 +400,9 @@ def scaled_gemm_sm90(
         (
             _describe(short, tile.short),
             _describe(long, min(tile.long, LONG_SIDE)),
-            scale,
+            scale if blocks else scale.contiguous(),
             weight_scale,
-            bias,
+            None if bias is None else bias.contiguous(),
             out,
             scale.stride(0) if blocks else 0,
             scale.stride(1) if blocks else 0,

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 from ..common.gpu import Gpu
+from ..linear.problem import ALIGNMENT, LARGEST_SIDE, leading_dim
 
 STEP_K = 128
 """Elements of K in a step: those of which the tensor cores' sum is promoted."""
@@ -84,6 +87,19 @@ _BYTES_A_CYCLE = 50
 _STEP_CYCLES = 150
 """That a step takes at least, divided by the programs of a multiprocessor: to start sums, to wait and to promote."""
 _EPILOGUE_CYCLES = 1000
+
+
+def serves(codes: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, device: Gpu) -> bool:
+    """Whether the tiles are for codes [M, K] and a weight [N, K] of e4m3, and weight_scale [blocks, groups] or [N]."""
+    if not device.has_wgmma or weight_scale.stride(-1) != 1:
+        return False
+    for operand in (codes, weight):
+        found = leading_dim(operand)
+        if min(operand.shape) == 0 or max(operand.shape) > LARGEST_SIDE or found is None or not found[1]:
+            return False
+        if found[0] < operand.shape[1] or found[0] % ALIGNMENT or operand.data_ptr() % ALIGNMENT:
+            return False
+    return True
 
 
 @cache
