@@ -1,8 +1,8 @@
 """Codes of FP8 on a Hopper: `python -m benchmarks.fp8_tiles`. Bits first: every tile of the Gluon kernel gives those of
 the tensor core's model and of every other tile, and planted faults do not. Then time, for the layers of an 8B model,
 beside Triton's tiles, bf16, vLLM's CUTLASS, cuBLASLt as PyTorch calls it and vLLM's DeepGEMM, of which it says, too,
-whether they have the same bits; what it prints is what :data:`..scaled_linear.sm90_schedule.SM90_TILES` is chosen by.
-CSV to --out.
+whether they have the same bits; what it prints is what :func:`..scaled_linear.sm90_schedule.sm90_schedule` is fitted
+to. CSV to --out.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vllm_batch_invariant.ops.linear.schedule import NARROW_TILES
 from vllm_batch_invariant.ops.scaled_linear import E4M3, EXACT, GROUP, WGMMA, ScaledLinearReduction, cpu, cuda
 from vllm_batch_invariant.ops.scaled_linear.schedule import E4M3_SCHEDULES, e4m3_schedule
 from vllm_batch_invariant.ops.scaled_linear.sm90_kernel import scaled_gemm_sm90
-from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import SM90_TILES, Sm90Tile, sm90_tile
+from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import SM90_SCHEDULES, Sm90Schedule, sm90_schedule
 
 TIMED = (1, 64, 8, 2048, 16, 32, 128, 256, 1024, 8192)
 """Rows; those that say the most come first."""
@@ -105,13 +105,13 @@ def operands(case: Case, kind: str) -> Operands:
     return x, scale, weight, weight_scale, bias
 
 
-def tiles_of(case: Case) -> list[Sm90Tile]:
+def tiles_of(case: Case) -> list[Sm90Schedule]:
     """Those that are enough for a case."""
     is_timed = case.in_blocks and case.dtype == torch.bfloat16
-    return [tile for index, tile in enumerate(SM90_TILES) if is_timed or index in SOME_TILES]
+    return [tile for index, tile in enumerate(SM90_SCHEDULES) if is_timed or index in SOME_TILES]
 
 
-def run(tile: Sm90Tile, given: Operands, dtype: torch.dtype) -> torch.Tensor:
+def run(tile: Sm90Schedule, given: Operands, dtype: torch.dtype) -> torch.Tensor:
     """A product by one tile, into memory full of NaN."""
     out = torch.full((len(given[0]), len(given[2])), torch.nan, dtype=dtype, device="cuda")
     return scaled_gemm_sm90(*given, out, tile, True)
@@ -142,7 +142,7 @@ def wrong_bits(deadline: float) -> Iterator[str]:
         count = 0
         for kind in KINDS:
             given = operands(case, kind)
-            expected = run(SM90_TILES[0], given, case.dtype)
+            expected = run(SM90_SCHEDULES[0], given, case.dtype)
             model = by_model(given, case)
             here = expected[-len(model) :, : model.shape[1]].cpu()
             if not torch.equal(here, model):
@@ -178,7 +178,7 @@ def faults() -> Iterator[str]:
     """Planted ones that do not show in fp32."""
     case = Case(272, 1024, has_bias=True, dtype=torch.float32)
     given = codes, scale, weight, weight_scale, bias = operands(case, "normal")
-    expected = run(SM90_TILES[0], given, case.dtype)
+    expected = run(SM90_SCHEDULES[0], given, case.dtype)
     swapped = torch.cat([codes.view(torch.uint8)[:, GROUP:], codes.view(torch.uint8)[:, :GROUP]], 1).view(E4M3)
     other = torch.cat([weight.view(torch.uint8)[:, GROUP:], weight.view(torch.uint8)[:, :GROUP]], 1).view(E4M3)
     planted = {
@@ -190,7 +190,7 @@ def faults() -> Iterator[str]:
         "another order of groups": (swapped, scale.roll(-1, 1), other, weight_scale.roll(-1, 1), bias),
     }
     for name, one in planted.items():
-        differ = share(run(SM90_TILES[0], one, case.dtype), expected)
+        differ = share(run(SM90_SCHEDULES[0], one, case.dtype), expected)
         said(f"  fault {name}: {differ:.1f} % of elements differ")
         if differ < 20:
             yield f"fault {name} does not show"
@@ -322,7 +322,7 @@ def others(found: dict[str, Any], given: Operands, weights: Sequence[Operands], 
     return ways
 
 
-def worth_timing(tile: Sm90Tile, m: int) -> bool:
+def worth_timing(tile: Sm90Schedule, m: int) -> bool:
     if not tile.swapped:
         return m > 32 and (tile.block_n == 128 or m <= 2048)
     rows = max(8, 1 << (m - 1).bit_length())
@@ -343,11 +343,11 @@ def time_all(table: Table, timer: GraphTimer, deadline: float, found: dict[str, 
         copies = copies_beyond_cache(n * k, cache)
         weights = [(codes, scale, weight.clone(), weight_scale.clone(), None) for _ in range(copies)]
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-        chosen = sm90_tile(m, n, k, Gpu.of(0))
+        chosen = sm90_schedule(m, n, k, Gpu.of(0))
         expected = run(chosen, weights[0], torch.bfloat16)
         ways: dict[str, list] = {}
         if ours:
-            for tile in SM90_TILES:
+            for tile in SM90_SCHEDULES:
                 if tile == chosen or worth_timing(tile, m):
                     ways[f"Gluon {tile.about}"] = [partial(scaled_gemm_sm90, *one, out, tile, True) for one in weights]
             reduction = ScaledLinearReduction.of(k, out.dtype, E4M3, True, WGMMA)

@@ -97,6 +97,7 @@ GLUON = (
     "prefill_kernel",
     "decode_kernel",
     "gemm_sm90_swap_ab_kernel",
+    "scaled_gemm_sm90_kernel",
     "linear_sm90_kernel",
     "grouped_gemm_sm90_kernel",
 )
@@ -566,17 +567,20 @@ def frees_one_place(ptx: str) -> bool:
 
 
 def reads_before_wait(sass: str) -> bool:
-    """Whether accumulators of wgmma are read before the wait for all of it. ptxas 12.8 and 12.9 move what reads them to
-    before that wait where operands lie in registers, and nothing but the results shows it.
+    """Whether accumulators of wgmma are read before the wait for the group of instructions that adds to them. ptxas
+    12.8 and 12.9 move what reads them to before the last wait where operands lie in registers, and nothing but the
+    results shows it.
     """
-    accumulators: set[int] = set()
+    groups: list[set[int]] = [set()]  # accumulators of unfinished ones, the oldest first, and of one not committed
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;/]*);", sass):
-        if multiplied := re.search(r"\bHGMMA\.64x(\d+)\S* R(\d+), ", instruction):
+        if multiplied := re.search(r"\b[HQ]GMMA\.64x(\d+)\S* R(\d+), ", instruction):
             first = int(multiplied[2])
-            accumulators = set(range(first, first + int(multiplied[1]) // 2))
-        elif re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", instruction):
-            accumulators = set()
-        elif accumulators & {int(register) for register in re.findall(r"\bR(\d+)", instruction)}:
+            groups[-1].update(range(first, first + int(multiplied[1]) // 2))
+            if "gsb0" in instruction:
+                groups.append(set())
+        elif waited := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)\b", instruction):
+            groups = groups[-1 - int(waited[1], 16) :]
+        elif set().union(*groups) & {int(register) for register in re.findall(r"\bR(\d+)", instruction)}:
             return True
     return False
 
@@ -610,7 +614,7 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
             check(f"{what}: {one.name} takes {one.shared} bytes of shared memory of {limit}", False)
         if gluon and one.frees_one_place:
             check(f"{what}: {one.name} frees one place of its ring alone", False)
-        if one.name == "gemm_sm90_swap_ab_kernel" and one.reads_before_wait:
+        if one.name in ("gemm_sm90_swap_ab_kernel", "scaled_gemm_sm90_kernel") and one.reads_before_wait:
             check(f"{what}: {one.name} reads accumulators before the wait for them", False)
         if one.name == "gemm_sm90_swap_ab_kernel" and one.waits_for_each:
             check(f"{what}: {one.name} waits for every wgmma before the next", False)

@@ -8,7 +8,7 @@ from ..common.launch import launch
 from ..common.triton_rows import aligned
 from .reduction import E4M3, ScaledLinearReduction
 from .schedule import ScaledLinearSchedule, e4m3_schedule, scaled_linear_schedule
-from .sm90_schedule import Sm90Tile, serves, sm90_tile
+from .sm90_schedule import Sm90Schedule, serves, sm90_schedule
 from .triton_kernels import scaled_linear_e4m3_kernel, scaled_linear_kernel
 
 
@@ -19,7 +19,7 @@ def scaled_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: ScaledLinearReduction,
-    schedule: ScaledLinearSchedule | Sm90Tile | None = None,
+    schedule: ScaledLinearSchedule | Sm90Schedule | None = None,
     weight_is_constant: bool = False,
 ) -> torch.Tensor:
     """See the operation's package; codes [M, K] and scales [M], or [M, groups] of blocks. ``schedule`` is chosen by M,
@@ -39,8 +39,8 @@ def scaled_linear(
     if out.numel() == 0:
         return out
     if schedule is None and is_e4m3 and serves(codes, weight, weight_scale, gpu):
-        schedule = sm90_tile(m, n, k, gpu)
-    if isinstance(schedule, Sm90Tile):
+        schedule = sm90_schedule(m, n, k, gpu)
+    if isinstance(schedule, Sm90Schedule):
         from . import sm90_kernel  # Gluon is needed for this kernel alone
 
         return sm90_kernel.scaled_gemm_sm90(

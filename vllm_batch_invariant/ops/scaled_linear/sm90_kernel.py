@@ -40,7 +40,7 @@ from ..common.sm90_ring import next_stage
 from ..common.triton_names import aggregate, value
 from ..linear.problem import leading_dim
 from ..linear.sm90_kernel import Ring, load_partition, write
-from .sm90_schedule import LONG_SIDE, STEP_K, Sm90Tile
+from .sm90_schedule import LONG_SIDE, STEP_K, Sm90Schedule
 
 _STEP_K = gl.constexpr(STEP_K)
 """Elements of K that are copied at once: rows of 128 bytes, the longest that wgmma reads without conflicts."""
@@ -371,7 +371,7 @@ def scaled_gemm_sm90(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tile: Sm90Tile,
+    tile: Sm90Schedule,
     overlaps: bool = False,
 ) -> torch.Tensor:
     """``(codes * scale) @ (weight * weight_scale).T + bias``.

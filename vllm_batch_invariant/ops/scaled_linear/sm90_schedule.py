@@ -17,7 +17,7 @@ _RESERVED = 1024
 
 
 @dataclass(frozen=True)
-class Sm90Tile:
+class Sm90Schedule:
     """A tile of the result."""
 
     block_m: int
@@ -57,26 +57,26 @@ class Sm90Tile:
         return f"{self.block_m}x{self.block_n}, {side}{shared}{one}"
 
 
-SM90_TILES = (
-    Sm90Tile(8, 32, 24),
-    Sm90Tile(8, 64, 24),
-    Sm90Tile(8, 64, 11, ctas_per_sm=2),
-    Sm90Tile(16, 32, 22),
-    Sm90Tile(16, 64, 22),
-    Sm90Tile(16, 64, 10, ctas_per_sm=2),
-    Sm90Tile(16, 128, 12, warpgroups=2),
-    Sm90Tile(32, 32, 18),
-    Sm90Tile(32, 64, 18),
-    Sm90Tile(32, 64, 8, ctas_per_sm=2),
-    Sm90Tile(32, 128, 10, warpgroups=2),
-    Sm90Tile(64, 32, 13),
-    Sm90Tile(64, 64, 13),
-    Sm90Tile(64, 64, 6, ctas_per_sm=2),
-    Sm90Tile(64, 128, 9, warpgroups=2),
-    Sm90Tile(128, 32, 10, swapped=False, warpgroups=2),
-    Sm90Tile(128, 64, 8, swapped=False, warpgroups=2),
-    Sm90Tile(128, 128, 6, swapped=False, warpgroups=2, accumulators=1),
-    Sm90Tile(128, 128, 6, swapped=False, warpgroups=2),
+SM90_SCHEDULES = (
+    Sm90Schedule(8, 32, 24),
+    Sm90Schedule(8, 64, 24),
+    Sm90Schedule(8, 64, 11, ctas_per_sm=2),
+    Sm90Schedule(16, 32, 22),
+    Sm90Schedule(16, 64, 22),
+    Sm90Schedule(16, 64, 10, ctas_per_sm=2),
+    Sm90Schedule(16, 128, 12, warpgroups=2),
+    Sm90Schedule(32, 32, 18),
+    Sm90Schedule(32, 64, 18),
+    Sm90Schedule(32, 64, 8, ctas_per_sm=2),
+    Sm90Schedule(32, 128, 10, warpgroups=2),
+    Sm90Schedule(64, 32, 13),
+    Sm90Schedule(64, 64, 13),
+    Sm90Schedule(64, 64, 6, ctas_per_sm=2),
+    Sm90Schedule(64, 128, 9, warpgroups=2),
+    Sm90Schedule(128, 32, 10, swapped=False, warpgroups=2),
+    Sm90Schedule(128, 64, 8, swapped=False, warpgroups=2),
+    Sm90Schedule(128, 128, 6, swapped=False, warpgroups=2, accumulators=1),
+    Sm90Schedule(128, 128, 6, swapped=False, warpgroups=2),
 )
 """Not timed yet."""
 _FMAS_A_CYCLE = 4096
@@ -103,12 +103,12 @@ def serves(codes: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 
 
 @cache
-def sm90_tile(m: int, n: int, k: int, device: Gpu) -> Sm90Tile:
+def sm90_schedule(m: int, n: int, k: int, device: Gpu) -> Sm90Schedule:
     """The tile with the shortest estimated time for codes [M, K] and [N, K]: rounds of the tiles that a multiprocessor
     has at once, each as long as its sums or its bytes take, and an epilogue.
     """
 
-    def cycles(tile: Sm90Tile) -> tuple[float, int]:
+    def cycles(tile: Sm90Schedule) -> tuple[float, int]:
         tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
         here = -(-tiles // device.num_sms)  # tiles of the multiprocessor with the most
         at_once = min(tile.ctas_per_sm, here)
@@ -117,4 +117,4 @@ def sm90_tile(m: int, n: int, k: int, device: Gpu) -> Sm90Tile:
         step = max(arithmetic, transfers, _STEP_CYCLES / at_once)
         return here * (-(-k // STEP_K) * step + _EPILOGUE_CYCLES / at_once), tile.block_m * tile.block_n
 
-    return min(SM90_TILES, key=cycles)
+    return min(SM90_SCHEDULES, key=cycles)
