@@ -75,9 +75,10 @@ from vllm_batch_invariant.ops.quantise import QuantiseReduction
 from vllm_batch_invariant.ops.quantise import cuda as quantise
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
-from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, ScaledLinearReduction
+from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction
 from vllm_batch_invariant.ops.scaled_linear import cuda as scaled_linear
 from vllm_batch_invariant.ops.scaled_linear.schedule import E4M3_SCHEDULES, SCHEDULES, ScaledLinearSchedule
+from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import SM90_SCHEDULES, Sm90Schedule
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
 from vllm_batch_invariant.ops.softmax import cuda as softmax
@@ -481,6 +482,18 @@ def every_code() -> None:
             scaled_linear.scaled_linear(weight, scale, weight, scale, None, reduction, tile)
 
 
+def narrow_codes(tiles: Sequence[Sm90Schedule] = SM90_SCHEDULES, rows: int = 33) -> None:
+    """Products of e4m3 by tiles of Hopper's kernel, in blocks and with scales of rows and a bias."""
+    x, weight = (torch.zeros(count, 400, dtype=torch.uint8).view(E4M3) for count in (rows, 160))
+    for in_blocks, dtype in ((True, torch.bfloat16), (False, torch.bfloat16), (True, torch.float32)):
+        scales = (torch.ones(rows, 4), torch.ones(2, 4)) if in_blocks else (torch.ones(rows), torch.ones(160))
+        bias = torch.zeros(160, dtype=dtype) if dtype == torch.float32 or not in_blocks else None
+        reduction = ScaledLinearReduction.of(400, dtype, E4M3, in_blocks, WGMMA)
+        for tile in tiles:
+            given = x, scales[0], weight, scales[1], bias, reduction, tile
+            scaled_linear.scaled_linear(*given, weight_is_constant=in_blocks)
+
+
 def products_like(x: torch.Tensor) -> moe.Products:
     """Of two experts, whose sums are like x."""
     tokens = len(x)
@@ -678,6 +691,9 @@ def check_some(more: bool) -> None:
     found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
     found += launch_on(90, narrow_gemms, HALVES[:1], (MatmulSpec(b_format=FOUR_BITS),), PACKED_TILES[2::14])
     check_all("narrow GEMMs", found, False)
+    check_all(
+        "products of e4m3", launch_on(90, narrow_codes, SM90_SCHEDULES[-2:] if more else SM90_SCHEDULES[4:5]), False
+    )
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
@@ -725,6 +741,7 @@ def check_every_gluon_kernel() -> None:
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES), True)
+    check_all("products of e4m3", launch_on(90, narrow_codes), True)
 
 
 def sampling() -> None:
@@ -799,6 +816,7 @@ def flex_variants() -> None:
 
 def linear_variants() -> None:
     launch_on(90, narrow_gemms, HALVES)
+    launch_on(90, narrow_codes)
     launch_on(90, gemms)
 
 
@@ -1020,7 +1038,7 @@ OTHERS = {
     "rows": (rows, more_rows),
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
-    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES),),
+    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES), narrow_codes),
     EXACT: (*EVERY_KIND.values(), every_code),
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),
