@@ -691,9 +691,9 @@ def check_some(more: bool) -> None:
     found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
     found += launch_on(90, narrow_gemms, HALVES[:1], (MatmulSpec(b_format=FOUR_BITS),), PACKED_TILES[2::14])
     check_all("narrow GEMMs", found, False)
-    check_all(
-        "products of e4m3", launch_on(90, narrow_codes, SM90_SCHEDULES[-2:] if more else SM90_SCHEDULES[4:5]), False
-    )
+    found = launch_on(90, narrow_codes, (SM90_SCHEDULES[4], *SM90_SCHEDULES[-2:]) if more else SM90_SCHEDULES[4:5])
+    check_all("products of e4m3 in Gluon", found, False)
+    check("a sum of 128 products is promoted once, in Gluon", found[0].promotions == 1)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
@@ -741,7 +741,7 @@ def check_every_gluon_kernel() -> None:
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES), True)
-    check_all("products of e4m3", launch_on(90, narrow_codes), True)
+    check_all("products of e4m3 in Gluon", launch_on(90, narrow_codes), True)
 
 
 def sampling() -> None:

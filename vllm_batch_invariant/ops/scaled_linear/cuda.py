@@ -1,6 +1,7 @@
 """Products of codes on a GPU, in Triton, and of e4m3 on a Hopper in Gluon."""
 
 import torch
+import triton
 
 from ...errors import NotCovered
 from ..common.gpu import Gpu
@@ -38,7 +39,8 @@ def scaled_linear(
     out = torch.empty(m, n, dtype=reduction.dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    if schedule is None and is_e4m3 and serves(codes, weight, weight_scale, gpu):
+    in_gluon = is_e4m3 and not triton.knobs.runtime.interpret
+    if schedule is None and in_gluon and serves(codes, weight, weight_scale, gpu):
         schedule = sm90_schedule(m, n, k, gpu)
     if isinstance(schedule, Sm90Schedule):
         from . import sm90_kernel  # Gluon is needed for this kernel alone
