@@ -283,8 +283,8 @@ def by_vllm(b_format: Format) -> Iterator[tuple[str, Callable[[Stored], Callable
 class Table:
     """Rows for the CSV, and what is printed of them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
+        self.path, self.columns = path, columns
         self.rows: list[tuple] = []
 
     def add(self, *row: object) -> None:
@@ -292,7 +292,7 @@ class Table:
 
     def save(self) -> None:
         with self.path.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *self.rows])
+            csv.writer(file).writerows([self.columns, *self.rows])
 
 
 def time_all(table: Table, timer: GraphTimer, deadline: float) -> None:

@@ -75,9 +75,10 @@ from vllm_batch_invariant.ops.quantise import QuantiseReduction
 from vllm_batch_invariant.ops.quantise import cuda as quantise
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
-from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, ScaledLinearReduction
+from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction
 from vllm_batch_invariant.ops.scaled_linear import cuda as scaled_linear
 from vllm_batch_invariant.ops.scaled_linear.schedule import E4M3_SCHEDULES, SCHEDULES, ScaledLinearSchedule
+from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import SM90_SCHEDULES, Sm90Schedule
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.silu_backward import cuda as silu_backward
 from vllm_batch_invariant.ops.softmax import cuda as softmax
@@ -97,11 +98,14 @@ GLUON = (
     "prefill_kernel",
     "decode_kernel",
     "gemm_sm90_swap_ab_kernel",
+    "scaled_gemm_sm90_kernel",
     "linear_sm90_kernel",
     "grouped_gemm_sm90_kernel",
     "grouped_packed_sm90_kernel",
 )
-PACKED = ("gemm_sm90_swap_ab_kernel", "grouped_packed_sm90_kernel")
+WAIT_FOR_SOME = ("gemm_sm90_swap_ab_kernel", "scaled_gemm_sm90_kernel")
+"""Whose wgmmas must not wait for one another."""
+READ_BETWEEN_WAITS = (*WAIT_FOR_SOME, "grouped_packed_sm90_kernel")
 """Whose accumulators ptxas may read too early."""
 PROCESSORS = 132
 RECORDED = Path(__file__).with_name("compiled_variants.json")
@@ -485,6 +489,18 @@ def every_code() -> None:
             scaled_linear.scaled_linear(weight, scale, weight, scale, None, reduction, tile)
 
 
+def narrow_codes(tiles: Sequence[Sm90Schedule] = SM90_SCHEDULES, rows: int = 33) -> None:
+    """Products of e4m3 by tiles of Hopper's kernel, in blocks and with scales of rows and a bias."""
+    x, weight = (torch.zeros(count, 400, dtype=torch.uint8).view(E4M3) for count in (rows, 160))
+    for in_blocks, dtype in ((True, torch.bfloat16), (False, torch.bfloat16), (True, torch.float32)):
+        scales = (torch.ones(rows, 4), torch.ones(2, 4)) if in_blocks else (torch.ones(rows), torch.ones(160))
+        bias = torch.zeros(160, dtype=dtype) if dtype == torch.float32 or not in_blocks else None
+        reduction = ScaledLinearReduction.of(400, dtype, E4M3, in_blocks, WGMMA)
+        for tile in tiles:
+            given = x, scales[0], weight, scales[1], bias, reduction, tile
+            scaled_linear.scaled_linear(*given, weight_is_constant=in_blocks)
+
+
 def products_like(x: torch.Tensor) -> moe.Products:
     """Of two experts, whose sums are like x."""
     tokens = len(x)
@@ -571,17 +587,20 @@ def frees_one_place(ptx: str) -> bool:
 
 
 def reads_before_wait(sass: str) -> bool:
-    """Whether accumulators of wgmma are read before the wait for all of it. ptxas 12.8 and 12.9 move what reads them to
-    before that wait where operands lie in registers, and nothing but the results shows it.
+    """Whether accumulators of wgmma are read before the wait for the group of instructions that adds to them. ptxas
+    12.8 and 12.9 move what reads them to before the last wait where operands lie in registers, and nothing but the
+    results shows it.
     """
-    accumulators: set[int] = set()
+    groups: list[set[int]] = [set()]  # accumulators of unfinished ones, the oldest first, and of one not committed
     for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;/]*);", sass):
-        if multiplied := re.search(r"\bHGMMA\.64x(\d+)\S* R(\d+), ", instruction):
+        if multiplied := re.search(r"\b[HQ]GMMA\.64x(\d+)\S* R(\d+), ", instruction):
             first = int(multiplied[2])
-            accumulators = set(range(first, first + int(multiplied[1]) // 2))
-        elif re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", instruction):
-            accumulators = set()
-        elif accumulators & {int(register) for register in re.findall(r"\bR(\d+)", instruction)}:
+            groups[-1].update(range(first, first + int(multiplied[1]) // 2))
+            if "gsb0" in instruction:
+                groups.append(set())
+        elif waited := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)\b", instruction):
+            groups = groups[-1 - int(waited[1], 16) :]
+        elif set().union(*groups) & {int(register) for register in re.findall(r"\bR(\d+)", instruction)}:
             return True
     return False
 
@@ -590,7 +609,7 @@ def waits_for_each(sass: str) -> bool:
     """Whether wgmmas wait for one another: where the assembler finds no registers for those that are on their way, it
     makes no more of it than a remark that Triton does not show.
     """
-    return 2 * len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", sass)) > len(re.findall(r"\bHGMMA\.", sass))
+    return 2 * len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", sass)) > len(re.findall(r"\b[HQ]GMMA\.", sass))
 
 
 def promotions(ptx: str) -> float:
@@ -615,9 +634,9 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
             check(f"{what}: {one.name} takes {one.shared} bytes of shared memory of {limit}", False)
         if gluon and one.frees_one_place:
             check(f"{what}: {one.name} frees one place of its ring alone", False)
-        if one.name in PACKED and one.reads_before_wait:
+        if one.name in READ_BETWEEN_WAITS and one.reads_before_wait:
             check(f"{what}: {one.name} reads accumulators before the wait for them", False)
-        if one.name == "gemm_sm90_swap_ab_kernel" and one.waits_for_each:
+        if one.name in WAIT_FOR_SOME and one.waits_for_each:
             check(f"{what}: {one.name} waits for every wgmma before the next", False)
         if gluon and stack > MOST_SPILLED:
             check(f"{what}: {one.name} has {stack} bytes of stack", False)
@@ -679,6 +698,10 @@ def check_some(more: bool) -> None:
     found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
     found += launch_on(90, narrow_gemms, HALVES[:1], (MatmulSpec(b_format=FOUR_BITS),), PACKED_TILES[2::14])
     check_all("narrow GEMMs", found, False)
+    found = launch_on(90, narrow_codes, (SM90_SCHEDULES[4], *SM90_SCHEDULES[-2:]) if more else SM90_SCHEDULES[4:5])
+    check_all("products of e4m3 in Gluon", found, False)
+    # four sums are in the code of two accumulators, of which the last is promoted in either of two branches
+    check("a sum of 128 products is promoted once, in Gluon", found[0].promotions == 5 / 4)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
@@ -726,6 +749,7 @@ def check_every_gluon_kernel() -> None:
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES), True)
+    check_all("products of e4m3 in Gluon", launch_on(90, narrow_codes), True)
 
 
 def sampling() -> None:
@@ -800,6 +824,7 @@ def flex_variants() -> None:
 
 def linear_variants() -> None:
     launch_on(90, narrow_gemms, HALVES)
+    launch_on(90, narrow_codes)
     launch_on(90, gemms)
 
 
@@ -1021,7 +1046,7 @@ OTHERS = {
     "rows": (rows, more_rows),
     "sampling": (sampling,),
     "around FlexAttention": (lambda: flex(Heads(8, 2, 128, torch.bfloat16), 64),),
-    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES),),
+    "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES), narrow_codes),
     EXACT: (*EVERY_KIND.values(), every_code),
     "experts": (every_expert,),
     "all_reduce": (every_all_reduce,),

@@ -30,6 +30,7 @@ from tests.ops.compiled_kernels import (
     gradients_of_attention,
     gradients_of_rows,
     many_pairs,
+    narrow_codes,
     narrow_gemms,
     pretend_a_gpu,
     turned_heads,
@@ -80,6 +81,7 @@ def linear_batch(count: int) -> None:
         linear.mm(torch.zeros(count, k, dtype=dtype), torch.zeros(n, k, dtype=dtype).t())
     if NO_DRIVER.capability == 90:
         narrow_gemms((torch.bfloat16,), (PRODUCT, GATED), rows=count)
+        narrow_codes(rows=count)
 
 
 def attention_batch(count: int) -> None:

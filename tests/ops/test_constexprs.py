@@ -57,7 +57,10 @@ PROBLEM = {
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE"},
     "quantise": {"LENGTH", "STATIC", "DTYPE"},
     "reduce": {"DIVIDE"},
-    "scaled_linear": {"HAS_BIAS", "EVEN_K", "DTYPE"},
+    "scaled_linear": {
+        *("HAS_BIAS", "EVEN_K", "DTYPE", "SCALED_N"),
+        *("GROUP", "COUNT", "layout"),  # a warpgroup's part of a tile, and where its threads have it
+    },
     "silu": {"LENGTH", "DTYPE"},
     "silu_backward": {"LENGTH"},
     "softmax": {"LOG"},

@@ -13,6 +13,13 @@ LOOP = """
 """
 ROUNDED = "        /*4340*/ F2FP.BF16.F32.PACK_AB R53, R31, R30 ;\n"
 ANOTHER = "        /*4350*/ IMAD R2, R87, UR10, R0.reuse ;\n"
+TWO = """
+        /*2970*/ QGMMA.64x16x32.F32.E4M3.E4M3 R32, gdesc[UR12], RZ, !UPT, gsb0 ;
+        /*2a30*/ QGMMA.64x16x32.F32.E4M3.E4M3 R24, gdesc[UR16], RZ, !UPT ;
+        /*2a40*/ QGMMA.64x16x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24, gsb0 ;
+"""
+WAIT_FOR_FIRST = "        /*2a90*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n"
+PROMOTED = "        /*2ab0*/ FFMA R50, R{}, R46, R41 ;\n"
 WAIT = "        /*43e0*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
 
 
@@ -33,3 +40,10 @@ def test_sums_of_e4m3_that_are_promoted_more_or_less_often_than_every_128_are_fo
     assert promotions(4 * (product + added)) == 4
     assert promotions(8 * product + added) == 0.5
     assert promotions(4 * product + added + "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1};") == 0
+
+
+def test_of_two_accumulators_the_finished_one_may_be_read() -> None:
+    first, second = PROMOTED.format(39), PROMOTED.format(24)
+    assert reads_before_wait(TWO + first + WAIT_FOR_FIRST)
+    assert reads_before_wait(TWO + WAIT_FOR_FIRST + second)
+    assert not reads_before_wait(TWO + WAIT_FOR_FIRST + first + WAIT + second)

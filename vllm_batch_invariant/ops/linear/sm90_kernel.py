@@ -101,16 +101,39 @@ class _Problem:
     GATED: gl.constexpr
     ACCUMULATE: gl.constexpr
     OVERLAPS: gl.constexpr
+    AHEAD: gl.constexpr
+    """Whether b is read before the kernel before has ended."""
     scales: value
     """Of b, if that is packed."""
 
+    @gluon.jit
+    def first_of(self, tile, ring):
+        """Where a tile begins, in M and in N. Tiles one after the other have the same columns; of many rows so many
+        come first that they stay in the L2 cache while all columns pass, which four bits make the smaller part.
+        """
+        if ring.PACKING == 1 or ring.BLOCK_M < LONG_SIDE:
+            tile_m, tile_n = tile % self.tiles_m, tile // self.tiles_m
+        else:
+            ROWS_FIRST: gl.constexpr = max(1, _ROWS_FIRST // ring.BLOCK_M)
+            of_rows = ROWS_FIRST * (self.tiles // self.tiles_m)
+            before = tile // of_rows * ROWS_FIRST
+            count = gl.minimum(self.tiles_m - before, ROWS_FIRST)
+            tile_m, tile_n = before + tile % of_rows % count, tile % of_rows // count
+        return tile_m * ring.BLOCK_M, tile_n * ring.BLOCK_N
+
+    @gluon.jit
+    def load_beside(self, ring, stage, first_m, first_n, start_k):
+        """Starts the copies of what a step has beside its operands: nothing."""
+
 
 @aggregate
-class _Ring:
-    """Shared memory for ``NUM_STAGES`` steps of K, each of ``COPIES`` copies of an operand, and a step's barriers."""
+class Ring:
+    """Shared memory for ``NUM_STAGES`` steps of K, each of ``COPIES`` copies of an operand, and a step's barriers. The
+    rows of a are wgmma's short side, those of b its long one.
+    """
 
     a_smem: gl.shared_memory_descriptor
-    """[NUM_STAGES * COPIES, BLOCK_M, _COPY_K]"""
+    """[NUM_STAGES * COPIES, BLOCK_M, elements in a copy]"""
     b_smem: gl.shared_memory_descriptor
     """[NUM_STAGES * B_COPIES * WARPGROUPS, ROWS, elements in a copy]"""
     out_smem: value
@@ -136,29 +159,15 @@ class _Ring:
 
 
 @gluon.jit
-def _first_of(tile, problem, ring):
-    """Where a tile begins, in M and in N. Tiles one after the other have the same columns; of many rows so many come
-    first that they stay in the L2 cache while all columns pass, which four bits make the smaller part.
-    """
-    if ring.PACKING == 1 or ring.BLOCK_M < LONG_SIDE:
-        tile_m, tile_n = tile % problem.tiles_m, tile // problem.tiles_m
-    else:
-        ROWS_FIRST: gl.constexpr = max(1, _ROWS_FIRST // ring.BLOCK_M)
-        of_rows = ROWS_FIRST * (problem.tiles // problem.tiles_m)
-        before = tile // of_rows * ROWS_FIRST
-        count = gl.minimum(problem.tiles_m - before, ROWS_FIRST)
-        tile_m, tile_n = before + tile % of_rows % count, tile % of_rows // count
-    return tile_m * ring.BLOCK_M, tile_n * ring.BLOCK_N
-
-
-@gluon.jit
 def _load_b(b_desc, problem, ring, stage, first_n, start_k):
     """Starts the copies of a step's columns of b; the step's barrier expects both operands."""
     full = ring.full_bar.index(stage)
     COPY: gl.constexpr = b_desc.block_shape[-1]
     TURNS: gl.constexpr = ring.ROWS // _IN_TURN // 2
     B_BYTES: gl.constexpr = ring.BLOCK_N * COPY * ring.B_COPIES * b_desc.dtype.primitive_bitwidth // 8
-    mbarrier.expect(full, ring.BLOCK_M * _COPY_K * ring.COPIES * 2 + B_BYTES)
+    A_COPY: gl.constexpr = ring.BLOCK_M * ring.a_smem.shape[2]
+    A_BYTES: gl.constexpr = A_COPY * ring.COPIES * ring.a_smem.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, A_BYTES + B_BYTES)
     if ring.PACKING > 1:
         start_k = start_k // ring.PACKING
     for copy in gl.static_range(ring.B_COPIES):
@@ -175,28 +184,30 @@ def _load_b(b_desc, problem, ring, stage, first_n, start_k):
 
 
 @gluon.jit
-def _load_partition(a_desc, b_desc, problem, ring):
-    """One warp: keeps the ring full."""
-    STEP_K: gl.constexpr = _COPY_K * ring.COPIES
+def load_partition(a_desc, b_desc, problem, ring):
+    """One warp: keeps the ring full. ``problem`` says where a tile begins, and what else a step has."""
+    COPY_K: gl.constexpr = ring.a_smem.shape[2]
+    STEP_K: gl.constexpr = COPY_K * ring.COPIES
     whole_k = problem.K
     if ring.STEPS > 1:  # as many steps as are multiplied
         whole_k = gl.cdiv(problem.K, ring.STEPS * STEP_K) * (ring.STEPS * STEP_K)
     if ring.PACKING > 1:
-        _, first_n = _first_of(gl.program_id(0), problem, ring)
+        _, first_n = problem.first_of(gl.program_id(0), ring)
         ask_for_scales(problem.scales, first_n, problem.N, ring.BLOCK_N, problem.GATED)
     ahead = gl.to_tensor(0)  # steps whose columns of b are on their way already
-    if problem.OVERLAPS:
+    if problem.AHEAD:
         ahead = gl.minimum((whole_k + STEP_K - 1) // STEP_K, ring.NUM_STAGES)
-        _, first_n = _first_of(gl.program_id(0), problem, ring)
+        _, first_n = problem.first_of(gl.program_id(0), ring)
         for step in range(ahead):
             _load_b(b_desc, problem, ring, step, first_n, step * STEP_K)
+    if problem.OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for tile in range(gl.program_id(0), problem.tiles, gl.num_programs(0)):
-        first_m, first_n = _first_of(tile, problem, ring)
+        first_m, first_n = problem.first_of(tile, ring)
         if ring.PACKING > 1:
-            _, next_n = _first_of(gl.minimum(tile + gl.num_programs(0), problem.tiles - 1), problem, ring)
+            _, next_n = problem.first_of(gl.minimum(tile + gl.num_programs(0), problem.tiles - 1), ring)
             ask_for_scales(problem.scales, next_n, problem.N, ring.BLOCK_N, problem.GATED)
         for start_k in range(0, whole_k, STEP_K):
             mbarrier.wait(ring.empty_bar.index(stage), phase)
@@ -206,7 +217,8 @@ def _load_partition(a_desc, b_desc, problem, ring):
                 _load_b(b_desc, problem, ring, stage, first_n, start_k)
             for copy in gl.static_range(ring.COPIES):
                 a_smem = ring.a_smem.index(stage * ring.COPIES + copy)
-                copy_block(a_desc, [first_m, start_k + copy * _COPY_K], ring.full_bar.index(stage), a_smem)
+                copy_block(a_desc, [first_m, start_k + copy * COPY_K], ring.full_bar.index(stage), a_smem)
+            problem.load_beside(ring, stage, first_m, first_n, start_k)
             stage, phase = next_stage(stage, phase, ring.NUM_STAGES)
 
 
@@ -353,7 +365,7 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
     stage, phase, before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     for tile in range(gl.program_id(0), problem.tiles, gl.num_programs(0)):
         if ring.PACKING > 1:
-            _, of_scales = _first_of(tile, problem, ring)
+            _, of_scales = problem.first_of(tile, ring)
             offs, mask_n = rows_of(problem.scales, of_scales, problem.N, problem.GATED, _IN_TURN, ring.ROWS)
         else:
             offs, mask_n = 0, 0
@@ -362,7 +374,7 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
             problem.K_SLICES, True, layout,
         )  # fmt: skip
         mbarrier.arrive(ring.empty_bar.index(before))
-        first_m, first_n = _first_of(tile, problem, ring)
+        first_m, first_n = problem.first_of(tile, ring)
         first_n += GROUP * ring.ROWS
         if problem.GATED:
             gate, up = (
@@ -370,7 +382,7 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
             )
             made = silu_and_mul(gate, up, dtype).reshape([ring.ROWS // 2, ring.BLOCK_M])
             if problem.out_desc is None:
-                _write(problem, made, first_m, first_n // 2, problem.N // 2, ring.ROWS // 2)
+                write(problem, made, first_m, first_n // 2, problem.N // 2, ring.ROWS // 2)
             else:
                 _write_block(problem, ring, made, first_m, first_n // 2)
         else:
@@ -384,7 +396,7 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
                 bias = gl.load(bias_ptr + first_n + in_tile_n, mask=mask_n, other=0.0)  # [LONG_SIDE]
                 acc += bias.to(problem.ACCUMULATE)[:, None]
             if problem.out_desc is None:
-                _write(problem, acc.to(dtype), first_m, first_n, problem.N, COLUMNS)
+                write(problem, acc.to(dtype), first_m, first_n, problem.N, COLUMNS)
             else:
                 _write_block(problem, ring, acc.to(dtype), first_m, first_n)
     if problem.out_desc is not None:
@@ -392,7 +404,7 @@ def _mma_partition(bias_ptr, problem, ring, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _write(problem, made, first_m, first_n, N, COLUMNS: gl.constexpr):
+def write(problem, made, first_m, first_n, N, COLUMNS: gl.constexpr):
     """Writes the first COLUMNS rows of made [columns of out, BLOCK_M] to out [M, N]."""
     in_tile_n = gl.arange(0, made.shape[0], gl.SliceLayout(1, made.type.layout))
     offs_m = first_m + gl.arange(0, made.shape[1], gl.SliceLayout(0, made.type.layout))
@@ -485,9 +497,9 @@ def gemm_sm90_swap_ab_kernel(
         out_smem = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
     scales = Scales(scales_ptr, zeros_ptr, stride_scales, GROUP)
     problem = _Problem(
-        out_ptr, out_desc, M, N, K, tiles_m, tiles, K_SLICES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, scales
+        out_ptr, out_desc, M, N, K, tiles_m, tiles, K_SLICES, HAS_BIAS, GATED, ACCUMULATE, OVERLAPS, OVERLAPS, scales
     )  # fmt: skip
-    ring = _Ring(
+    ring = Ring(
         a_smem, b_smem, out_smem, full_bar, empty_bar, BLOCK_M, BLOCK_N, COPIES, B_COPIES, PACKING, ROWS, NUM_STAGES,
         WARPGROUPS, STEPS,
     )  # fmt: skip
@@ -495,7 +507,7 @@ def gemm_sm90_swap_ab_kernel(
         gl.warp_specialize(
             [
                 (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(0))),
-                (_load_partition, (a_desc, b_desc, problem, ring)),
+                (load_partition, (a_desc, b_desc, problem, ring)),
             ],
             [1],
             [_COPYING_REGISTERS],
@@ -505,7 +517,7 @@ def gemm_sm90_swap_ab_kernel(
             [
                 (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(0))),
                 (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(1))),
-                (_load_partition, (a_desc, b_desc, problem, ring)),
+                (load_partition, (a_desc, b_desc, problem, ring)),
             ],
             [4, 1],
             [_REGISTERS, _COPYING_REGISTERS],
@@ -516,7 +528,7 @@ def gemm_sm90_swap_ab_kernel(
                 (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(0))),
                 (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(1))),
                 (_mma_partition, (bias_ptr, problem, ring, gl.constexpr(2))),
-                (_load_partition, (a_desc, b_desc, problem, ring)),
+                (load_partition, (a_desc, b_desc, problem, ring)),
             ],
             [4, 4, 1],
             [_REGISTERS, _REGISTERS, _COPYING_REGISTERS],

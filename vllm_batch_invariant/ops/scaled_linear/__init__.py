@@ -18,6 +18,7 @@ def scaled_linear(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     mma: str | None = None,
+    weight_is_constant: bool = False,
 ) -> torch.Tensor:
     """``(codes * scale) @ (weight * weight_scale).T + bias`` as :class:`ScaledLinearReduction` says; the dtype of the
     codes picks the arithmetic.
@@ -31,6 +32,8 @@ def scaled_linear(
         dtype: of the result: fp32, bf16 or fp16.
         mma: what adds products of e4m3; None: what does on this device. A CPU also has the sums of a Hopper,
             :data:`WGMMA`, slowly.
+        weight_is_constant: whether the kernel that was launched before does not write the weight, which a GPU may then
+            read while that kernel ends.
 
     Returns:
         [..., N]. A row's bits depend on that row, its scales, the weight, its scales and the bias.
@@ -60,7 +63,16 @@ def scaled_linear(
     reduction = ScaledLinearReduction.of(k, dtype, of_codes, in_blocks, mma or served.mma_of(codes))
     count = rows.numel()
     scales = scale.reshape(count, groups) if in_blocks else scale.reshape(count)
-    return served.scaled_linear(codes.reshape(count, k), scales, weight, weight_scale, bias, reduction).view(*rows, n)
+    out = served.scaled_linear(
+        codes.reshape(count, k),
+        scales,
+        weight,
+        weight_scale,
+        bias,
+        reduction,
+        weight_is_constant=weight_is_constant,
+    )
+    return out.view(*rows, n)
 
 
 def prepare(weight: torch.Tensor, dtype: torch.dtype) -> None:

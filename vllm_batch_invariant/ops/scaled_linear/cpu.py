@@ -29,6 +29,7 @@ def scaled_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: ScaledLinearReduction,
+    weight_is_constant: bool = False,  # noqa: ARG001 - of some kernels
 ) -> torch.Tensor:
     """See the operation's package; codes [M, K] and scales [M], or [M, groups] of blocks.
 

@@ -1,6 +1,7 @@
-"""Products of codes on a GPU, in Triton."""
+"""Products of codes on a GPU, in Triton, and of e4m3 on a Hopper in Gluon."""
 
 import torch
+import triton
 
 from ...errors import NotCovered
 from ..common.gpu import Gpu
@@ -8,6 +9,7 @@ from ..common.launch import launch
 from ..common.triton_rows import aligned
 from .reduction import E4M3, ScaledLinearReduction
 from .schedule import ScaledLinearSchedule, e4m3_schedule, scaled_linear_schedule
+from .sm90_schedule import Sm90Schedule, serves, sm90_schedule
 from .triton_kernels import scaled_linear_e4m3_kernel, scaled_linear_kernel
 
 
@@ -18,10 +20,11 @@ def scaled_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     reduction: ScaledLinearReduction,
-    schedule: ScaledLinearSchedule | None = None,
+    schedule: ScaledLinearSchedule | Sm90Schedule | None = None,
+    weight_is_constant: bool = False,
 ) -> torch.Tensor:
-    """See the operation's package; codes [M, K] and scales [M], or [M, groups] of blocks. ``schedule`` is chosen by M
-    and N if it is None.
+    """See the operation's package; codes [M, K] and scales [M], or [M, groups] of blocks. ``schedule`` is chosen by M,
+    N and K if it is None.
 
     Raises:
         NotCovered: the sums of another tensor core.
@@ -36,6 +39,15 @@ def scaled_linear(
     out = torch.empty(m, n, dtype=reduction.dtype, device=codes.device)
     if out.numel() == 0:
         return out
+    in_gluon = is_e4m3 and not triton.knobs.runtime.interpret
+    if schedule is None and in_gluon and serves(codes, weight, weight_scale, gpu):
+        schedule = sm90_schedule(m, n, k, gpu)
+    if isinstance(schedule, Sm90Schedule):
+        from . import sm90_kernel  # Gluon is needed for this kernel alone
+
+        return sm90_kernel.scaled_gemm_sm90(
+            codes, scale, weight, weight_scale, bias, out, schedule, weight_is_constant
+        )  # fmt: skip
     choose = e4m3_schedule if is_e4m3 else scaled_linear_schedule
     tile = schedule or choose(m, n, gpu)
     operands = [None if one is None else aligned(one) for one in (codes, scale, weight, weight_scale, bias)]
