@@ -3,7 +3,7 @@
 PyTorch is imported there and not with the module: receipts are compared where there is none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,6 +63,7 @@ def environment_here(
     attention_by: str,
     engine: dict[str, str],
     experts: Sequence["MoeReduction"] = (),
+    codes: Mapping[str, Any] | None = None,
     exact: bool = False,
 ) -> Environment:
     """What this process is, with the mode on.
@@ -78,6 +79,7 @@ def environment_here(
         attention_by: its implementation: bits of two are not comparable.
         engine: settings of vLLM's that decide bits.
         experts: the reductions of mixtures of experts, one of each kind.
+        codes: those of layers that multiply codes of eight bits, by name.
         exact: whether its arithmetic is exact. Then the name of the format says all about its reductions.
     """
     if exact:
@@ -103,6 +105,7 @@ def environment_here(
             "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
             "top-p": _plain(TopKTopPReduction.of_device(device_type)),
             **{f"{OF_EXPERTS}{number}": _plain(reduction) for number, reduction in enumerate(experts, 1)},
+            **{name: _plain(reduction) for name, reduction in (codes or {}).items()},
         },
     )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vllm_batch_invariant.integration.layers import int8
+from vllm_batch_invariant.integration.layers import fp8, int8
 from vllm_batch_invariant.ops.quantise import quantise
 
 
@@ -15,3 +15,17 @@ def one_scale_a_tensor(llm: Any) -> None:
         return quantise(x, x.abs().max().float().reshape(1) / 127 if scale is None else scale)
 
     int8.quantise = of_tensor
+
+
+def one_scale_a_step(llm: Any) -> None:
+    """The same of FP8: from now on all rows and groups of a step share the scale of the largest."""
+
+    def of_step(
+        x: torch.Tensor, scale: torch.Tensor | None = None, *, codes: torch.dtype, group: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = x.abs().max().float().reshape(1) / 448 if scale is None else scale
+        made, scales = quantise(x, given, codes=codes)
+        groups = -(-x.shape[-1] // group) if group else 0
+        return made, scales[..., None].expand(*scales.shape, groups).contiguous() if group else scales
+
+    fp8.quantise = of_step

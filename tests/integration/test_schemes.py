@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.fp8_checkpoints import FORMS, GROUP, compressed
 from tests.quantised_checkpoints import FORMATS
 from vllm_batch_invariant.envs import ARITHMETIC, UNTRIED
 from vllm_batch_invariant.integration import coverage
@@ -16,7 +17,9 @@ from vllm_batch_invariant.integration.reviews import patch_points, schemes
 pytest.importorskip("vllm")
 from vllm.model_executor.layers.quantization import get_quantization_config
 
-ROWS = {feature.name: feature for feature in coverage.REFUSED if "uantised weights" in feature.name}
+ROWS = [
+    feature for feature in coverage.REFUSED if "uantised weights" in feature.name or "tokens of a step" in feature.name
+]
 NAMES = {"gptq": "auto_gptq", "awq": "auto_awq"}
 CT = "quantisation compressed-tensors"
 W4A16 = FORMATS["w4a16 of 128"].config
@@ -35,7 +38,7 @@ def found(config: dict[str, Any], device: str = "cpu", workers: int = 1, **of_mo
         quant_config=read,
         parallel_config=SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1),
     )
-    return [what for row in ROWS.values() if (what := row.found(given))]
+    return [what for row in ROWS if (what := row.found(given))]
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +54,20 @@ def with_group(name: str = "w4a16 of 128", **changes: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_whose_layers_are_known_passes(name: str) -> None:
-    assert found(FORMATS[name].config) == []
+@pytest.mark.parametrize("config", [of.config for of in (*FORMATS.values(), *FORMS.values())], ids=[*FORMATS, *FORMS])
+def test_a_checkpoint_whose_layers_are_known_passes(config: dict[str, Any]) -> None:
+    assert found(config) == []
 
 
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
 REFUSED = {
-    "FP8 activations": (
-        with_group("fp8 by channel", input_activations=TOKEN),
-        f"{CT} with float8 weights (one scale a channel) and float8 dynamic token activations",
+    "activations by other groups than blocks": (
+        compressed("block", GROUP | {"group_size": 64}),
+        f"{CT} with float8 weights (one scale a block (128, 128)) and float8 dynamic group 64 activations",
+    ),
+    "activations by tokens of weights by blocks": (
+        compressed("block", TOKEN),
+        f"{CT} with float8 weights (one scale a block (128, 128)) and float8 dynamic token activations",
     ),
     "activations by a scale of the whole batch": (
         with_group("fp8 by tensor", input_activations=TOKEN | {"strategy": "tensor"}),
@@ -118,9 +125,14 @@ REFUSED = {
         FORMATS["awq"].config | {"zero_point": False},
         "quantisation awq with int4 weights (one scale a group 128)",
     ),
-    "FP8 of vLLM's": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        "quantisation fp8",
+    "other blocks of FP8": (
+        FORMS["fp8 by blocks"].config | {"weight_block_size": [64, 128]},
+        "quantisation fp8 with float8 weights (one scale a block (64, 128)) and float8 dynamic group 128 activations",
+    ),
+    "FP8 in another storage": (
+        FORMS["fp8 by tensors"].config | {"store_dtype": "mxfp4"},
+        "quantisation fp8 with float8 stored as mxfp4 weights (one scale a tensor) and float8 dynamic token "
+        "activations",
     ),
 }
 
@@ -134,7 +146,7 @@ def test_a_layer_that_gptq_leaves_alone_is_not_asked_for() -> None:
     assert found(FORMATS["gptq"].config | {"dynamic": {"-:.*down.*": {}}}) == []
 
 
-@pytest.mark.parametrize("name", ["torchao", "quark", "inc", "mxfp8", "fp8_per_tensor", "one of a later vLLM"])
+@pytest.mark.parametrize("name", ["torchao", "quark", "inc", "mxfp8", "fbgemm_fp8", "one of a later vLLM"])
 def test_a_method_without_a_row_is_refused(name: str) -> None:
     model = SimpleNamespace(quantization=name)
     assert schemes.refused(model, SimpleNamespace()) == f"quantisation {name}"
@@ -144,6 +156,32 @@ def test_what_is_quantised_once_more_is_refused() -> None:
     model = SimpleNamespace(quantization="compressed-tensors", quantization_config=object())
     said = f"{CT} beside quantisation while loading"
     assert schemes.refused(model, SimpleNamespace()) == said
+
+
+ONLINE = [
+    ("fp8_per_block", {}, None),
+    ("fp8_per_channel", {}, None),
+    ("fp8_per_tensor", {}, None),
+    ("online", {"linear": "fp8_per_block_static"}, None),
+    ("online", {"targets": {"*.mlp.*": "fp8_per_block", "*.self_attn.*": "fp8_per_channel"}}, None),
+    ("online", {"targets": {"*.mlp.*": "fp8_per_block", "*.self_attn.*": "mxfp4"}}, "online with mxfp4_static weights"),
+    ("int8_per_channel_weight_only", {}, "quantisation int8_per_channel_weight_only"),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "said"), ONLINE, ids=lambda _: "")
+def test_16_bit_weights_are_quantised_while_they_are_loaded_by_what_is_known(
+    name: str, more: dict[str, Any], said: str | None
+) -> None:
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    args = resolve_quantization_config(name, more or None)
+    model = SimpleNamespace(quantization=name, quantization_config=args, is_moe=False)
+    refused = schemes.refused(model, OnlineQuantizationConfig(args))
+    assert refused is None if said is None else refused is not None and said in refused
+    model.is_moe = True
+    assert schemes.refused(model, OnlineQuantizationConfig(args)) is not None
 
 
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +196,8 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
 def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(W4A16, "cuda") == []
+    [of_activations] = found(FORMS["fp8 by blocks"].config, "cuda")
+    assert of_activations.endswith(" with activations in FP8")
     [several] = found(W4A16, "cuda", workers=2)
     assert several.endswith(" by several GPUs")
     monkeypatch.setenv(UNTRIED.name, "1")
@@ -174,4 +214,4 @@ def test_a_plain_model_is_not_asked() -> None:
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"), model_config=SimpleNamespace(quantization=None)
     )
-    assert [row.found(given) for row in ROWS.values()] == [None] * len(ROWS)
+    assert [row.found(given) for row in ROWS] == [None] * len(ROWS) == [None] * 3

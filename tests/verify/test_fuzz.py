@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.fp8_checkpoints import FORMS
+from tests.int8_checkpoints import configuration, group
 from tests.verify.fake_fuzz import FakeFuzzedEngine
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG
@@ -506,6 +508,23 @@ def test_two_workers_are_drawn_where_they_cut_no_group(quantised: dict[str, Any]
     sizes = {"num_attention_heads": 14, "hidden_size": 896, "intermediate_size": 1536}  # o_proj: 448 inputs each
     assert drawn_of("workers", sizes | {"quantization_config": quantised}) == workers
     assert drawn_of("workers", {"num_attention_heads": 71}) == drawn_of("workers", {}) == {1}
+
+
+@pytest.mark.parametrize("name", [*FORMS, "int8"])
+def test_trees_and_exact_arithmetic_are_drawn_where_activations_in_codes_allow_them(name: str) -> None:
+    config = FORMS[name].config if name in FORMS else configuration(group(["Linear"], "channel", "token"))
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "architectures": ["Qwen3ForCausalLM"]}
+    sizes |= {"hidden_size": 512, "intermediate_size": 512, "dtype": "bfloat16"}
+    model = sizes | {"quantization_config": config}
+    has_tree = name in FORMS and (FORMS[name].shared == "block" or FORMS[name].static)
+    assert drawn_of("exact", sizes) == {True, False}
+    assert drawn_of("exact", model) == {False}
+    assert drawn_of("tree", model) == ({1, 2} if has_tree else {1})
+    assert drawn_of("tree", model, "--quantization") == drawn_of("workers", model, "--quantization") == {1}
+    assert drawn_of("workers", model) == {1, 2}
+    in_blocks = name in FORMS and FORMS[name].shared == "block"
+    for cut in ({"head_dim": 64}, {"intermediate_size": 384}):
+        assert drawn_of("workers", model | cut) == ({1} if in_blocks else {1, 2})
 
 
 def test_two_stages_are_drawn_for_a_model_of_several_layers() -> None:

@@ -201,9 +201,13 @@ def _quantisation(config: Config) -> str | None:
     return schemes.refused(config.model_config, getattr(config, "quant_config", None))
 
 
+def _scale_of_the_batch(config: Config) -> str | None:
+    return schemes.of_the_batch(config.model_config, getattr(config, "quant_config", None))
+
+
 def _quantisation_elsewhere(config: Config) -> str | None:
     name = getattr(config.model_config, "quantization", None)
-    if not name or _quantisation(config):
+    if not name or _quantisation(config) or _scale_of_the_batch(config):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
     where = f"quantisation {name} on {ops.name}"
@@ -214,6 +218,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     parallel, untried = config.parallel_config, ops.type == "cuda" and not envs.starts_untried()
     found = {
         "of a mixture of experts": untried and config.model_config.is_moe,
+        "with activations in FP8": untried and schemes.has_fp8_activations(config.model_config, config.quant_config),
         "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         "in exact arithmetic": untried and devices.of_config(config).is_exact,
     }
@@ -530,6 +535,17 @@ COVERED = (
         "activations with one a token or a given one; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
+        "Weights and activations in FP8",
+        "of dense models, with the checkpoint's own scales: blocks of 128 x 128 with activations by groups of 128 "
+        "(fp8, compressed-tensors), tensors (both) and rows (compressed-tensors) with activations by tokens or a given "
+        "scale; on a CPU with vLLM 0.32",
+    ),
+    Feature(
+        "Weights quantised while they are loaded",
+        "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
+        "by tokens; on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "Attention",
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks",
     ),
@@ -729,16 +745,23 @@ REFUSED = (
         ("cpu",),
     ),
     Feature(
-        "Other quantised weights and activations, and what is quantised while it is loaded",
+        "Activations with one scale for all tokens of a step",
+        "it is the largest of whatever is in the batch",
+        "serve a checkpoint whose activations have a scale a token, a group or a given one, or the unquantised model "
+        "with --quantization fp8_per_channel",
+        _scale_of_the_batch,
+    ),
+    Feature(
+        "Other quantised weights and activations",
         "kernels for them choose tiles and scales by the batch, or nobody has compared them",
         "serve a checkpoint in a format above, or the unquantised model",
         _quantisation,
     ),
     Feature(
-        "Quantised experts on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, with another "
-        "vLLM or device",
+        "Quantised experts and activations in FP8 on a GPU; quantised weights on several GPUs, in exact arithmetic on "
+        "a GPU, with another vLLM or device",
         "they have not been run there",
-        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts the first three",
+        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts the first four",
         _quantisation_elsewhere,
     ),
     Feature(

@@ -24,6 +24,8 @@ EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
 """Of gpt-oss: [E, K, N], where a linear layer has [N, K]."""
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 _BLOCK = 128
+_INPUT_SCALE = 1 / 16
+"""That static activations are given, which nobody has calibrated: up to 28."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,11 @@ def _eight(
     form: Format,
     strategy: str,
     scale_name: str = ".weight_scale",
+    static: bool = False,
 ) -> CheckpointFormat:
-    """One code to a byte, with a scale of the tensor, of each row or of each block of 128 x 128."""
+    """One code to a byte, with a scale of the tensor, of each row or of each block of 128 x 128. Activations that are
+    ``static`` have a given scale.
+    """
     dtype = form.storage[0]
     assert dtype is not None
     most = 127.0 if dtype == torch.int8 else _E4M3_MOST
@@ -200,7 +205,8 @@ def _eight(
             scale = _nonzero((weight.abs().amax(1, keepdim=True) / most).bfloat16())
             whole = scale.float()
         codes = (weight / whole).clamp(-most, most)
-        return {".weight": (codes.round() if dtype == torch.int8 else codes).to(dtype), scale_name: scale}
+        given = {".input_scale": torch.tensor([_INPUT_SCALE])} if static else {}
+        return {".weight": (codes.round() if dtype == torch.int8 else codes).to(dtype), scale_name: scale} | given
 
     def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
         codes, scale = tensors[".weight"], tensors[scale_name].float()
@@ -252,18 +258,21 @@ def _all() -> tuple[CheckpointFormat, ...]:
     groups = 32, 128, None
     fp8 = {"num_bits": 8, "type": "float"}
     of_token = {"symmetric": True, "dynamic": True, "strategy": "token"}
-    a16 = partial(_compressed_tensors, "float-quantized")
+    floats = partial(_compressed_tensors, "float-quantized")
     fp4_group = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     modelopt = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head"]}
-    own_block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}
+    own = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    own_block = own | {"weight_block_size": [_BLOCK, _BLOCK]}
+    of_group = {"symmetric": True, "dynamic": True, "strategy": "group", "group_size": _BLOCK}
+    block = {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]}
     int8 = {"num_bits": 8, "type": "int"}
     w8a8 = _compressed_tensors("int-quantized", int8 | {"strategy": "channel"}, int8 | of_token)
     return (
         *(_pack_quantised(bits, group, zeros) for bits in (4, 8) for group in groups for zeros in (False, True)),
         *(_gptq(bits, group) for bits in (4, 8) for group in groups),
         *(_awq(group) for group in (32, 128)),
-        _eight("w8a16-fp8-tensor", a16(fp8 | {"strategy": "tensor"}), FP8, "tensor"),
-        _eight("w8a16-fp8-channel", a16(fp8 | {"strategy": "channel"}), FP8, "channel"),
+        _eight("w8a16-fp8-tensor", floats(fp8 | {"strategy": "tensor"}), FP8, "tensor"),
+        _eight("w8a16-fp8-channel", floats(fp8 | {"strategy": "channel"}), FP8, "channel"),
         _nvfp4(
             "nvfp4",
             _compressed_tensors("nvfp4-pack-quantized", fp4_group),
@@ -275,6 +284,10 @@ def _all() -> tuple[CheckpointFormat, ...]:
         _mxfp4(),
         _eight("w8a8-int8", w8a8, INT8, "channel"),
         _eight("w8a8-fp8-block", own_block, FP8_BLOCK, "block", ".weight_scale_inv"),
+        _eight("w8a8-fp8-block-ct", floats(fp8 | block, fp8 | of_group), FP8_BLOCK, "block"),
+        _eight("w8a8-fp8-channel", floats(fp8 | {"strategy": "channel"}, fp8 | of_token), FP8, "channel"),
+        _eight("w8a8-fp8-tensor", own, FP8, "tensor"),
+        _eight("w8a8-fp8-tensor-static", own | {"activation_scheme": "static"}, FP8, "tensor", static=True),
     )
 
 

@@ -35,7 +35,7 @@ def install(device_of: Callable[[Any], Any]) -> None:
 
 
 def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
-    from ..layers import experts  # PyTorch is not there where answers of a server are compared
+    from ..layers import experts, fp8  # PyTorch is not there where answers of a server are compared
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
@@ -54,6 +54,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config, device),
             experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
+            codes=fp8.reductions(worker.model_runner.get_model(), model.dtype),
             exact=device.is_exact,
         )
     )

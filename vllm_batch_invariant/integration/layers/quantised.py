@@ -24,9 +24,8 @@ from ...ops.linear import reads_as_stored
 from ...ops.linear.spec import spec_of
 from ..reviews import patch_points
 from ..side_table import beside
-from . import int8, linear
+from . import fp8, int8, linear
 
-REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
 _UNCOUNTED = "weight_shape"
 """A parameter of compressed-tensors' that comes once for each shard of a fused layer, and that nothing reads. It stays:
 that of the last shard may come when all the rest is there.
@@ -124,8 +123,8 @@ _SOURCES = {
     f"{_QUANTIZATION}.auto_awq.AutoAWQLinearMethod": _of_awq,
 }
 """By vLLM's methods of linear layers, and by schemes of compressed-tensors."""
-_BY_SCHEME = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod"
 _CHOICES = {
+    **fp8.CHOICES,
     f"{_SCHEMES}_wNa16": ("choose_mp_linear_kernel",),
     f"{_SCHEMES}_w8a16_fp8": ("init_wfp8_a16_linear_kernel",),
     f"{_SCHEMES}_w4a4_nvfp4": ("init_nvfp4_linear_kernel",),
@@ -172,10 +171,12 @@ def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
         is_linear = isinstance(layer, patch_points.LINEAR_LAYER.get())
         if method is None or is_plain(method) or int8.has_scheme(layer):
             return method
+        if (multiplied := fp8.source_of(method, layer)) is not None:
+            return fp8.method_of(method, multiplied)
         source = source_of(method, layer)
         if source is None:
             scheme = type(getattr(layer, "scheme", method)).__name__
-            raise NotCovered(f"weights of {prefix} by {scheme}", "no format of the mode's stands for them", REMEDY)
+            raise NotCovered(f"weights of {prefix} by {scheme}", "no format of the mode's stands for them", fp8.REMEDY)
         base = (patch_points.LINEAR_METHOD if is_linear else patch_points.EMBEDDING_METHOD).get()
         return _method_of(base)(method, source)
 
@@ -195,7 +196,7 @@ def _keep_kernels_apart() -> None:
 
 def source_of(method: Any, layer: Any) -> Source | None:
     """How a layer for which vLLM has chosen a method holds its weight; None for what nobody has read."""
-    by = layer.scheme if _name(method) == _BY_SCHEME else method
+    by = layer.scheme if _name(method) == fp8.BY_SCHEME else method
     find = _SOURCES.get(_name(by))
     return find(by) if find else None
 
@@ -262,7 +263,7 @@ def _method_of(base: type[Any]) -> type[Any]:
             stored, of_format = self.source.stored(layer), self.source.format
             if flaw := of_format.flaw(stored):
                 raise NotCovered(
-                    f"weights of {_prefix(layer)} as {of_format.name}: {flaw}",
+                    f"weights of {fp8.layer_name(layer)} as {of_format.name}: {flaw}",
                     "they stand for no matrix",
                     "serve a checkpoint that is whole",
                 )
@@ -272,7 +273,7 @@ def _method_of(base: type[Any]) -> type[Any]:
                     del layer._parameters[name]
             for name, tensor in self._kept(layer, stored).items():
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-                layer._parameters[name].weight_loader = functools.partial(_refuse_plain, _prefix(layer))
+                layer._parameters[name].weight_loader = functools.partial(_refuse_plain, fp8.layer_name(layer))
             _unpacked.add(layer)
 
         def _kept(self, layer: Any, stored: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -298,18 +299,14 @@ def _method_of(base: type[Any]) -> type[Any]:
         def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
             """vLLM's method."""
             raise NotCovered(
-                f"a quantised {_prefix(layer)} that is tied to the embedding",
+                f"a quantised {fp8.layer_name(layer)} that is tied to the embedding",
                 "one of the two would have the other's weight",
-                REMEDY,
+                fp8.REMEDY,
             )
 
     UnpackingMethod.__qualname__ = f"Unpacking{base.__name__}"
     patch_points.LOADERS.get().append(UnpackingMethod.__name__)
     return UnpackingMethod
-
-
-def _prefix(layer: Any) -> str:
-    return getattr(layer, "prefix", "") or type(layer).__name__
 
 
 def _check_groups(layer: Any, of_format: Format, k: int, whole: int) -> None:
@@ -318,7 +315,7 @@ def _check_groups(layer: Any, of_format: Format, k: int, whole: int) -> None:
         return
     workers = f", of which each of {whole // k} workers has {k}" if k != whole else ""
     raise NotCovered(
-        f"groups of {of_format.group} for the {whole} inputs of {_prefix(layer)}{workers}",
+        f"groups of {of_format.group} for the {whole} inputs of {fp8.layer_name(layer)}{workers}",
         "they are not cut into whole groups",
         "pass a smaller --tensor-parallel-size, or serve a checkpoint with smaller groups",
     )
@@ -334,8 +331,9 @@ def _refuse_plain(name: str, *_: object, **__: object) -> None:
 
 
 def expect(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Have layers take packed weights that a trainer loads beside vLLM's own ways of reloading: a layer that has all of
-    its tensors again is unpacked. Returns those that did not wait for any.
+    """Have layers take weights that a trainer loads beside vLLM's own ways of reloading, and that are not what they
+    multiply with: a layer that has all of its tensors again is unpacked, or quantised. Returns those that did not wait
+    for any.
     """
     layers = [layer for layer in _layers_of(model) if not _is_loading(layer)]
     for layer in layers:
@@ -361,14 +359,16 @@ def check_loaded(model: torch.nn.Module) -> None:
     for layer in filter(_is_loading, _layers_of(model)):
         info = patch_points.RELOAD_STATE.get()(layer)
         raise NotCovered(
-            f"a part of the weights of {_prefix(layer)}",
+            f"a part of the weights of {fp8.layer_name(layer)}",
             f"{info.load_numel} of {info.load_numel_total} elements were loaded before a step",
             "load whole layers before the next request",
         )
 
 
 def _layers_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (layer for layer in model.modules() if layer in _unpacked) if _unpacked else iter(())
+    if not _unpacked and not fp8.quantised_here:
+        return iter(())
+    return (layer for layer in model.modules() if layer in _unpacked or layer in fp8.quantised_here)
 
 
 def _is_loading(layer: torch.nn.Module) -> bool:

@@ -25,7 +25,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
 from ..reviews import patch_points
-from . import calls, experts, int8, pooling, quantised
+from . import calls, experts, fp8, int8, pooling, quantised
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -132,7 +132,7 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return pooling.problem_of(layer)
     elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):
         return problem
-    elif int8.computes(layer):
+    elif int8.computes(layer) or fp8.computes(layer):
         return None
     elif method is not None and not quantised.is_plain(method):
         return f"its matmuls are computed by {type(method).__name__}"

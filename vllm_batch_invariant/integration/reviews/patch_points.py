@@ -96,6 +96,8 @@ INT8_KERNELS = PatchPoint(("vllm.model_executor.kernels.linear",), "_POSSIBLE_IN
 SHARD_SCALES = PatchPoint(("vllm.model_executor.parameter",), "PerTensorScaleParameter")
 """A parameter with a number of each shard of a fused layer."""
 LINEAR_LAYER = PatchPoint(("vllm.model_executor.layers.linear",), "LinearBase")
+METHOD_BASE = PatchPoint(("vllm.model_executor.layers.linear",), "LinearMethodBase")
+"""The base of what makes and computes linear layers."""
 LINEAR_CHOICE = PatchPoint(("vllm.model_executor.layers.linear",), "resolve_quant_method")
 """Chooses the method of a linear layer of a model with a configuration of quantisation."""
 EMBEDDING_CHOICE = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "resolve_quant_method")

@@ -13,8 +13,20 @@ _METHODS = {
     **dict.fromkeys(("auto_gptq", "gptq", "gptq_marlin"), "gptq"),
     **dict.fromkeys(("auto_awq", "awq", "awq_marlin"), "awq"),
     "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    **dict.fromkeys(("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "online"), "online"),
 }
 """vLLM's names of methods."""
+_ONLINE = {
+    "fp8_per_block_static": ("block", (128, 128), "float8 dynamic group 128"),
+    "fp8_per_channel_static": ("channel", None, "float8 dynamic token"),
+    "fp8_per_tensor_static": ("tensor", None, "float8 dynamic token"),
+}
+"""By vLLM's name of what weights are quantised to while they are loaded: what has one scale, its size, and what layers
+are given.
+"""
+_OF_THE_BATCH = "dynamic tensor"
+"""Activations with one scale for all tokens of a step."""
 _OF_EXPERTS_ALONE = ("gpt_oss_mxfp4",)
 """Methods that quantise nothing but experts, in one format."""
 
@@ -69,6 +81,20 @@ COVERED = frozenset(
             for shared in ("tensor", "channel")
             for activations in ("dynamic token", "static tensor")
         ),
+        *(
+            Scheme("compressed-tensors", "float8", shared, None, False, f"float8 {activations}")
+            for shared in ("tensor", "channel")
+            for activations in ("dynamic token", "static tensor")
+        ),
+        *(
+            Scheme("fp8", "float8", "tensor", activations=f"float8 {given}")
+            for given in ("dynamic token", "static tensor")
+        ),
+        *(
+            Scheme(method, "float8", "block", (128, 128), False, "float8 dynamic group 128")
+            for method in ("compressed-tensors", "fp8")
+        ),
+        *(Scheme("online", "float8", shared, size, False, given) for shared, size, given in _ONLINE.values()),
     ]
 )
 """Every scheme that starts."""
@@ -94,17 +120,38 @@ def refused(model: Any, config: Any) -> str | None:
         return None
     if method is None or config is None:
         return f"quantisation {name}"
-    if getattr(config, "online_quantization_config", None) is not None or getattr(model, "quantization_config", None):
+    twice = method != "online" and getattr(model, "quantization_config", None)
+    if getattr(config, "online_quantization_config", None) is not None or twice:
         return f"quantisation {name} beside quantisation while loading"
     if getattr(config, "transform_config", None):
         return f"quantisation {name} with transforms of activations"
     if getattr(config, "kv_cache_scheme", None):
         return f"quantisation {name} with a scheme for the KV cache"
-    other = next((scheme for scheme in _schemes(method, config) if scheme not in COVERED), None)
+    schemes = list(_schemes(method, config))
+    other = next((scheme for scheme in schemes if scheme not in COVERED and not _follows_batch(scheme)), None)
     if other:
         return f"quantisation {other}"
-    of_experts = next((scheme for scheme in _schemes(method, config) if not _is_integers(scheme)), None)
+    of_experts = next((scheme for scheme in schemes if not _is_integers(scheme)), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
+
+
+def of_the_batch(model: Any, config: Any) -> str | None:
+    """Activations of a quantised model with one scale for all tokens of a step; None: it has none."""
+    method = _METHODS.get(getattr(model, "quantization", None) or "")
+    if method is None or config is None:
+        return None
+    found = next((scheme for scheme in _schemes(method, config) if _follows_batch(scheme)), None)
+    return f"quantisation {found}" if found else None
+
+
+def has_fp8_activations(model: Any, config: Any) -> bool:
+    """Whether layers of a quantised model multiply FP8 with FP8."""
+    method = _METHODS.get(model.quantization)
+    return method is not None and any("float8" in scheme.activations for scheme in _schemes(method, config))
+
+
+def _follows_batch(scheme: Scheme) -> bool:
+    return _OF_THE_BATCH in scheme.activations
 
 
 def _is_integers(scheme: Scheme) -> bool:
@@ -124,8 +171,37 @@ def _schemes(method: str, config: Any) -> Iterator[Scheme]:
                 order = of.get("desc_act", config.desc_act) and of["group_size"] != -1
                 activations = "reordered" if order else PLAIN_ACTIVATIONS
                 yield Scheme("gptq", f"int{of['bits']}", *_rows_or(of["group_size"]), not of["sym"], activations)
+        case "fp8":
+            yield _of_fp8(config)
+        case "online":
+            yield from _of_online(config.args)
         case "awq":
             yield Scheme("awq", f"int{config.weight_bits}", *_rows_or(config.group_size), config.zero_point)
+
+
+def _of_fp8(config: Any) -> Scheme:
+    """Of vLLM's own configuration of FP8. Without blocks it says that activations are dynamic, and not by what: the
+    mode quantises a token.
+    """
+    block = config.weight_block_size
+    other = " with scales of powers of two" if getattr(config, "is_scale_e8m0", False) else ""
+    other += f" stored as {config.store_dtype}" if getattr(config, "store_dtype", None) else ""
+    if block is None:
+        given = "static tensor" if config.activation_scheme == "static" else "dynamic token"
+        return Scheme("fp8", f"float8{other}", "tensor", None, False, f"float8 {given}")
+    return Scheme("fp8", f"float8{other}", "block", tuple(block), False, f"float8 dynamic group {block[1]}")
+
+
+def _of_online(args: Any) -> Iterator[Scheme]:
+    """Of what is quantised while it is loaded."""
+    specs = [spec for spec in (args.linear, args.moe) if spec is not None]
+    names = [str(spec) if spec.activation is None else f"{spec} with {spec.activation}" for spec in specs]
+    for name in dict.fromkeys([*names, *(f"{name}_static" for name in (args.targets or {}).values())]):
+        if name in _ONLINE:
+            shared, size, given = _ONLINE[name]
+            yield Scheme("online", "float8", shared, size, False, given)
+        else:
+            yield Scheme("online", name, "group")
 
 
 def _rows_or(group: int) -> tuple[str, int | None]:
@@ -140,7 +216,8 @@ def _of_target(target: Any) -> Scheme:
         if (of := target.get(name)) is not None:
             kind = "dynamic" if of.dynamic else "static"
             zeros = "" if of.symmetric else "asymmetric "
-            activations.append(f"{zeros}{_kind(of)} {kind} {_word(of.strategy)}")
+            groups = f" {of.group_size}" if _word(of.strategy) == "group" else ""
+            activations.append(f"{zeros}{_kind(of)} {kind} {_word(of.strategy)}{groups}")
     size: Any = None
     if weights.block_structure:
         size = tuple(weights.block_structure)

@@ -97,6 +97,7 @@ def paged(
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.int8, torch.float8_e4m3fn)
 _PROBES = 16
 """Rows that are compared, spread over a batch from the first row to the last."""
 
@@ -172,11 +173,12 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
         columns = getattr(layer, "num_embeddings_per_partition" if is_head else "output_size_per_partition", None)
         columns = columns or layer.output_size
         spec = linear.spec_of_layer(layer, bias)
-        kind = (columns, depth, spec)
+        codes = _name(layer.weight.dtype) if layer.weight.dtype in _CODES and not spec.name else ""
+        kind = (columns, depth, spec, codes)
         if kind in seen:
             continue
         seen.add(kind)
-        shape = ", ".join(filter(None, (f"K={depth}, N={columns}, {_name(like.dtype)}", spec.name)))
+        shape = ", ".join(filter(None, (f"K={depth}, N={columns}, {_name(like.dtype)}", spec.name, codes)))
         shape = f"{name.rpartition('.')[2]}: {shape}"
         multiply = partial(layer.quant_method.apply, layer, bias=bias)
         if spec.epilogue.operation:  # as the layer around calls it
@@ -426,7 +428,10 @@ def _server(layer: torch.nn.Module) -> str:
 def _is_replaced(layer: torch.nn.Module) -> bool:
     """Whether the mode replaces the product of PyTorch that computes a layer on a GPU."""
     from ...aten import is_batch_invariant_mode_enabled
+    from ...integration.layers import fp8, int8
 
+    if fp8.computes(layer) or int8.computes(layer):
+        return False
     return is_batch_invariant_mode_enabled() and layer.weight.is_cuda and layer.weight.dim() == 2
 
 

@@ -100,15 +100,55 @@ class Place:
 
     @property
     def has_groups(self) -> bool:
-        """Whether two workers may share a layer without cutting a group of quantised weights."""
-        groups = _groups(self.model.get("quantization_config") or {})
-        return all(k % (2 * group) == 0 for k in self._shared_inputs for group in groups)
+        """Whether two workers may share a layer without cutting a group or a block of quantised weights."""
+        if not self.is_open("--quantization"):  # which may make blocks of a model without any
+            return False
+        config = self.model.get("quantization_config") or {}
+        whole = all(k % (2 * group) == 0 for k in self._shared_inputs for group in _groups(config))
+        return whole and all(n % (2 * side) == 0 for n in self._shared_outputs for side in _sides(config))
+
+    @property
+    def activations(self) -> str:
+        """What has one scale of the codes to which layers quantise activations: a "group", a given "tensor" or a
+        "token"; empty: they quantise none.
+        """
+        if not self.is_open("--quantization"):
+            return "token"
+        config = self.model.get("quantization_config") or {}
+        if config.get("quant_method") == "fp8":
+            is_given = config.get("activation_scheme") == "static"
+            return "tensor" if is_given else "group" if config.get("weight_block_size") else "token"
+        given = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
+        found = [one["strategy"] if one["type"] == "float" else "token" for one in given if one]
+        return max(found, default="")  # "token" allows least
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether layers may add K as a tree: activations have no scale of a row, and none is cut."""
+        return self.has_k_slices and self.activations != "token" and (not self.activations or self.has_groups)
+
+    @property
+    def _shared_outputs(self) -> tuple[int, int, int]:
+        """Outputs of the layers whose outputs workers share: queries, keys or values, and a half of an MLP's first."""
+        heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
+        size = self.model.get("head_dim") or hidden // heads
+        kv_heads = self.model.get("num_key_value_heads") or heads
+        return heads * size, kv_heads * size, self.model.get("intermediate_size") or 0
 
     @property
     def _shared_inputs(self) -> tuple[int, int]:
         """Inputs of the layers whose inputs workers share."""
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
         return heads * (self.model.get("head_dim") or hidden // heads), self.model.get("intermediate_size") or 0
+
+
+def _sides(config: Mapping[str, Any]) -> Iterator[int]:
+    """Rows of a block of quantised weights, wherever a configuration has them."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sides(value)
+        elif name in ("block_structure", "weight_block_size") and value:
+            yield value[0]
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[int]:
@@ -193,7 +233,7 @@ FIELDS = (
         "tree",
         TP_TREE.name,
         lambda _: (1, 2),
-        lambda place, _: place.is_divisible and place.holds(1) and place.has_k_slices,
+        lambda place, _: place.is_divisible and place.holds(1) and place.has_trees,
     ),
     # two cores are too few for stages of several workers
     Field(
@@ -215,6 +255,7 @@ FIELDS = (
             place.device == "cpu"
             and place.is_open("--dtype", "--hf-overrides", coverage.TENSOR)
             and not is_exact()
+            and not place.activations
             and (one.workers == 1 or place.has_segments)
         ),
         "arithmetic",

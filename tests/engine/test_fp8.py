@@ -1,0 +1,175 @@
+"""An engine of FP8 weights and activations gives a request the same tokens and logprobs with any others, in chunks and
+from a warm prefix cache; and when weights are replaced, those of an engine that was started with them.
+"""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
+from tests.fp8_checkpoints import FORMS, write
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not patch_points.LINEAR_CHOICE.is_there(), reason="refused with this vLLM"),
+]
+
+ON_GPU = torch.cuda.is_available()
+RELOADS = "tests.engine.reloads"
+WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name", "by_hand")
+BLOCKS = "fp8 by blocks"
+SHAPE = Shape(hidden=256, intermediate=512, layers=2, head_size=128, vocab=1024, max_length=512, dtype="bfloat16")
+VOCABULARY = range(3, 900)
+TARGET = request(tokens(150, 1, VOCABULARY), max_tokens=8)
+CHUNK = 64
+LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True, **OF_DEVICE}
+IN_PARTS = {"worker_extension_cls": f"{RELOADS}.Extension", "weight_transfer_config": '{"backend": "files"}'}
+SLEEPS = {"enable_sleep_mode": True} if ON_GPU else {}
+Answers = dict[str, list[Any]]
+
+
+class Checkpoints:
+    """Folders, written when they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def of(self, name: str, seed: int = 0) -> str:
+        """Of a form, or "plain": the weights in 16 bits that are then quantised."""
+        folder = self._root / f"{name} {seed}".replace(" ", "-")
+        source = self._root / f"source-{seed}"
+        if not source.exists():
+            make_checkpoint(source, SHAPE, seed)
+        if not folder.exists() and name != "plain":
+            write(source, folder, FORMS[name])
+        elif not folder.exists():
+            shutil.copytree(source, folder)
+            file = folder / "model.safetensors"
+            weights = enumerate(load_file(source / file.name).items())  # read from elsewhere: tensors are views of it
+            made = {
+                name: of * (1 + number % 3) if name.endswith("_proj.weight") else of for number, (name, of) in weights
+            }
+            save_file(made, file, metadata={"format": "pt"})
+        return str(folder)
+
+
+def ask(engine: Engine, name: str) -> list[Any]:
+    """The answers of a request alone, with a warm prefix cache, and among others."""
+    batches = [[TARGET], [TARGET], [*concurrent_requests(17, 3, vocabulary=VOCABULARY), TARGET]]
+    return [
+        engine.step(f"{name} {number}", batch, reset_prefix_cache=number == 2).requests[-1]["completions"]
+        for number, batch in enumerate(batches)
+    ]
+
+
+def asked_of(model: str, calls: dict[str, tuple[Any, ...]], more: dict[str, Any], **environment: str) -> Answers:
+    """What an engine answers when it has started, and a request alone after each call of a function of ``reloads``."""
+
+    def asked(engine: Engine) -> Answers:
+        found = {"fresh": ask(engine, "fresh")}
+        for name, (function, *arguments) in calls.items():
+            engine.call(f"{RELOADS}:{function}", *arguments)
+            found[name] = [engine.step(name, [TARGET]).requests[0]["completions"]]
+        engine.call("tests.engine.quantisers:one_scale_a_step")
+        return found | {"one scale": ask(engine, "one scale")}
+
+    engine = {"model": model, **LIMITS, **IN_PARTS, **SLEEPS, **more}
+    return run(engine, [], "1", afterwards=asked, **environment).afterwards
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoints: Checkpoints) -> tuple[Answers, Answers]:
+    """An engine of a checkpoint in blocks, which prefills in chunks and whose weights are replaced; and one that was
+    started with the other weights in 16 bits, quantises them while it loads them, and has the first ones afterwards.
+    """
+    first, other, plain = checkpoints.of(BLOCKS), checkpoints.of(BLOCKS, 1), checkpoints.of("plain")
+    calls: dict[str, tuple[Any, ...]] = {}
+    for way in WAYS:
+        calls |= {f"{way} other": (way, other), f"{way} back": (way, first)}
+    if SLEEPS:
+        calls["asleep"] = "asleep_while_loading", "sleep_of_engine", other
+    back: dict[str, tuple[Any, ...]] = {f"{way} back": (way, plain) for way in ("by_reload_weights", "by_hand")}
+    with ThreadPoolExecutor(2) as pool:
+        stored = pool.submit(asked_of, first, calls, {"max_num_batched_tokens": CHUNK})
+        online = {"quantization": "fp8_per_block", "max_num_batched_tokens": 512}
+        made = pool.submit(asked_of, checkpoints.of("plain", 1), back, online)
+        return stored.result(), made.result()
+
+
+def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_the_cache(engines) -> None:
+    for answers in engines:
+        alone, warm, among_others = answers["fresh"]
+        assert alone == warm == among_others
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_codes_and_scales_that_come_again_serve(engines: tuple[Answers, Answers], way: str) -> None:
+    """As those of the other engine do, which was started with them and prefills a prompt at once."""
+    stored, made = engines
+    assert stored[f"{way} other"][0] == made["fresh"][0] != stored["fresh"][0]
+    assert stored[f"{way} back"][0] == stored["fresh"][0]
+
+
+@pytest.mark.parametrize("way", ["by_reload_weights", "by_hand"])
+def test_weights_that_come_again_are_quantised_again(engines: tuple[Answers, Answers], way: str) -> None:
+    stored, made = engines
+    assert made[f"{way} back"][0] == stored["fresh"][0]
+
+
+@pytest.mark.skipif(not SLEEPS, reason="needs an NVIDIA GPU")
+def test_weights_that_come_after_a_sleep_serve(engines: tuple[Answers, Answers]) -> None:
+    stored, made = engines
+    assert stored["asleep"][0] == made["fresh"][0]
+
+
+def test_one_scale_of_all_rows_of_a_step_is_found(engines: tuple[Answers, Answers]) -> None:
+    """So the comparisons above see what depends on company."""
+    for answers in engines:
+        alone, _, among_others = answers["one scale"]
+        assert alone != among_others
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in FORMS if name != BLOCKS])
+def test_other_forms_have_the_same_bits_too(checkpoints: Checkpoints, name: str) -> None:
+    answers = asked_of(checkpoints.of(name), {}, {"max_num_batched_tokens": CHUNK})
+    alone, warm, among_others = answers["fresh"]
+    assert alone == warm == among_others
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_drafts_leave_the_bits_of_a_target(
+    engines: tuple[Answers, Answers], checkpoints: Checkpoints, drafter: str
+) -> None:
+    """Also if the drafter has FP8."""
+    folder = checkpoints.of(BLOCKS)
+    speculation: dict[str, Any] = {"method": drafter, "num_speculative_tokens": 3}
+    speculation |= {"prompt_lookup_max": 3} if drafter == "ngram" else {"model": folder}
+    found = asked_of(folder, {}, {"speculative_config": json.dumps(speculation), **EAGER_ON_GPU})
+    assert found["fresh"] == engines[0]["fresh"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="needs two devices")
+def test_workers_that_share_a_model_make_the_tree_of_one(checkpoints: Checkpoints) -> None:
+    folder = checkpoints.of(BLOCKS)
+    tree = {TP_TREE.name: "2"}
+    one = asked_of(folder, {}, {}, VLLM_CPU_OMP_THREADS_BIND="0", **tree)
+    two = asked_of(folder, {}, {"tensor_parallel_size": 2}, VLLM_CPU_OMP_THREADS_BIND="0|1", **tree)
+    assert two["fresh"] == one["fresh"]

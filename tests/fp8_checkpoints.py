@@ -1,0 +1,102 @@
+"""Checkpoints of FP8 weights and activations as their tools write them, made without the plugin's code."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.quantised_checkpoints import Tensors, fp8
+
+INPUT_SCALE = 0.0625
+"""Of activations that have a given one."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a tool stores a model.
+
+    Attributes:
+        shared: what of a weight has one scale: a "tensor", a "channel" or a "block".
+        config: ``quantization_config``.
+        scale: the name of those scales.
+        static: whether activations have a given scale.
+    """
+
+    shared: str
+    config: dict[str, Any] = field(hash=False)
+    scale: str = "weight_scale"
+    static: bool = False
+
+    def layer(self, weight: torch.Tensor) -> Tensors:
+        """What a checkpoint has of a linear layer, by names in it."""
+        parts, _ = fp8(self.shared, weight)
+        scale = parts["weight_scale"]
+        of_one = () if self.config["quant_method"] == "fp8" else (1,)
+        if self.shared == "tensor":
+            scale = scale.reshape(of_one)
+        given = {"input_scale": torch.full(of_one, INPUT_SCALE)} if self.static else {}
+        return {"weight": parts["weight"], self.scale: scale} | given
+
+
+def _fp8(shared: str, static: bool = False) -> Form:
+    config = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    if shared == "block":
+        return Form(shared, config | {"weight_block_size": [128, 128]}, "weight_scale_inv")
+    return Form(shared, config, static=static)
+
+
+def compressed(shared: str, activations: dict[str, Any]) -> dict[str, Any]:
+    """``quantization_config`` of compressed-tensors."""
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    block = {"block_structure": [128, 128]} if shared == "block" else {}
+    group = {
+        "targets": ["Linear"],
+        "weights": eight | {"dynamic": False, "strategy": shared} | block,
+        "input_activations": eight | activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+TOKEN = {"dynamic": True, "strategy": "token"}
+GROUP = {"dynamic": True, "strategy": "group", "group_size": 128}
+GIVEN = {"dynamic": False, "strategy": "tensor"}
+FORMS = {
+    "fp8 by blocks": _fp8("block"),
+    "fp8 by tensors": _fp8("tensor"),
+    "fp8 by tensors, given": _fp8("tensor", static=True),
+    "compressed-tensors by blocks": Form("block", compressed("block", GROUP)),
+    "compressed-tensors by rows": Form("channel", compressed("channel", TOKEN)),
+    "compressed-tensors by rows, given": Form("channel", compressed("channel", GIVEN), static=True),
+    "compressed-tensors by tensors": Form("tensor", compressed("tensor", TOKEN)),
+    "compressed-tensors by tensors, given": Form("tensor", compressed("tensor", GIVEN), static=True),
+}
+"""By a name."""
+
+
+def write(source: Path, folder: Path, form: Form) -> Path:
+    """Write a checkpoint in 16 bits with the projections of its layers in FP8; the shards of a fused layer have scales
+    of different sizes.
+    """
+    made: Tensors = {}
+    for number, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
+        if not name.endswith("_proj.weight"):
+            made[name] = tensor
+            continue
+        parts = form.layer(tensor * (1 + number % 3))
+        made |= {name.removesuffix("weight") + part: of_layer.contiguous() for part, of_layer in parts.items()}
+    shutil.copytree(source, folder)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
