@@ -22,7 +22,7 @@ SCHEDULE = {"BLOCK_M", "DECODE_ROWS"}
 """Of ``Schedule``, and of ``Kernels``."""
 PROBLEM = {
     "attention_kernel": {
-        "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE", "USE_TMA", "USE_SOFT_CAP",
+        "NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PADDED_HEAD_DIM", "PAGE_SIZE", "USE_TMA", "HOLDS_CODES", "CONVERTS_E4M3", "USE_SOFT_CAP",
         "USE_ALIBI", "USE_WINDOW", "USE_SINKS", "PREFILL_LIKE", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK",
     },
     "plan_kernel": {"NUM_KV_HEADS", "PADDED_KV_HEADS", "QUERIES_PER_KV"},

@@ -124,6 +124,11 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
             return "its values have another size than its keys"
+        if layer.impl.kv_cache_dtype.startswith("fp8"):
+            if getattr(layer, "query_quant", None) is not None:
+                return "its queries are quantised"
+            if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+                return "its KV cache has a scale for each head"
     elif isinstance(layer, patch_points.MOE_RUNNER.get()):
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):

@@ -3,8 +3,9 @@
 :mod:`..layers.quantised` looks again, at each layer as vLLM builds it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 PLAIN_ACTIVATIONS = ""
@@ -98,13 +99,21 @@ def refused(model: Any, config: Any) -> str | None:
         return f"quantisation {name} beside quantisation while loading"
     if getattr(config, "transform_config", None):
         return f"quantisation {name} with transforms of activations"
-    if getattr(config, "kv_cache_scheme", None):
-        return f"quantisation {name} with a scheme for the KV cache"
+    of_cache = getattr(config, "kv_cache_scheme", None)
+    if of_cache and not _is_static_fp8(of_cache):
+        return f"quantisation {name} with this scheme for the KV cache"
     other = next((scheme for scheme in _schemes(method, config) if scheme not in COVERED), None)
     if other:
         return f"quantisation {other}"
     of_experts = next((scheme for scheme in _schemes(method, config) if not _is_integers(scheme)), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
+
+
+def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
+    """Whether a cache has codes in e4m3 and one scale for the keys of a layer, and one for its values."""
+    of = {name: of_cache.get(name) for name in ("type", "num_bits", "strategy", "dynamic", "symmetric")}
+    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()} == wanted
 
 
 def _is_integers(scheme: Scheme) -> bool:

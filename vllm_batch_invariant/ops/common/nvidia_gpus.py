@@ -16,6 +16,15 @@ def has_tcgen05(major: int) -> bool:
     return major == 10
 
 
+def converts_e4m3(capability: tuple[int, int]) -> bool:
+    """Whether there are instructions that convert e4m3, and Triton knows the type: speed only.
+
+    Args:
+        capability: compute capability.
+    """
+    return capability >= (8, 9)
+
+
 def attends_by_tma(major: int) -> bool:
     """Whether attention in Triton reads keys and values by the tensor memory accelerator: speed only.
 
