@@ -97,7 +97,7 @@ def test_scales_are_asked_for_with_codes_and_refused_without():
         with pytest.raises(ValueError, match="must be one fp32 number"):
             attend(replace(call, cache=replace(call.cache, **wrong)))
     plain = upcast(call)
-    with pytest.raises(ValueError, match="v_scale of keys and values in torch.bfloat16 must be None"):
+    with pytest.raises(ValueError, match=r"v_scale of keys and values in torch\.bfloat16 must be None"):
         attend(replace(plain, cache=replace(plain.cache, v_scale=one)))
 
 

@@ -42,7 +42,7 @@ def test_numbers_and_padding():
 
 
 @triton.jit
-def _convert(codes_ptr, out_ptr, CONVERTS_E4M3: tl.constexpr):
+def _convert(codes_ptr, out_ptr, CONVERTS_E4M3: tl.constexpr):  # noqa: N803
     offs = tl.arange(0, 256)
     numbers = from_e4m3(tl.load(codes_ptr + offs), out_ptr.dtype.element_ty, CONVERTS_E4M3)
     tl.store(out_ptr + offs, numbers)
