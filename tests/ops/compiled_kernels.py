@@ -54,12 +54,13 @@ from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
-from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, integers
 from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers
+from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
@@ -281,16 +282,21 @@ def attend(
     tokens: int,
     count: int = 1,
     kernels: planning.Kernels | None = None,
+    in_codes: bool = False,
     **options: object,
 ) -> None:
-    """Launch what ``count`` requests of so many keys and so many new tokens each need."""
+    """Launch what ``count`` requests of so many keys and so many new tokens each need, over numbers or over codes."""
     request = Request(heads, length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
-    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
+    scales = ()
+    if in_codes:
+        keys, values, scales = keys.to(E4M3), values.to(E4M3), (torch.ones(()), torch.ones(()))
+    stored = E4M3 if in_codes else None
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options, kernels)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
-        query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
+        query, keys, values, table, seq_lens, starts, *scales, scale=0.1, reduction=REDUCTION, implementation="triton",
         plan=plan, **options,
     )  # fmt: skip
 
@@ -300,6 +306,14 @@ def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
     attend(heads, page, 300, 1, 2, **options)
     attend(heads, page, 300, 2, 2, **options)
     attend(heads, page, 300, 200, **options)
+
+
+def written_caches(count: int) -> None:
+    """Keys and values of so many tokens, as codes and as numbers."""
+    qkv, scale = torch.zeros(count, 3, 8, 128, dtype=torch.bfloat16), torch.ones(())
+    for dtype, scales in ((E4M3, (scale, scale)), (torch.bfloat16, ())):
+        cache = torch.zeros(5, 8, 16, 256, dtype=torch.bfloat16).to(dtype).split(128, dim=-1)
+        kv_cache.write(qkv[:, 1], qkv[:, 2], CacheSlots(*cache, torch.zeros(count, dtype=torch.int64), *scales))
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
@@ -637,6 +651,7 @@ def check_some(more: bool) -> None:
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, in_codes=True)
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
         check_all(f"gradients of attention on sm_{gpu}", found, False)
@@ -739,6 +754,7 @@ def triton_attention_variants() -> None:
     every_option = {name: one.example(8) for name, one in ADDED.items()}
     for page, size in itertools.product((16, 64), (64, 128, 256)):
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
+        launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True)
     for name, value in every_option.items():
         launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)
@@ -802,6 +818,7 @@ VARIANTS = {
     "all_reduce": partial(launch_on, 90, every_all_reduce),
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
+    "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),
     "formats": partial(launch_on, 90, decoded_weights),
     "exact": exact_variants,

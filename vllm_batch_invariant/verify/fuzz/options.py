@@ -142,6 +142,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             multimodal_config=SimpleNamespace(enable_mm_embeds=False),
             enable_prompt_embeds="embeds" in options,
         ),
+        cache_config=SimpleNamespace(cache_dtype=options.get("cache", "auto")),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
@@ -272,6 +273,13 @@ OPTIONS = (
         decides=frozenset((BUDGET,)),
     ),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
+    Option(
+        "cache",
+        {"fp8": (coverage.KV_CACHE, "fp8")},
+        (NONE, "fp8", NONE),
+        # a scheme of the checkpoint's decides it otherwise
+        lambda place: not (place.model.get("quantization_config") or {}).get("kv_cache_scheme"),
+    ),
     *(Option(name, values, (NONE, *values)) for feature in coverage.COVERED for name, values in feature.drawn.items()),
     Option(
         "grammar",
