@@ -40,6 +40,7 @@ def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[float, float]]:
         impl = getattr(layer, "impl", None)
         if isinstance(impl, FixedSplitAttention):
             impl.kv_cache_dtype = "auto"
+            vars(impl).pop("do_kv_cache_update", None)
             layer.kv_cache = torch.zeros(cache_of(layer).shape, dtype=torch.bfloat16, device=cache_of(layer).device)
             found.append((layer._k_scale.item(), layer._v_scale.item()))
             if rounds:
