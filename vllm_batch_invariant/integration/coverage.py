@@ -15,6 +15,7 @@ from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
 from .reviews import patch_points, schemes
+from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
@@ -23,8 +24,6 @@ HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
-FP8_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of a KV cache in e4m3, with one scale for the keys of a layer and one for its values."""
 RAN = reviews.ran()
 """What has run with the mode, and where."""
 TORCHRUN = "external_launcher"

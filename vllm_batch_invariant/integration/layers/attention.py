@@ -11,8 +11,9 @@ from ...errors import NotCovered
 from ...ops import kv_cache as cache_operation
 from ...ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.common.kv_cache import E4M3, CacheSlots
-from ..coverage import DTYPES, FP8_CACHES, HEAD_SIZES
+from ..coverage import DTYPES, HEAD_SIZES
 from ..reviews import claims
+from ..reviews.schemes import FP8_CACHES
 
 
 @dataclass

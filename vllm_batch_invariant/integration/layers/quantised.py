@@ -22,8 +22,8 @@ from ...ops.formats.integers import INTEGERS, integers
 from ...ops.formats.record import Format
 from ...ops.linear import reads_as_stored
 from ...ops.linear.spec import spec_of
-from ..coverage import FP8_CACHES
 from ..reviews import patch_points
+from ..reviews.schemes import FP8_CACHES
 from ..side_table import beside
 from . import int8, linear
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's names of a KV cache in e4m3, with one scale for the keys of a layer and one for its values."""
 PLAIN_ACTIVATIONS = ""
 """Activations that are not quantised."""
 _METHODS = {
