@@ -789,8 +789,8 @@ REFUSED = (
         arguments=(KV_CACHE,),
     ),
     Feature(
-        "A KV cache in another dtype than the model's",
-        "attention takes queries, keys and values of one dtype",
+        "A KV cache in fp32, bf16 or fp16 of a model in another of these",
+        "attention takes queries, keys and values of one dtype, or keys and values in fp8",
         "leave --kv-cache-dtype out",
         _kv_cache_of_another_dtype,
     ),
