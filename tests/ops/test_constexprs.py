@@ -54,7 +54,7 @@ PROBLEM = {
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
-    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE"},
+    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES"},
     "quantise": {"LENGTH", "STATIC"},
     "reduce": {"DIVIDE"},
     "scaled_linear": {"HAS_BIAS", "EVEN_K", "DTYPE"},

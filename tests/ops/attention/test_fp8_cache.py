@@ -11,7 +11,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, call_of, features, 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
-from vllm_batch_invariant.ops.common.kv_cache import E4M3
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, codes_of
 
 HEADS = Heads(4, 2, 64, torch.bfloat16)
 MIXED = [Chunk(Request(HEADS, 300, 1), 250, 300), Chunk(Request(HEADS, 520, 2), 519, 520)]
@@ -52,6 +52,8 @@ def test_codes_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
     assert_same_bits(got, attend(upcast(call, 0.25, 8.0)), "codes")
     for wrong in ((8.0, 0.25), (1.0, 8.0), (0.25, 1.0), (0.25, 0.25)):
         assert not torch.equal(got, attend(upcast(call, *wrong))), wrong
+    with_codes = replace(call, query=codes_of(call.query, torch.ones(())).to(call.query.dtype))
+    assert not torch.equal(got, attend(with_codes)), "with queries in e4m3"
 
 
 @features
