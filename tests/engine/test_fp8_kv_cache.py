@@ -2,7 +2,8 @@
 from the prefix cache: those of an engine whose cache has the numbers of the codes in bf16.
 """
 
-from pathlib import Path
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,29 +36,44 @@ LIMITS |= OF_DEVICE | EAGER_ON_GPU
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = make_checkpoint(tmp_path_factory.mktemp("fp8-kv") / "model", SHAPE)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return with_scales(make_checkpoint(tmp_path_factory.mktemp("fp8-kv") / "model", SHAPE), 0.5, 0.25)
 
+
+def seen(answers: list[dict[str, Any]]) -> list[Any]:
+    """Tokens, logprobs and candidates of the targets, which come last."""
+    return [[one["completions"], one["prompt_logprobs"]] for one in answers[-len(TARGETS) :]]
+
+
+def ask(engine: Engine) -> dict[str, Any]:
+    """Answers of the targets alone, among others and from the prefix cache, and how often requests were preempted."""
+    alone = [engine.step(f"alone {number}", [one], True) for number, one in enumerate(TARGETS)]
+    among = engine.step("among others", [*concurrent_requests(17, 3, vocabulary=VOCABULARY), *TARGETS], True)
+    return {
+        "alone": seen([step.requests[0] for step in alone]),
+        "among others": seen(among.requests),
+        "warm": seen(engine.step("warm", TARGETS).requests),
+        "preemptions": among.preemptions,
+    }
+
+
+def started(model: str, afterwards: Callable[[Engine], dict[str, Any]] = ask, **more: object) -> dict[str, Any]:
+    environment = {UNTRIED.name: "1"} if ON_GPU else {}
+    return run({"model": model, **LIMITS, **more}, [], "1", afterwards=afterwards, **environment).afterwards
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: str) -> dict[str, Any]:
     def asked(engine: Engine) -> dict[str, Any]:
-        def answers(name: str, *beside: dict[str, Any], reset: bool = True) -> list[Any]:
-            found = engine.step(name, [*beside, *TARGETS], reset_prefix_cache=reset).requests[-len(TARGETS) :]
-            return [[one["completions"], one["prompt_logprobs"]] for one in found]
-
-        made: dict[str, Any] = {
-            "alone": [engine.step(f"alone {n}", [one], True).requests[-1] for n, one in enumerate(TARGETS)]
-        }
-        made["alone"] = [[one["completions"], one["prompt_logprobs"]] for one in made["alone"]]
-        made["among others"] = answers("among", *concurrent_requests(17, 3, vocabulary=VOCABULARY))
-        made["warm"] = answers("warm", reset=False)
+        made = ask(engine)
         made["bytes"] = engine.call(f"{CACHES}:bytes_of_caches")
         made["scales"] = engine.call(f"{CACHES}:in_numbers", True)
-        made["numbers of the codes"] = answers("numbers of the codes")
+        made["numbers of the codes"] = seen(engine.step("numbers of the codes", TARGETS, True).requests)
         engine.call(f"{CACHES}:in_numbers", False)
-        made["exact numbers"] = answers("exact numbers")
+        made["exact numbers"] = seen(engine.step("exact numbers", TARGETS, True).requests)
         return made
 
-    environment = {UNTRIED.name: "1"} if ON_GPU else {}
-    return run({"model": with_scales(folder, 0.5, 0.25), **LIMITS}, [], "1", afterwards=asked, **environment).afterwards
+    return started(checkpoint, asked)
 
 
 def test_a_cache_in_fp8_moves_no_bit_with_the_batch_the_chunks_or_the_prefix_cache(found: dict[str, Any]) -> None:
@@ -71,3 +87,26 @@ def test_a_cache_in_fp8_has_the_bits_of_one_of_its_numbers_in_bf16(found: dict[s
     assert found["scales"] == [[0.5, 0.25], [0.25, 0.5]]
     assert found["alone"] == found["numbers of the codes"]
     assert found["alone"] != found["exact numbers"], "so the comparison sees what codes lose"
+
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("speculation", [NGRAMS, DRAFTS], ids=["ngram", "draft_model"])
+def test_drafts_leave_the_bits_of_a_cache_in_fp8(
+    found: dict[str, Any], checkpoint: str, speculation: dict[str, Any]
+) -> None:
+    drafter = speculation | ({"model": checkpoint} if speculation is DRAFTS else {})
+    answers = started(checkpoint, speculative_config=json.dumps(drafter))
+    assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
+
+
+@pytest.mark.exhaustive
+def test_preemption_leaves_the_bits_of_a_cache_in_fp8(found: dict[str, Any], checkpoint: str) -> None:
+    """And steps and pages of other sizes."""
+    few = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 256}
+    answers = started(checkpoint, **few)
+    assert answers["preemptions"] > 0
+    assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]

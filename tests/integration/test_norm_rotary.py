@@ -133,7 +133,7 @@ def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_
     monkeypatch.setattr(norm_rotary, "norm_rotary", turned)
     slots = None
     if cache_dtype is not None:
-        slots = CacheSlots(*torch.zeros(3, 1, 16, 8, dtype=cache_dtype).split(4, dim=-1), torch.zeros(2))
+        slots = CacheSlots(*torch.zeros(3, 1, 16, 32, dtype=cache_dtype).split(16, dim=-1), torch.zeros(2))
     given = torch.arange(2), torch.zeros(2, 12, dtype=torch.bfloat16)
     attended = HEAD_NORMS.fused(pytest.fail)(fitting(_Rotary(), slots), *given)
     if cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):

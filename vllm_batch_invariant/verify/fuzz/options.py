@@ -277,8 +277,11 @@ OPTIONS = (
         "cache",
         {"fp8": (coverage.KV_CACHE, "fp8")},
         (NONE, "fp8", NONE),
-        # a scheme of the checkpoint's decides it otherwise
-        lambda place: not (place.model.get("quantization_config") or {}).get("kv_cache_scheme"),
+        lambda place: (
+            place.device in coverage.RAN.fp8_kv_cache
+            # else the checkpoint says it
+            and not (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
+        ),
     ),
     *(Option(name, values, (NONE, *values)) for feature in coverage.COVERED for name, values in feature.drawn.items()),
     Option(
