@@ -263,6 +263,13 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
     return in_vllm("v1/engine/__init__.py", '"keep"')
 
 
+def _has_fp8_caches(place: Place) -> bool:
+    """Whether a KV cache in fp8 has run there, and no checkpoint says what it is."""
+    ran = coverage.RAN.fp8_kv_cache.get(place.device)
+    says = (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
+    return ran is not None and coverage.patch_points.installed_version().startswith(ran) and not says
+
+
 OPTIONS = (
     # the end of "phrase" has several tokens, that of "marker" one
     Option(
@@ -277,11 +284,7 @@ OPTIONS = (
         "cache",
         {"fp8": (coverage.KV_CACHE, "fp8")},
         (NONE, "fp8", NONE),
-        lambda place: (
-            place.device in coverage.RAN.fp8_kv_cache
-            # else the checkpoint says it
-            and not (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
-        ),
+        _has_fp8_caches,
     ),
     *(Option(name, values, (NONE, *values)) for feature in coverage.COVERED for name, values in feature.drawn.items()),
     Option(
