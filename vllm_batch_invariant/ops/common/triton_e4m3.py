@@ -1,6 +1,6 @@
 """Numbers as codes of eight bits in e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), in Triton on every GPU.
 
-A GPU before compute capability 8.9 has no instruction for them, and Triton refuses the type there, so that codes are
+Before compute capability 8.9 a GPU has no instruction for them, and Triton refuses the type there, so that codes are
 bytes: uint8.
 """
 
