@@ -31,6 +31,9 @@ TARGETS = [
     request(tokens(150, 1, VOCABULARY), max_tokens=12, logprobs=5),
     request(tokens(300, 2, VOCABULARY), max_tokens=4, temperature=1.0, seed=7, prompt_logprobs=2),
 ]
+OTHERS = concurrent_requests(14, 3, vocabulary=VOCABULARY)
+OTHERS += [request(tokens(60, 100 + number, VOCABULARY), max_tokens=60) for number in range(8)]
+"""The last ones need twice the pages that they begin with."""
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 96, "skip_tokenizer_init": True}
 LIMITS |= OF_DEVICE | EAGER_ON_GPU
 
@@ -48,7 +51,7 @@ def seen(answers: list[dict[str, Any]]) -> list[Any]:
 def ask(engine: Engine) -> dict[str, Any]:
     """Answers of the targets alone, among others and from the prefix cache, and how often requests were preempted."""
     alone = [engine.step(f"alone {number}", [one], True) for number, one in enumerate(TARGETS)]
-    among = engine.step("among others", [*concurrent_requests(17, 3, vocabulary=VOCABULARY), *TARGETS], True)
+    among = engine.step("among others", [*OTHERS, *TARGETS], True)
     return {
         "alone": seen([step.requests[0] for step in alone]),
         "among others": seen(among.requests),
