@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, paged
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers import attention as integration
 from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata
 from vllm_batch_invariant.ops.attention import PagedAttention
@@ -46,6 +47,46 @@ def test_sinks_are_read_at_each_step_because_weights_come_after_layers() -> None
     parameter.data.copy_(SINKS)
     assert torch.equal(rows(loaded, chunks), torch.cat(attend(chunks, sinks=SINKS)))
     assert not torch.equal(rows(loaded, chunks), before)
+
+
+def held(k_scale: float, v_scale: float) -> SimpleNamespace:
+    return SimpleNamespace(_k_scale=torch.tensor(k_scale), _v_scale=torch.tensor([v_scale]))
+
+
+def test_a_cache_in_fp8_is_written_and_read_by_the_scales_of_its_layer() -> None:
+    """And queries are not quantised: with powers of two it has the bits of the numbers of its codes."""
+    heads = Heads(4, 2, 64, torch.bfloat16)
+    request = Request(heads, 40, 1)
+    coded, holder = layer(None, kv_cache_dtype="fp8"), held(0.5, 4.0)
+    assert not coded.supports_quant_query_input
+    cache = torch.zeros(4, 2, 16, 128, dtype=torch.uint8)
+    slots = torch.arange(16, 56)
+    coded.do_kv_cache_update(holder, request.key, request.value, cache, slots)
+    rounded = Request(heads, 40, 1)
+    for name, scale in (("key", 0.5), ("value", 4.0)):
+        codes = (getattr(request, name).float() / scale).to(torch.float8_e4m3fn)
+        setattr(rounded, name, (codes.float() * scale).bfloat16())
+    batch = Metadata(40, torch.tensor([0, 40]), torch.tensor([40]), torch.tensor([[1, 2, 3]]))
+    got = coded.forward(holder, request.query, None, None, cache, batch, torch.empty_like(request.query))
+    assert torch.equal(got, attend([Chunk(rounded, 0, 40)])[0])
+    assert not torch.equal(got, attend([Chunk(request, 0, 40)])[0]), "the negative control"
+
+
+def test_scales_that_weights_bring_go_where_a_graph_reads_them() -> None:
+    coded, holder = layer(None, kv_cache_dtype="fp8"), held(0.5, 4.0)
+    first = coded.scales_of(holder)
+    holder._k_scale = torch.tensor([0.25])
+    again = coded.scales_of(holder)
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
+    assert (again[0].item(), again[1].item()) == (0.25, 4.0)
+    assert holder._k_scale is first[0]
+    assert layer(None).scales_of(holder) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4"])
+def test_a_cache_in_another_format_is_refused_by_its_name(dtype: str) -> None:
+    with pytest.raises(NotCovered, match=f"a KV cache in {dtype}"):
+        layer(None, kv_cache_dtype=dtype)
 
 
 def test_a_start_compares_layers_with_sinks_as_a_kind_of_their_own() -> None:

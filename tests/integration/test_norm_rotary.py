@@ -121,8 +121,8 @@ def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.Mon
     assert len(apart) == 1
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, None], ids=str)
-def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_are(
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, None], ids=str)
+def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_are_or_as_codes(
     cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"MRotaryEmbedding": _Rotary})
@@ -133,10 +133,10 @@ def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_
     monkeypatch.setattr(norm_rotary, "norm_rotary", turned)
     slots = None
     if cache_dtype is not None:
-        slots = CacheSlots(*torch.zeros(3, 1, 16, 8, dtype=cache_dtype).split(4, dim=-1), torch.zeros(2))
+        slots = CacheSlots(*torch.zeros(3, 1, 16, 32, dtype=cache_dtype).split(16, dim=-1), torch.zeros(2))
     given = torch.arange(2), torch.zeros(2, 12, dtype=torch.bfloat16)
     attended = HEAD_NORMS.fused(pytest.fail)(fitting(_Rotary(), slots), *given)
-    if cache_dtype == torch.bfloat16:
+    if cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
         assert attended == (("queries", slots), None, None)
     else:
         assert attended[:2] == ("queries", "keys")

@@ -59,6 +59,13 @@ def test_a_checkpoint_whose_layers_are_known_passes(config: dict[str, Any]) -> N
     assert found(config) == []
 
 
+@pytest.mark.parametrize("change", [{}, {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}])
+def test_a_cache_with_a_given_scale_a_tensor_passes_and_no_other(change: dict[str, Any]) -> None:
+    scheme = FLOAT | {"strategy": "tensor", "dynamic": False} | change
+    said = [f"{CT} with this scheme for the KV cache"] if change else []
+    assert found(W4A16 | {"kv_cache_scheme": scheme}) == said
+
+
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
 REFUSED = {
     "activations by other groups than blocks": (
@@ -105,8 +112,8 @@ REFUSED = {
         f"{CT} with int3 weights (one scale a group 128)",
     ),
     "a KV cache": (
-        W4A16 | {"kv_cache_scheme": FLOAT | {"strategy": "tensor", "dynamic": False}},
-        f"{CT} with a scheme for the KV cache",
+        W4A16 | {"kv_cache_scheme": FLOAT | {"strategy": "attn_head", "dynamic": False}},
+        f"{CT} with this scheme for the KV cache",
     ),
     "rotations": (
         W4A16

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 CHANGED = {
     "quantization": ("fp8", "quantisation fp8"),
-    "kv_cache_dtype": ("fp8", "a KV cache in fp8"),
+    "kv_cache_dtype": ("fp8_e5m2", "a KV cache in fp8_e5m2"),
     "pipeline_parallel_size": (3, "pipeline parallelism 3"),
     "use_fp64_gumbel": (True, "model_config.use_fp64_gumbel=True"),
     "no_such_argument": (1, "no_such_argument"),

@@ -54,12 +54,13 @@ from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
-from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import FP8_MMA, attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, integers
 from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers
+from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
@@ -294,16 +295,21 @@ def attend(
     tokens: int,
     count: int = 1,
     kernels: planning.Kernels | None = None,
+    in_codes: bool = False,
     **options: object,
 ) -> None:
-    """Launch what ``count`` requests of so many keys and so many new tokens each need."""
+    """Launch what ``count`` requests of so many keys and so many new tokens each need, over numbers or over codes."""
     request = Request(heads, length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
-    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION)
+    scales = ()
+    if in_codes:
+        keys, values, scales = keys.to(E4M3), values.to(E4M3), (torch.ones(()), torch.ones(()))
+    stored = E4M3 if in_codes else None
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options, kernels)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
-        query, keys, values, table, seq_lens, starts, scale=0.1, reduction=REDUCTION, implementation="triton",
+        query, keys, values, table, seq_lens, starts, *scales, scale=0.1, reduction=REDUCTION, implementation="triton",
         plan=plan, **options,
     )  # fmt: skip
 
@@ -313,6 +319,14 @@ def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
     attend(heads, page, 300, 1, 2, **options)
     attend(heads, page, 300, 2, 2, **options)
     attend(heads, page, 300, 200, **options)
+
+
+def written_caches(count: int) -> None:
+    """Keys and values of so many tokens, as codes and as numbers."""
+    qkv, scale = torch.zeros(count, 3, 8, 128, dtype=torch.bfloat16), torch.ones(())
+    for dtype, scales in ((E4M3, (scale, scale)), (torch.bfloat16, ())):
+        cache = torch.zeros(5, 8, 16, 256, dtype=torch.bfloat16).to(dtype).split(128, dim=-1)
+        kv_cache.write(qkv[:, 1], qkv[:, 2], CacheSlots(*cache, torch.zeros(count, dtype=torch.int64), *scales))
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
@@ -536,7 +550,8 @@ def turned_heads(count: int) -> None:
     qkv, positions = torch.zeros(count, 48 * 128, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int64)
     weight, angles = torch.zeros(128, dtype=torch.bfloat16), torch.zeros(9, 128)
     caches = torch.zeros(3, 8, 16, 2 * 128, dtype=torch.bfloat16).chunk(2, dim=-1)
-    for slots in (None, CacheSlots(*caches, positions)):
+    codes, scale = [cache.to(E4M3) for cache in caches], torch.ones(())
+    for slots in (None, CacheSlots(*caches, positions), CacheSlots(*codes, positions, scale, scale)):
         norm_rotary.norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 32, 8, slots)
 
 
@@ -661,12 +676,16 @@ def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> Non
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(gpu, decode_and_prefill, heads, page, **options)
     check_all(what, found, False)
-    for problem in problems_of_attention(gpu, heads, page, found):
+    for problem in problems_of_attention(gpu, heads, page, found, "in_codes" in options):
         check(f"{what}: {problem}", False)
 
 
-def problems_of_attention(gpu: int, heads: Heads, page: int, found: list[Compiled]) -> list[str]:
-    """Where decode takes another instruction than prefill, and where it takes more memory than it is reckoned with."""
+def problems_of_attention(
+    gpu: int, heads: Heads, page: int, found: list[Compiled], in_codes: bool = False
+) -> list[str]:
+    """Where decode takes another instruction than prefill, and where it takes more memory than it is reckoned with;
+    codes take less.
+    """
     problems = []
     attention = [one for one in found if one.name == "attention_kernel"]
     kinds = sorted({kind for one in attention for kind in one.instructions})
@@ -678,7 +697,7 @@ def problems_of_attention(gpu: int, heads: Heads, page: int, found: list[Compile
             padded = triton.next_power_of_2(heads.size)
             by_tma = attends_by_tma(gpu // 10)
             expected = decode_bytes(small.block_m, one.stages, 64, padded, by_tma)
-            if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma else expected):
+            if not 0 <= expected - one.shared <= (4096 if (page == 64 or not by_tma) and not in_codes else expected):
                 problems.append(f"{one.shared} bytes where {expected} are reckoned with")
     return problems
 
@@ -707,6 +726,7 @@ def check_some(more: bool) -> None:
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
+    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, in_codes=True)
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
         check_all(f"gradients of attention on sm_{gpu}", found, False)
@@ -810,6 +830,7 @@ def triton_attention_variants() -> None:
     every_option = {name: one.example(8) for name, one in ADDED.items()}
     for page, size in itertools.product((16, 64), (64, 128, 256)):
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
+        launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True)
     for name, value in every_option.items():
         launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)
@@ -874,6 +895,7 @@ VARIANTS = {
     "all_reduce": partial(launch_on, 90, every_all_reduce),
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
+    "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),
     "scaled_linear": partial(launch_on, 90, every_product_of_e4m3),
     "formats": partial(launch_on, 90, decoded_weights),

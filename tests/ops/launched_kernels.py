@@ -34,6 +34,7 @@ from tests.ops.compiled_kernels import (
     narrow_gemms,
     pretend_a_gpu,
     turned_heads,
+    written_caches,
 )
 from tests.ops.exact.launches import batch as exact_batch
 from vllm_batch_invariant import ops
@@ -89,6 +90,7 @@ def attention_batch(count: int) -> None:
     for heads in (Heads(6, 2, 80, torch.bfloat16), Heads(8, 2, 128, torch.float32)):
         attend(heads, 16, count, 1, min(count, 8))
         attend(heads, 64, 300 + count, count)
+        attend(heads, 16, count, 1, min(count, 8), in_codes=True)
     if NO_DRIVER.capability == 90:
         sm90.compiles.cache_clear()
         covers, sm90.covers = sm90.covers, lambda *_: True
@@ -127,6 +129,7 @@ BATCHES = {
     "experts": experts,
     "many pairs of experts": many_pairs,
     "codes": codes,
+    "caches": written_caches,
     "weights of integers": lambda _: decoded_weights(),
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),

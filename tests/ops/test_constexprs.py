@@ -45,6 +45,7 @@ PROBLEM = {
         *("BITS", "FORMAT", "DTYPE"),
         *("BLOCK_N", "BLOCK_K", "EVEN_K"),  # of the tile in which a kernel of another operation decodes
     },
+    "kv_cache": {"HOLDS_CODES", "NUM_KV_HEADS", "HEAD_DIM", "PAGE_SIZE", "BLOCK"},
     "moe": {
         "FORMAT",
         *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),
@@ -54,7 +55,7 @@ PROBLEM = {
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
-    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE"},
+    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES"},
     "quantise": {"LENGTH", "STATIC", "DTYPE"},
     "reduce": {"DIVIDE"},
     "scaled_linear": {
@@ -132,11 +133,12 @@ def test_every_operation_with_row_kernels_is_looked_at():
     assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
     shared = {
         name: set().union(*kernels_of(importlib.import_module(f"{ops.__name__}.common.{name}")).values())
-        for name in ("triton_rows", "triton_exact_math", "dependent_launch")
+        for name in ("triton_rows", "triton_exact_math", "triton_e4m3", "dependent_launch")
     }
     assert shared == {
         "triton_rows": {"NUM_THREADS"},  # of the warps that every row reduction has
         "triton_exact_math": {"COEFFICIENTS", "BITS", "LIMIT", "AXIS"},  # of functions of numbers, and of a row's
+        "triton_e4m3": {"DTYPE", "CONVERTS_E4M3"},  # of the numbers, and what a GPU has
         "dependent_launch": {"OVERLAPS"},  # of its schedule
     }
 

@@ -198,6 +198,18 @@ def test_thoughts_have_every_budget_and_begin_in_the_prompt_or_not() -> None:
     assert {"allowed_token_ids" in request.params for request in requests} == {False, True}
 
 
+def test_a_cache_in_fp8_is_drawn_where_one_has_run_and_not_in_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    place = Place("cpu", cores=2, model=DENSE)
+    drawn = [draw_settings(0, number, CONTEXT, place) for number in range(24)]
+    in_fp8 = [one for one in drawn if one.options.get("cache")]
+    assert len(in_fp8) > 2
+    assert all("--kv-cache-dtype" in one.arguments("model") for one in in_fp8)
+    assert any(one.exact for one in drawn)
+    assert not any(one.exact for one in in_fp8)
+
+
 def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     pytest.importorskip("vllm")
     for device in ("cpu", "cuda"):

@@ -15,9 +15,11 @@ from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
 from .reviews import patch_points, schemes
+from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
+KV_CACHE = "--kv-cache-dtype"
 HEAD_SIZES = tuple(range(64, 257, 16))
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -226,14 +228,40 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     return _when(first, f"{where} {first}")
 
 
-def _kv_cache(config: Config) -> str | None:
+def _cache_dtype(config: Config) -> str:
+    """Of the KV cache: a layer takes that of its checkpoint where nobody has chosen one."""
     dtype = str(config.cache_config.cache_dtype)
-    return None if dtype in ("auto", *DTYPES) else f"a KV cache in {dtype}"
+    scheme = getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
+    return FP8_CACHES[0] if scheme and dtype == "auto" else dtype
+
+
+def _kv_cache(config: Config) -> str | None:
+    dtype = _cache_dtype(config)
+    return None if dtype in ("auto", *DTYPES, *FP8_CACHES) else f"a KV cache in {dtype}"
 
 
 def _kv_cache_of_another_dtype(config: Config) -> str | None:
-    dtype, of_model = str(config.cache_config.cache_dtype), str(config.model_config.dtype).removeprefix("torch.")
-    return None if dtype in ("auto", of_model) else f"a KV cache in {dtype} of a model in {of_model}"
+    dtype, of_model = _cache_dtype(config), str(config.model_config.dtype).removeprefix("torch.")
+    fits = dtype not in DTYPES or dtype == of_model
+    return None if fits else f"a KV cache in {dtype} of a model in {of_model}"
+
+
+def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
+    dtype = _cache_dtype(config)
+    if dtype not in FP8_CACHES:
+        return None
+    device, version, named = devices.of_config(config), patch_points.installed_version(), f"a KV cache in {dtype}"
+    ran = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
+    ran |= RAN.fp8_kv_cache
+    if device.ops.type not in ran:
+        return f"{named} on {device.ops.name}"
+    found = {
+        f"with vLLM {version}": not version.startswith(ran[device.ops.type]),
+        "in exact arithmetic": device.is_exact,
+        "by FlexAttention": envs.ATTENTION.read() == "flex",
+    }
+    first = _first(found)
+    return _when(first, f"{named} {first}")
 
 
 def _kv_offloading(config: Config) -> str | None:
@@ -546,6 +574,12 @@ COVERED = (
         "by tokens; on a CPU with vLLM 0.32",
     ),
     Feature(
+        "KV cache in FP8",
+        "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
+        "layer and one for its values, those of the checkpoint or 1; queries and weights of attention are not "
+        "quantised; on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "Attention",
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks",
     ),
@@ -765,14 +799,21 @@ REFUSED = (
         _quantisation_elsewhere,
     ),
     Feature(
-        "Quantised KV cache",
-        "nobody has tested whether its scales depend on the batch",
-        "pass --kv-cache-dtype auto",
+        "Other quantised KV caches (fp8_e5m2, scales a token and head, int8, int4, nvfp4, turboquant and the like)",
+        "the kernels of attention do not read them",
+        "pass --kv-cache-dtype fp8 or auto",
         _kv_cache,
     ),
     Feature(
-        "A KV cache in another dtype than the model's",
-        "attention takes queries, keys and values of one dtype",
+        "A KV cache in fp8 on a GPU; in exact arithmetic, by FlexAttention, with another vLLM or device",
+        "it has not been run there, or no kernel reads it",
+        "leave --kv-cache-dtype out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
+        _fp8_kv_cache_elsewhere,
+        arguments=(KV_CACHE,),
+    ),
+    Feature(
+        "A KV cache in fp32, bf16 or fp16 of a model in another of these",
+        "attention takes queries, keys and values of one dtype, or keys and values in fp8",
         "leave --kv-cache-dtype out",
         _kv_cache_of_another_dtype,
     ),

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,10 +12,17 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
-from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, certificate, paged_attention
+from vllm_batch_invariant.ops.attention import (
+    AttentionReduction,
+    AttentionSpec,
+    PagedCache,
+    certificate,
+    paged_attention,
+)
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import Kernels, Plan, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
+from vllm_batch_invariant.ops.common.kv_cache import E4M3
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(2, 1, 64, torch.float16)
@@ -40,8 +48,12 @@ def newest(length: int, count: int, seed: int = 1) -> Chunk:
     return Chunk(Request(HEADS, length, seed), length - count, length)
 
 
-def attend(chunks: list[Chunk], **options: object) -> torch.Tensor:
+def attend(chunks: list[Chunk], codes: tuple[float, float] | None = None, **options: object) -> torch.Tensor:
+    """Over numbers, or over codes with these scales."""
     tensors = paged(chunks, 16, 0, math.nan)
+    if codes:
+        cache = PagedCache(*tensors[1:4]).coded(*codes)
+        tensors = (tensors[0], cache.keys, cache.values, *tensors[3:], cache.k_scale, cache.v_scale)
     out = torch.full_like(tensors[0], math.nan)
     scale = HEADS.size**-0.5
     return paged_attention(*tensors, scale=scale, reduction=REDUCTION, implementation="triton", out=out, **options)
@@ -167,6 +179,34 @@ def test_every_way_to_spread_work_and_every_option_is_near_float64(chunks, optio
     assert (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item() < ATOL
 
 
+def of_codes(chunk: Chunk, k_factor: float, v_factor: float) -> Chunk:
+    """A request whose keys and values are the numbers of codes with these scales, powers of two."""
+    request = copy(chunk.request)
+    for name, scale in (("key", k_factor), ("value", v_factor)):
+        codes = (getattr(request, name).float() / scale).to(E4M3)
+        setattr(request, name, (codes.float() * scale).to(HEADS.dtype))
+    return replace(chunk, request=request)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 8.0)])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
+def test_codes_have_the_bits_of_their_numbers(options, scales):
+    """Times scales that are powers of two: no sum meets a scale, and neither is in the place of the other."""
+    chunks = [newest(150, 150), newest(600, 7, 2), newest(2100, 1, 3)]
+    got = attend(chunks, scales, **options)
+    assert_same_bits(got, attend([of_codes(one, *scales) for one in chunks], **options), "codes")
+    if scales == (1.0, 1.0):
+        scales = (1.0, 2.0)
+    other = attend([of_codes(one, *reversed(scales)) for one in chunks], **options)
+    assert not torch.equal(got, other), "with the scales exchanged"
+
+
+def test_codes_of_the_newest_tokens_have_the_bits_of_a_prefill():
+    prefill = attend([newest(600, 600)], (0.013, 0.021))
+    for count in (1, 64):
+        assert_same_bits(attend([newest(600, count)], (0.013, 0.021)), prefill[-count:], f"the newest {count}")
+
+
 def test_decode_in_blocks_of_64_rows_as_on_a_datacenter_blackwell_is_near_float64(gpu):
     """Whether a request is alone, so that its splits are shared, or among others."""
     gpu.major = 10
@@ -271,12 +311,13 @@ def test_a_plan_zeroes_the_counters_whatever_a_sleeping_engines_memory_came_back
 
 
 @pytest.fixture
-def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def small_certificate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> SimpleNamespace:
     """A certificate of few keys: its shape, data, and ``compare``."""
     monkeypatch.setattr(certificate, "_LENGTH", 700)
     monkeypatch.setattr(certificate, "_PREFILL", 200)
     monkeypatch.setattr(certificate, "_BORDERS", (1, 64, 65, 257, 513, 700))
-    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION)
+    stored = getattr(request, "param", None)
+    shape = AttentionShape(HEADS.query, HEADS.kv, HEADS.size, HEADS.dtype, REDUCTION, stored)
     data = [certificate.by_scores(shape, torch.device("cpu"), 16)]
 
     def ways(queries_per_kv: int, decode_rows: int) -> list[tuple[str, list[certificate.Chunk]]]:
@@ -291,6 +332,7 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
 
 
+@pytest.mark.parametrize("small_certificate", [None, E4M3], indirect=True, ids=["numbers", "codes"])
 @pytest.mark.parametrize("kernels", [Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)])
 def test_kernels_that_agree_are_certified(kernels, small_certificate):
     assert small_certificate.compare(kernels) == (5 + 20) * HEADS.query * HEADS.size

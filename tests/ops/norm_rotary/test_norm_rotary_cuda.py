@@ -6,7 +6,8 @@ import torch
 from tests.assertions import assert_near, assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
+from vllm_batch_invariant.ops import kv_cache
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
 from vllm_batch_invariant.ops.norm import rms_norm
 from vllm_batch_invariant.ops.norm_rotary import norm_rotary, reference
 
@@ -63,6 +64,25 @@ def test_a_cache_gets_the_bits_of_vllms_three_kernels(heads, kv_heads, size, pag
     assert_same_bits(made, queries)
     assert_same_bits(ours, theirs)
     assert not torch.equal(ours, from_memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "page"), [(32, 8, 128, 64), (14, 2, 64, 16), (3, 1, 256, 16)])
+def test_a_cache_in_fp8_gets_the_codes_that_are_written_alone(heads, kv_heads, size, page, dtype):
+    qkv, *rest = heads_to_turn(1000, heads, kv_heads, size, dtype)
+    slots = torch.randperm(2000, device="cuda")[:990]
+    slots[::7] = -1
+    scales = torch.tensor(0.03, device="cuda"), torch.tensor([0.7], device="cuda")
+    shape = (2000 // page + 1, kv_heads, page, 2 * size)
+    caches = [torch.full(shape, 7, dtype=torch.uint8, device="cuda").view(E4M3) for _ in range(2)]
+    apart, in_one = (CacheSlots(*cache.split(size, dim=-1), slots, *scales) for cache in caches)
+    queries, keys = norm_rotary(qkv, *rest, 1e-6, heads, kv_heads)
+    kv_cache.write(*(part.unflatten(1, (-1, size)) for part in (keys, qkv[:, -kv_heads * size :])), apart)
+    made, none = norm_rotary(qkv, *rest, 1e-6, heads, kv_heads, in_one)
+    assert none is None
+    assert_same_bits(made, queries)
+    assert_same_bits(caches[1].view(torch.uint8), caches[0].view(torch.uint8))
+    assert (caches[0].view(torch.uint8) != 7).any()
 
 
 def test_norm_and_rotation_refuse_what_they_would_compute_otherwise():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.assertions import assert_near, assert_same_bits
-from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
+from vllm_batch_invariant.ops.kv_cache import cpu as kv_cache
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.norm_rotary import reference as exact_rotary
@@ -61,3 +62,19 @@ def test_keys_and_values_go_to_their_pages_and_padding_goes_nowhere(heads, kv_he
     assert_same_bits(queries, made[0])
     for cache, wanted in zip((keys, values), expected, strict=True):
         assert_same_bits(cache, wanted)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_codes_of_keys_and_values_are_those_that_are_written_alone(heads, kv_heads, size):
+    qkv, *rest = heads_to_turn(5, heads, kv_heads, size)
+    slots, scales = torch.tensor([47, -1, 0, 17]), (torch.tensor(0.03), torch.tensor([0.7]))
+    caches = [torch.full((3, kv_heads, 16, 2 * size), 7, dtype=torch.uint8).view(E4M3) for _ in range(2)]
+    of_both = [CacheSlots(*cache.split(size, dim=-1), slots, *scales) for cache in caches]
+    made = norm_rotary.norm_rotary(qkv, *rest, EPS, heads, kv_heads)
+    parts = made[1], qkv[:, -kv_heads * size :]
+    kv_cache.write(*(part.unflatten(1, (kv_heads, size)) for part in parts), of_both[0])
+    queries, none = norm_rotary.norm_rotary(qkv, *rest, EPS, heads, kv_heads, of_both[1])
+    assert none is None
+    assert_same_bits(queries, made[0])
+    assert_same_bits(caches[1].view(torch.uint8), caches[0].view(torch.uint8))
+    assert (caches[0].view(torch.uint8) != 7).any()

@@ -8,10 +8,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 
 from ... import envs
 from ...errors import NotCovered
+from ...ops import kv_cache as cache_operation
 from ...ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache, attend
-from ...ops.common.kv_cache import CacheSlots
-from ..coverage import HEAD_SIZES
+from ...ops.common.kv_cache import E4M3, CacheSlots
+from ..coverage import DTYPES, HEAD_SIZES
 from ..reviews import claims
+from ..reviews.schemes import FP8_CACHES
 
 
 @dataclass
@@ -59,7 +61,7 @@ def cache_of(layer: torch.nn.Module) -> torch.Tensor:
 
 
 def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
-    """Its keys, [pages, KV heads, page, head size]."""
+    """Its keys, [pages, KV heads, page, head size]; of codes their bytes."""
     return split_cache(cache_of(layer))[0]
 
 
@@ -67,6 +69,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     """One attention layer."""
 
     reduction = AttentionReduction.of_device("cpu")
+    supports_quant_query_input = False
+    """Else vLLM would quantise queries beside a cache in fp8."""
+    _scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -109,6 +114,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         """What the layer asks."""
         self.num_heads, self.head_size, self.scale = num_heads, head_size, self.spec.scale
         self.num_kv_heads = num_kv_heads or num_heads
+        if kv_cache_dtype not in ("auto", *DTYPES, *FP8_CACHES):
+            raise NotCovered(
+                f"a KV cache in {kv_cache_dtype}", "the kernels do not read it", "pass --kv-cache-dtype fp8 or auto"
+            )
         self.kv_cache_dtype = kv_cache_dtype
         self.implementation = envs.ATTENTION.read()
 
@@ -116,6 +125,30 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
         if self.spec.alibi_slopes is not None:
             self.spec.alibi_slopes.copy_(torch.tensor(self._slopes, dtype=torch.float32, device="cpu"))
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether the cache holds codes in e4m3."""
+        return self.kv_cache_dtype in FP8_CACHES
+
+    def scales_of(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Those of the keys' codes and of the values', one fp32 number each, in memory that stays: a CUDA graph reads
+        it. New weights may come with new tensors, whose numbers are copied. None of a cache without codes.
+        """
+        if not self.holds_codes:
+            return None, None
+        if self._scales is None:
+            self._scales = layer._k_scale, layer._v_scale
+        for name, held in zip(("_k_scale", "_v_scale"), self._scales, strict=True):
+            given = getattr(layer, name)
+            if given is not held:
+                held.copy_(given.reshape(held.shape))
+                setattr(layer, name, held)
+        return self._scales
+
+    def _slots(self, layer: torch.nn.Module, kv_cache: torch.Tensor, slots: torch.Tensor) -> CacheSlots:
+        scales = self.scales_of(layer)
+        return CacheSlots(*split_cache(kv_cache.view(E4M3) if self.holds_codes else kv_cache), slots, *scales)
 
     def do_kv_cache_update(
         self,
@@ -126,14 +159,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
-        keys, values = split_cache(kv_cache)
-        key, value = key[: slot_mapping.numel()], value[: slot_mapping.numel()]
-        real = slot_mapping >= 0
-        if not bool(real.all()):
-            slot_mapping, key, value = slot_mapping[real], key[real], value[real]
-        page, slot = slot_mapping // keys.shape[2], slot_mapping % keys.shape[2]
-        keys[page, :, slot] = key.to(keys.dtype)
-        values[page, :, slot] = value.to(values.dtype)
+        cache_operation.write(key, value, self._slots(layer, kv_cache, slot_mapping))
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:  # of some devices
         """Where the step's keys and values go, for an operation that writes them before the layer is called, which then
@@ -161,16 +187,19 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         if attn_metadata is None:
             return output
         rows = attn_metadata.num_actual_tokens
-        self._attend(query[:rows], kv_cache, attn_metadata, output[:rows])
+        cache = self._cache_of_step(layer, kv_cache, attn_metadata)
+        self._attend(query[:rows], cache, attn_metadata, output[:rows])
         return output
 
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
-        call, plan = self._call(query, kv_cache, batch), batch.plans.get(self.num_heads)
-        attend(call, self.implementation, out, plan)
+    def _cache_of_step(self, layer: torch.nn.Module, kv_cache: torch.Tensor, batch: Metadata) -> PagedCache:
+        keys, values = split_cache(kv_cache.view(E4M3) if self.holds_codes else kv_cache)
+        return PagedCache(keys, values, batch.block_table, None, *self.scales_of(layer))
 
-    def _call(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, stored: Any = None) -> PagedAttention:
+    def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
+        attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.num_heads))
+
+    def _call(self, query: torch.Tensor, cache: PagedCache, batch: Metadata) -> PagedAttention:
         self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
-        cache = PagedCache(*split_cache(kv_cache), batch.block_table, stored)
         return PagedAttention(query, cache, batch.seq_lens, batch.query_start_loc, self.spec, self.reduction)
 
 
@@ -197,7 +226,7 @@ def _not_supported(cls: type, *args: object, **named: object) -> bool:  # whatev
 class FixedSplitBackendMixin:
     """What a backend of ours says of itself; cache layout and page sizes it takes from vLLM's for its device."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_CACHES]
 
     def __init_subclass__(cls) -> None:
         """Take back what the backend of vLLM's claims that it inherits from, and this project has not proven."""

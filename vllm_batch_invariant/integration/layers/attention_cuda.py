@@ -7,8 +7,8 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from ... import envs
-from ...ops.attention import AttentionReduction
-from ...ops.common.kv_cache import CacheSlots
+from ...ops.attention import AttentionReduction, PagedCache
+from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..engine.cuda_graphs import most_tokens, verify_lengths
 from ..reviews import patch_points
 from .attention import (
@@ -65,12 +65,14 @@ class PlannedMetadataBuilder(MetadataBuilder):
         from ...ops.attention.shapes import AttentionShape
 
         spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config
+        holds_codes = layers[0].holds_codes
         shape = AttentionShape(
             layers[0].num_heads,
             spec.num_kv_heads,
             spec.head_size,
-            spec.dtype,
+            model.dtype if holds_codes else spec.dtype,
             AttentionReduction.of_device("cuda"),
+            E4M3 if holds_codes else None,
         )
         keys = scheduler.max_num_seqs * model.max_model_len
         if blocks := self._config.cache_config.num_gpu_blocks:
@@ -80,6 +82,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         return shape, scheduler.max_num_seqs, tokens, keys
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        for layer in self._layers:  # where a CUDA graph reads them, whatever weights have come since
+            layer.impl.scales_of(layer)
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
         most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self.verify)
@@ -113,7 +117,7 @@ class ExactMetadataBuilder(PlannedMetadataBuilder):
 
 
 class CudaFixedSplitAttention(FixedSplitAttention):
-    """One attention layer, whose cache is written by vLLM's kernel: a copy, row by row."""
+    """One attention layer, whose cache is written by vLLM's kernel: a copy, row by row. Codes are written by ours."""
 
     reduction = AttentionReduction.of_device("cuda", envs.ATTENTION.read())
 
@@ -126,13 +130,16 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
+        if self.holds_codes:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
         caches = [cache.transpose(1, 2) for cache in split_cache(kv_cache)]
         scales = layer._k_scale, layer._v_scale
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:
         _, _, kv_cache, slots = patch_points.ATTENTION_CONTEXT.get()(layer.layer_name)
-        return None if slots is None else CacheSlots(*split_cache(kv_cache), slots)
+        return None if slots is None else self._slots(layer, kv_cache, slots)
 
 
 class ExactCudaAttention(ExactAttention):
@@ -162,11 +169,14 @@ class ExactCudaAttention(ExactAttention):
         """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
         self.cache_in(kv_cache).write(key, value, slot_mapping)
 
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Metadata, out: torch.Tensor) -> None:
+    def _cache_of_step(self, layer: torch.nn.Module, kv_cache: torch.Tensor, batch: Metadata) -> PagedCache:
+        cache = super()._cache_of_step(layer, kv_cache, batch)
+        return replace(cache, stored=self.cache_in(kv_cache))
+
+    def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
         from ...ops.exact.cuda import paged_attention
 
-        call = self._call(query, kv_cache, batch, self.cache_in(kv_cache))
-        paged_attention(call, out, batch.plans[self.num_heads])
+        paged_attention(self._call(query, cache, batch), out, batch.plans[self.num_heads])
 
 
 _Base: Any = patch_points.CUDA_BACKEND.get()

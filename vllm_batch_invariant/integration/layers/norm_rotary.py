@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...ops.common.kv_cache import CacheSlots, is_aligned
+from ...ops.common.kv_cache import E4M3, CacheSlots, is_aligned
 from ...ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from ..reviews import patch_points
 from ..side_table import beside
@@ -60,7 +60,9 @@ HEAD_NORMS = ForwardFusion(
 def _slots_of_step(attention: Any, dtype: torch.dtype) -> CacheSlots | None:
     """Where the operation writes a step's keys and values; None where the layer of attention writes them."""
     slots = attention.impl.slots_of_step(attention)
-    return slots if slots is not None and slots.keys.dtype == dtype and is_aligned(slots.keys) else None
+    if slots is None or slots.keys.dtype not in (dtype, E4M3) or not is_aligned(slots.keys):
+        return None
+    return slots
 
 
 def _as_expected(layer: Any, dtype: torch.dtype) -> bool:

@@ -23,6 +23,7 @@ from ...ops.formats.record import Format
 from ...ops.linear import reads_as_stored
 from ...ops.linear.spec import spec_of
 from ..reviews import patch_points
+from ..reviews.schemes import FP8_CACHES
 from ..side_table import beside
 from . import fp8, int8, linear
 
@@ -152,13 +153,25 @@ def install() -> None:
         if point.is_there():
             point.put(_choosing(point.get()))
     if patch_points.ATTENTION_CHOICE.is_there():
-        patch_points.ATTENTION_CHOICE.put(_without_scales)
+        patch_points.ATTENTION_CHOICE.put(_choosing_scales(patch_points.ATTENTION_CHOICE.get()))
 
 
-def _without_scales(*_: object, **__: object) -> None:
-    """Stands for vLLM's choice of what has the scales of a KV cache, which is not quantised. vLLM's can be processed
-    once alone, and weights that a trainer sends are processed each time.
+def _choosing_scales(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's choice of what has the scales of a KV cache, where the cache or its checkpoint has some. vLLM's can be
+    processed once alone, and weights that a trainer sends are processed each time.
     """
+
+    @functools.wraps(choose)
+    def resolve_quant_method(quant_config: Any, layer: Any, prefix: str) -> Any:
+        if layer.kv_cache_dtype not in FP8_CACHES and not getattr(quant_config, "kv_cache_scheme", None):
+            return None
+        method = choose(quant_config, layer, prefix)
+        if method is not None:
+            process = method.process_weights_after_loading
+            method.process_weights_after_loading = lambda of: process(of) if hasattr(of, "k_scale") else None
+        return method
+
+    return resolve_quant_method
 
 
 def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:

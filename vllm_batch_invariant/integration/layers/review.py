@@ -14,6 +14,7 @@ A configuration says what it says about a model; what computes is its modules. T
 """
 
 import functools
+import math
 import sys
 from collections.abc import Iterator
 from types import FunctionType, MethodType
@@ -124,6 +125,14 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
             return "its values have another size than its keys"
+        if layer.impl.kv_cache_dtype.startswith("fp8"):
+            if getattr(layer, "query_quant", None) is not None:
+                return "its queries are quantised"
+            scales = layer._k_scale, layer._v_scale
+            if any(scale.numel() != 1 for scale in scales):
+                return "its KV cache has a scale for each head"
+            if not all(0 < scale.item() < math.inf for scale in scales):
+                return f"the scales of its KV cache are {' and '.join(str(scale.item()) for scale in scales)}"
     elif isinstance(layer, patch_points.MOE_RUNNER.get()):
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):

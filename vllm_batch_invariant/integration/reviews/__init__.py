@@ -221,6 +221,7 @@ class Ran:
         mtp_models: types of models whose layers for more tokens have run.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
+        fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
     """
@@ -231,6 +232,7 @@ class Ran:
     mtp_models: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
+    fp8_kv_cache: Mapping[str, str]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 

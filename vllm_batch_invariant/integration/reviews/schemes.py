@@ -3,10 +3,13 @@
 :mod:`..layers.quantised` looks again, at each layer as vLLM builds it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's names of a KV cache in e4m3, with one scale for the keys of a layer and one for its values."""
 PLAIN_ACTIVATIONS = ""
 """Activations that are not quantised."""
 _METHODS = {
@@ -125,8 +128,9 @@ def refused(model: Any, config: Any) -> str | None:
         return f"quantisation {name} beside quantisation while loading"
     if getattr(config, "transform_config", None):
         return f"quantisation {name} with transforms of activations"
-    if getattr(config, "kv_cache_scheme", None):
-        return f"quantisation {name} with a scheme for the KV cache"
+    of_cache = getattr(config, "kv_cache_scheme", None)
+    if of_cache and not _is_static_fp8(of_cache):
+        return f"quantisation {name} with this scheme for the KV cache"
     schemes = list(_schemes(method, config))
     other = next((scheme for scheme in schemes if scheme not in COVERED and not _follows_batch(scheme)), None)
     if other:
@@ -152,6 +156,13 @@ def has_fp8_activations(model: Any, config: Any) -> bool:
 
 def _follows_batch(scheme: Scheme) -> bool:
     return _OF_THE_BATCH in scheme.activations
+
+
+def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
+    """Whether a cache has codes in e4m3 and one scale for the keys of a layer, and one for its values."""
+    of = {name: of_cache.get(name) for name in ("type", "num_bits", "strategy", "dynamic", "symmetric")}
+    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()} == wanted
 
 
 def _is_integers(scheme: Scheme) -> bool:

@@ -64,7 +64,7 @@ def attend(
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     elif out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
-    module = _implementation(implementation, query.device.type, call.spec)
+    module = _implementation(implementation, query.device.type, call)
     if plan is not None:
         module.paged_attention(call, out, plan)
     elif call.tokens:
@@ -79,6 +79,8 @@ def paged_attention(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
     reduction: AttentionReduction,
     implementation: str = "auto",
@@ -89,12 +91,12 @@ def paged_attention(
     """:func:`attend` with the fields of :class:`PagedAttention` and :class:`PagedCache` as arguments, and in ``spec``
     those of :class:`AttentionSpec`.
     """
-    cache = PagedCache(key_cache, value_cache, block_table)
+    cache = PagedCache(key_cache, value_cache, block_table, None, k_scale, v_scale)
     call = PagedAttention(query, cache, seq_lens, query_start_loc, AttentionSpec(**spec), reduction)
     return attend(call, implementation, out, plan)
 
 
-def _implementation(name: str, device: str, spec: AttentionSpec) -> ModuleType:
+def _implementation(name: str, device: str, call: PagedAttention) -> ModuleType:
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"implementation must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     devices = known()
@@ -114,6 +116,12 @@ def _implementation(name: str, device: str, spec: AttentionSpec) -> ModuleType:
         raise NotCovered(
             f"attention on device '{device}'", f"the package '{error.name}' is not installed", f"pip install {chosen}"
         ) from error
-    if spec.added:
-        spec.check(module.SERVES, chosen)
+    if call.spec.added:
+        call.spec.check(module.SERVES, chosen)
+    if call.cache.holds_codes and not getattr(module, "READS_E4M3", False):
+        raise NotCovered(
+            f"a KV cache in fp8 by '{chosen}'",
+            "that implementation does not read it",
+            "leave --kv-cache-dtype out, or choose another implementation",
+        )
     return module

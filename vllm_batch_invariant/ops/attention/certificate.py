@@ -26,6 +26,7 @@ from ...errors import NotCovered
 from ..common.cancelling import cancelling
 from ..common.compile_errors import is_of_a_compiler, reason
 from ..common.gpu_environment import gpu_environment, kept_path
+from ..common.kv_cache import codes_of
 from .cuda import paged_attention
 from .params import AttentionSpec, PagedAttention, PagedCache
 from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
@@ -292,7 +293,7 @@ def by_scores(shape: AttentionShape, device: torch.device, page_size: int) -> Op
     heads, size = shape.heads, shape.head_size
     query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)
     values = torch.randn(_LENGTH, shape.kv_heads, size, generator=_generator(device), device=device).to(shape.dtype)
-    return _paged(query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, page_size, _NOISE)
+    return _paged(shape, query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, page_size, _NOISE)
 
 
 def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
@@ -306,20 +307,29 @@ def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Op
     order = torch.randperm(tile // 2, generator=generator, device=device)
     values = torch.cat([half, -half[:, order]], 1).flatten(0, 1)[:_LENGTH]
     query = torch.zeros(_LENGTH, shape.heads, size, dtype=shape.dtype, device=device)
-    return _paged(query, torch.ones_like(values), values, page_size, 1.0)
+    return _paged(shape, query, torch.ones_like(values), values, page_size, 1.0)
 
 
 def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
-def _paged(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int, scale: float) -> Operands:
-    """Keys and values [_LENGTH, kv_heads, head_size] side by side in pages that lie in any order, as vLLM has them."""
+def _paged(
+    of: AttentionShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int, scale: float
+) -> Operands:
+    """Keys and values [_LENGTH, kv_heads, head_size] side by side in pages that lie in any order, as vLLM has them.
+
+    Codes of equal and of opposite numbers are equal and opposite, so that what cancels still does.
+    """
     device, pages = query.device, -(-_LENGTH // page_size)
     shape = pages + 1, page_size, keys.shape[1], 2 * keys.shape[2]
     cache = torch.full(shape, math.nan, dtype=query.dtype, device=device)
     order = torch.randperm(pages + 1, generator=_generator(device), device=device)[:pages]
     places = torch.arange(_LENGTH, device=device)
     cache[order[places // page_size], places % page_size] = torch.cat([keys, values], -1)
+    scales = []
+    if of.cache_dtype is not None:
+        scales = [torch.ones((), device=device) for _ in "kv"]
+        cache = codes_of(cache, scales[0])
     split = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
-    return Operands(query, PagedCache(*split, order[None].int()), scale)
+    return Operands(query, PagedCache(*split, order[None].int(), None, *scales), scale)

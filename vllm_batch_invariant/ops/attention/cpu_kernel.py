@@ -8,6 +8,8 @@ A row, a token and one of its query heads, sees keys k. Over the splits of keys 
     l' = l alpha + l_split alpha_split,  acc' = acc alpha + acc_split alpha_split
 
 and at the end ``out = acc / l``. A sink is one more split: ``m_split = sink``, ``l_split = 1``, ``acc_split = 0``.
+Where keys and values are codes, q, k and v are still numbers, those of the codes: ``qk_scale`` has the scale of the
+keys as a factor, and ``out`` that of the values.
 
 The order of every sum is written out (see :mod:`.cpu_simd`), so tiles, rows that share a tile, threads and vector width
 move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows see cannot
@@ -29,6 +31,7 @@ from .cpu_simd import (
     largest_lane,
     load,
     load_bf16,
+    load_e4m3,
     load_fp16,
     load_fp32,
     splat,
@@ -39,6 +42,7 @@ from .cpu_simd import (
 from .params import AttentionSpec
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+READS_E4M3 = True
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -50,14 +54,18 @@ class Cache(NamedTuple):
     strides: np.ndarray
     """[3] of page, KV head and slot, in elements."""
     element_size: int
+    """1 of codes in e4m3."""
     is_half: bool
     """fp16, when the element size is 2; else bf16."""
+    scale: np.float32
+    """Of all numbers; 1 of those that are no codes."""
 
 
 class ScoreMod(NamedTuple):
     """What makes a score of the dot of a query and a key, and which scores a row has."""
 
     qk_scale: np.float32
+    """Times that of the keys' codes."""
     soft_cap: np.float32
     """0 for none."""
     alibi_slopes: np.ndarray
@@ -68,12 +76,12 @@ class ScoreMod(NamedTuple):
     """[query_heads] fp32, empty for none."""
 
     @classmethod
-    def of(cls, spec: AttentionSpec, heads: int) -> "ScoreMod":
+    def of(cls, spec: AttentionSpec, heads: int, keys: Cache) -> "ScoreMod":
         """That of a layer of so many query heads."""
         alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
         return cls(
-            np.float32(spec.scale),
+            np.float32(spec.scale) * keys.scale,
             np.float32(spec.logits_soft_cap or 0.0),
             alibi_slopes.numpy(),
             spec.sliding_window or 0,
@@ -114,6 +122,8 @@ class _Scratch(NamedTuple):
 
 @njit
 def _load_widened(cache, element):
+    if cache.element_size == 1:
+        return load_e4m3(cache.data, element)
     if cache.element_size == 4:
         return load_fp32(cache.data, element * 4)
     if cache.is_half:
@@ -357,7 +367,7 @@ def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_si
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(head_size):
-            out_row[d] = scratch.acc[row * width + d] / ml[row, 1]
+            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * values.scale
 
 
 @njit

@@ -13,6 +13,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 _INDEX = ir.IntType(32)
 _WORDS = ir.VectorType(ir.IntType(32), WIDTH)
 _HALVES = ir.VectorType(ir.IntType(16), WIDTH)
+_BYTES = ir.VectorType(ir.IntType(8), WIDTH)
 
 
 class Simd16(types.Type):
@@ -72,6 +73,18 @@ def _float_of_half(builder, bits):
     return builder.bitcast(builder.or_(magnitude, sign), _VECTOR)
 
 
+def _float_of_e4m3(builder, bits):
+    """By integers; the format has no infinity, and one NaN of each sign."""
+    size = builder.and_(bits, _words(0x7F))
+    normal = builder.add(builder.shl(size, _words(20)), _words(120 << 23))
+    scale = ir.Constant(_VECTOR, [2.0**-9] * WIDTH)
+    subnormal = builder.bitcast(builder.fmul(builder.uitofp(size, _VECTOR), scale), _WORDS)
+    magnitude = builder.select(builder.icmp_unsigned("<", size, _words(8)), subnormal, normal)
+    magnitude = builder.select(builder.icmp_unsigned("==", size, _words(0x7F)), _words(0x7FC00000), magnitude)
+    sign = builder.shl(builder.and_(bits, _words(0x80)), _words(24))
+    return builder.bitcast(builder.or_(magnitude, sign), _VECTOR)
+
+
 @intrinsic
 def splat(typing_context, x):
     """All lanes x."""
@@ -121,6 +134,17 @@ def load_fp16(typing_context, data, offset):
     def codegen(context, builder, signature, arguments):
         bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
         return _float_of_half(builder, builder.zext(bits, _WORDS))
+
+    return SIMD16(data, types.intp), codegen
+
+
+@intrinsic
+def load_e4m3(typing_context, data, offset):
+    """Sixteen e4m3 elements from byte ``offset`` of a uint8 array on, widened exactly; unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _BYTES), align=1)
+        return _float_of_e4m3(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
 

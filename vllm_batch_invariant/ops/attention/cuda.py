@@ -1,7 +1,8 @@
 """Paged attention on a GPU: work is planned on the GPU once a step and done by one kernel for decode-like and one for
 prefill-like requests, so that a step needs nothing from the host and can be a CUDA graph.
 
-The kernels in Gluon for Hopper serve where they know a layer's options and layout, the Triton kernel serves the rest.
+The kernels in Gluon for Hopper serve where they know a layer's options and layout, the Triton kernel serves the rest,
+keys and values in e4m3 among it.
 """
 
 import math
@@ -12,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.kv_cache import is_aligned
 from ..common.launch import launch
-from ..common.nvidia_gpus import attends_by_tma
+from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
 from . import sm90
 from .params import PagedAttention
 from .plan import Plan, Planner
@@ -20,6 +21,7 @@ from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+READS_E4M3 = True
 _LOG2_E = math.log2(math.e)
 
 
@@ -93,6 +95,8 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         work_indptr, work = planner.work_indptr, planner.decode_work
     block_table, query = _packed(cache.block_table.to(device)), _packed(call.query)
     key_cache, value_cache = _packed(cache.keys), _packed(cache.values)
+    if cache.holds_codes:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     descriptors = [_tensor_descriptor(one, shape.key_tile, shape.padded_head_size) for one in (key_cache, value_cache)]
     use_tma = None not in descriptors
     alibi_slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(device, torch.float32) * _LOG2_E
@@ -114,6 +118,8 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             planner.semaphores,
             alibi_slopes,
             sinks,
+            cache.k_scale,
+            cache.v_scale,
             spec.scale * _LOG2_E,
             (spec.logits_soft_cap or 0.0) * _LOG2_E,
             spec.sliding_window or 0,
@@ -125,6 +131,8 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         ),
         on=query,
         USE_TMA=use_tma,
+        HOLDS_CODES=cache.holds_codes,
+        CONVERTS_E4M3=cache.holds_codes and converts_e4m3(torch.cuda.get_device_capability(device)),
         USE_SOFT_CAP=spec.logits_soft_cap is not None,
         USE_ALIBI=alibi_slopes is not None,
         USE_WINDOW=spec.sliding_window is not None,

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from ...errors import NotCovered
+from ..common.kv_cache import E4M3, codes_of
 from .reduction import AttentionReduction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of queries and results, and of keys and values that are not codes."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +127,29 @@ _PLAIN = {field.name: field.default for field in fields(AttentionSpec) if field.
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of all requests, in pages.
+    """Keys and values of all requests, in pages: numbers, or codes that a scale stands beside.
 
     Attributes:
-        keys: [pages, kv_heads, page_size, head_size] fp32, bf16 or fp16, any strides.
+        keys: [pages, kv_heads, page_size, head_size] fp32, bf16, fp16 or e4m3, any strides.
         values: as ``keys``.
         block_table: [requests, max_pages] int32 or int64, the physical pages of each request.
         stored: keys and values in a format of an implementation's own, as :class:`..exact.cuda.Cache`, where ``keys``
             and ``values`` only have the shape; None where they are what is read.
+        k_scale: one fp32 number on the device of codes, above 0: a key is ``code * k_scale``. None of numbers.
+        v_scale: the same of values.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     block_table: torch.Tensor
     stored: Any = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether keys and values are codes in e4m3."""
+        return self.keys.dtype == E4M3
 
     @property
     def num_pages(self) -> int:
@@ -157,12 +168,24 @@ class PagedCache:
         """[requests, max_pages], on the host."""
         return self.block_table.cpu().numpy().astype(np.int32, copy=False)
 
+    def coded(self, k_scale: float = 1.0, v_scale: float = 1.0) -> "PagedCache":
+        """The same keys and values as codes with these scales, packed; for certificates and tests."""
+        device, parts = self.keys.device, (self.keys, self.values)
+        scales = [torch.tensor(scale, dtype=torch.float32, device=device) for scale in (k_scale, v_scale)]
+        codes = [codes_of(one, scale).contiguous() for one, scale in zip(parts, scales, strict=True)]
+        return replace(self, keys=codes[0], values=codes[1], k_scale=scales[0], v_scale=scales[1])
+
     def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value [kv_heads, len(positions), head_size] of a request, copied out of its pages."""
+        """Key and value [kv_heads, len(positions), head_size] of a request as they are stored, copied out of its
+        pages.
+        """
         place = np.arange(positions.start, positions.stop)
         pages = torch.from_numpy(self.table[request, place // self.page_size].astype(np.int64)).to(self.keys.device)
         slots = torch.from_numpy(place % self.page_size).to(self.keys.device)
-        return self.keys[pages, :, slots].transpose(0, 1), self.values[pages, :, slots].transpose(0, 1)
+        # PyTorch has no such indices of e4m3 on every device.
+        bytes_or_numbers = [one.view(torch.uint8) if self.holds_codes else one for one in (self.keys, self.values)]
+        key, value = (one[pages, :, slots].transpose(0, 1).view(self.keys.dtype) for one in bytes_or_numbers)
+        return key, value
 
 
 @dataclass(frozen=True)
@@ -170,8 +193,8 @@ class PagedAttention:
     """The newest tokens of each request and what they see; to be checked before use.
 
     Attributes:
-        query: [tokens, query_heads, head_size] of the cache's dtype; head_size a multiple of 16. Requests lie one after
-            the other.
+        query: [tokens, query_heads, head_size] of the cache's dtype, or fp32, bf16 or fp16 beside codes; head_size a
+            multiple of 16. Requests lie one after the other.
         cache: with the keys and values of the new tokens.
         seq_lens: [requests] int32 or int64, keys of each request, its new tokens included.
         query_start_loc: [requests + 1] int32 or int64, ascending from 0: the rows of each request, its last positions.
@@ -251,10 +274,12 @@ class PagedAttention:
                 "[pages, kv_heads, page_size, head_size], "
                 f"got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
             )
-        if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        if query.dtype not in DTYPES or key.dtype not in (query.dtype, E4M3) or value.dtype != key.dtype:
             raise ValueError(
-                f"query and caches must all be fp32, bf16 or fp16, got {query.dtype}, {key.dtype} and {value.dtype}"
+                "query and caches must all be fp32, bf16 or fp16, or the caches e4m3, "
+                f"got {query.dtype}, {key.dtype} and {value.dtype}"
             )
+        self._check_scales()
         if query.shape[2] != key.shape[3] or query.shape[2] % 16 or query.shape[2] == 0:
             raise ValueError(
                 "head_size must be a multiple of 16 and the same in query and cache, "
@@ -276,6 +301,17 @@ class PagedAttention:
         ):
             if given.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"{name} must be int32 or int64, got {given.dtype}")
+
+    def _check_scales(self) -> None:
+        cache, expected = self.cache, (torch.float32, 1, self.cache.keys.device)
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(cache, name)
+            found = None if scale is None else (scale.dtype, scale.numel(), scale.device)
+            if found != (expected if cache.holds_codes else None):
+                raise ValueError(
+                    f"{name} of keys and values in {cache.keys.dtype} must be "
+                    f"{'one fp32 number on their device' if cache.holds_codes else 'None'}, got {scale}"
+                )
 
     def _check_heads(self) -> None:
         for name in ("alibi_slopes", "sinks"):

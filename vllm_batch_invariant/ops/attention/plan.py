@@ -81,7 +81,8 @@ class Kernels:
             verify_len: tokens of a request in the longest verify step.
         """
         block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
-        if plain and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
+        in_gluon = plain and shape.cache_dtype is None
+        if in_gluon and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
             if DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
                 yield cls(sm90=True, decode_rows=WIDE_DECODE_ROWS)
             yield cls(sm90=True)

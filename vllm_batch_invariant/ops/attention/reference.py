@@ -6,6 +6,7 @@ from .merge import merge_splits
 from .params import PagedAttention
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+READS_E4M3 = True
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:
@@ -25,7 +26,10 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
             sinks = call.spec.sinks.to(query)[:, None].expand(query.shape[:2])
             partials.append((torch.zeros_like(query), sinks))
         outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
-        out[rows] = merge_splits(outputs, lses).transpose(0, 1).to(out.dtype)
+        merged = merge_splits(outputs, lses).transpose(0, 1)
+        if call.cache.v_scale is not None:
+            merged = merged * call.cache.v_scale.to(merged)
+        out[rows] = merged.to(out.dtype)
 
 
 def _attend_split(
@@ -44,6 +48,8 @@ def _attend_split(
     if spec.sliding_window is not None:
         visible &= distance < spec.sliding_window
     qk = spec.scale * (query @ key.transpose(1, 2))
+    if call.cache.k_scale is not None:
+        qk = qk * call.cache.k_scale.to(qk)
     if spec.logits_soft_cap is not None:
         qk = spec.logits_soft_cap * torch.tanh(qk / spec.logits_soft_cap)
     if spec.alibi_slopes is not None:

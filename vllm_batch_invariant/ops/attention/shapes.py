@@ -17,16 +17,22 @@ class AttentionShape:
     kv_heads: int
     head_size: int
     dtype: torch.dtype
+    """Of queries."""
     reduction: AttentionReduction
+    cache_dtype: torch.dtype | None = None
+    """Of keys and values as they are stored, if it is another."""
 
     @classmethod
     def of(cls, call: PagedAttention) -> "AttentionShape":
         _, heads, head_size = call.query.shape
-        return cls(heads, call.cache.kv_heads, head_size, call.query.dtype, call.reduction)
+        cache, dtype = call.cache, call.query.dtype
+        stored = cache.keys.dtype if cache.holds_codes else None
+        return cls(heads, cache.kv_heads, head_size, dtype, call.reduction, stored)
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
+        dtype, stored = (str(one).removeprefix("torch.") for one in (self.dtype, self.cache_dtype))
+        over = f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
+        return over if self.cache_dtype is None else f"{over}, keys and values in {stored}"
 
     @property
     def queries_per_kv(self) -> int:

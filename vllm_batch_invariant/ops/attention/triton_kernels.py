@@ -7,7 +7,9 @@ Of a row with query ``q`` at position ``q_pos``, over the keys ``k`` and values 
     l' = l alpha + sum(p),  acc' = acc alpha + p v
 
 Splits merge in ascending order (see :mod:`.splits`), and the result is ``acc / l``. Scores, ``m``, slopes and sinks are
-in units of log2(e), which the arguments bring along.
+in units of log2(e), which the arguments bring along. Keys and values may be codes in e4m3: k and v are then the numbers
+of the codes in the query's dtype, exactly, the scale of the scores has that of the keys as a factor, and ``acc / l`` is
+multiplied by that of the values, both in fp32.
 
 A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
 nothing, weights are summed by the tensor cores like the values they weigh, splits are merged ascending by one function,
@@ -20,6 +22,7 @@ arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
+from ..common.triton_e4m3 import from_e4m3
 from ..common.triton_names import aggregate, value
 from .splits import finite_max, is_end_of_split, merge_splits, normalize, split_of, start_of
 from .walk import (
@@ -74,6 +77,8 @@ class KVCache:
     first_key: value  # that some row sees
     kv_end: tl.tensor
     USE_TMA: tl.constexpr
+    HOLDS_CODES: tl.constexpr
+    CONVERTS_E4M3: tl.constexpr
     KEY_TILE: tl.constexpr
     PAGE_SIZE: tl.constexpr
     HEAD_DIM: tl.constexpr
@@ -145,13 +150,20 @@ def load_pages(kv, tile_start):
 
 
 @triton.jit
-def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr):
-    """``k`` [PADDED_HEAD_DIM, KEY_TILE] and ``v`` [KEY_TILE, PADDED_HEAD_DIM] of the pages of a tile."""
+def _numbers(kv, tile, DTYPE: tl.constexpr):
+    """What is stored as numbers of DTYPE."""
+    return from_e4m3(tile, DTYPE, kv.CONVERTS_E4M3) if kv.HOLDS_CODES else tile
+
+
+@triton.jit
+def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr, DTYPE: tl.constexpr):
+    """``k`` [PADDED_HEAD_DIM, KEY_TILE] and ``v`` [KEY_TILE, PADDED_HEAD_DIM] of the pages of a tile, in DTYPE."""
     offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
     if kv.USE_TMA:
         slot = tile_start % kv.PAGE_SIZE
         k = kv.k.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, kv.PADDED_HEAD_DIM)
         v = kv.v.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, kv.PADDED_HEAD_DIM)
+        k, v = _numbers(kv, k, DTYPE), _numbers(kv, v, DTYPE)
         if MASKED:
             # Unwritten slots may hold anything, NaN included.
             v = tl.where((offs_n < kv.kv_end)[:, None], v, 0.0)
@@ -164,14 +176,15 @@ def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr):
         offs_v = page * kv.stride_v_page + kv.kv_head.to(tl.int64) * kv.stride_v_head + slot * kv.stride_v_slot
         if MASKED:
             needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
-            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=needed[None, :] & in_head[:, None], other=0.0)
-            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=needed[:, None] & in_head[None, :], other=0.0)
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=needed[None, :] & in_head[:, None], other=0)
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=needed[:, None] & in_head[None, :], other=0)
         elif kv.HEAD_DIM == kv.PADDED_HEAD_DIM:
             k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None])
             v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :])
         else:
-            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=in_head[:, None], other=0.0)
-            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=in_head[None, :], other=0.0)
+            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=in_head[:, None], other=0)
+            v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=in_head[None, :], other=0)
+        k, v = _numbers(kv, k, DTYPE), _numbers(kv, v, DTYPE)
     return k, v
 
 
@@ -210,7 +223,7 @@ def online_softmax_update(state, qk, scale, v):
 @triton.jit
 def attend_tile(state, rows, kv, mod, page, tile_start, MASKED: tl.constexpr):
     """The state after a tile of keys; ``MASKED`` where some row does not see all of them."""
-    k, v = load_kv_tile(kv, page, tile_start, MASKED)
+    k, v = load_kv_tile(kv, page, tile_start, MASKED, rows.q.dtype)
     offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
     qk = tl.dot(rows.q, k, input_precision="ieee")  # [BLOCK_M, KEY_TILE]
     qk = score_mod(qk, rows, offs_n, mod, MASKED)
@@ -303,11 +316,14 @@ def store_result(state, out, work, token, head, mask):
     sink = tl.zeros((state.m.shape[0],), tl.float32)
     if out.USE_SINKS:
         sink = tl.load(out.sinks_ptr + head)
+    result = normalize(state.m, state.l, state.acc, sink, out.USE_SINKS)
+    if out.SCALES_VALUES:
+        result = result * out.v_scale
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
     row = (work.query_start + token).to(tl.int64)
     tl.store(
         out.ptr + row[:, None] * out.stride_token + head[:, None] * out.stride_head + offs_d[None, :],
-        normalize(state.m, state.l, state.acc, sink, out.USE_SINKS).to(out.ptr.dtype.element_ty),
+        result.to(out.ptr.dtype.element_ty),
         mask=mask,
     )
 
@@ -382,6 +398,8 @@ def attention_kernel(
     semaphores_ptr,
     slopes_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     qk_scale_log2,
     soft_cap,
     window,
@@ -397,6 +415,8 @@ def attention_kernel(
     stride_o_token,
     stride_o_head,
     USE_TMA: tl.constexpr,
+    HOLDS_CODES: tl.constexpr,
+    CONVERTS_E4M3: tl.constexpr,
     USE_SOFT_CAP: tl.constexpr,
     USE_ALIBI: tl.constexpr,
     USE_WINDOW: tl.constexpr,
@@ -418,7 +438,8 @@ def attention_kernel(
     results; the last one to arrive merges them all, in ascending order.
 
     Args:
-        k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors.
+        k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors; uint8 with HOLDS_CODES.
+        k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
         block_table_ptr: [requests, pages], ``stride_table`` apart.
         work_indptr: the first item of each CTA, and the end; for prefill-like work the number of items, each of them
             for all KV heads.
@@ -430,13 +451,19 @@ def attention_kernel(
         MAY_SHARE: some block is shared.
     """
     offs_d = tl.arange(0, PADDED_HEAD_DIM)
+    v_scale = 1.0
+    if HOLDS_CODES:
+        # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
+        qk_scale_log2 = qk_scale_log2 * tl.load(k_scale_ptr)
+        v_scale = tl.load(v_scale_ptr)
     mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW)
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
     )
     out = Output(
-        out_ptr, stride_o_token, stride_o_head, sinks_ptr, USE_SINKS, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM
-    )
+        out_ptr, stride_o_token, stride_o_head, sinks_ptr, v_scale, USE_SINKS, HOLDS_CODES, QUERIES_PER_KV, HEAD_DIM,
+        PADDED_HEAD_DIM,
+    )  # fmt: skip
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
         work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
@@ -462,7 +489,8 @@ def attention_kernel(
         rows = Rows(q, q_pos, slope, stored)
         kv = KVCache(
             k_cache, v_cache, own_table_ptr, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
-            stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+            stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, HOLDS_CODES, CONVERTS_E4M3, KEY_TILE, PAGE_SIZE,
+            HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
         if PREFILL_LIKE:

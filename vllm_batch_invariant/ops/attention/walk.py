@@ -20,7 +20,9 @@ class Output:
     stride_token: value
     stride_head: value
     sinks_ptr: value
+    v_scale: value  # of values that are codes
     USE_SINKS: tl.constexpr
+    SCALES_VALUES: tl.constexpr
     QUERIES_PER_KV: tl.constexpr
     HEAD_DIM: tl.constexpr
     PADDED_HEAD_DIM: tl.constexpr

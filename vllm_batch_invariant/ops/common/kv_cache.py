@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+E4M3 = torch.float8_e4m3fn
+"""Of codes of keys and values: vLLM's "fp8" and "fp8_e4m3"."""
+LARGEST = 448.0
+"""Its largest number: it has no infinity."""
+
 
 @dataclass(frozen=True)
 class CacheSlots:
@@ -13,15 +18,25 @@ class CacheSlots:
         keys, values: [pages, kv_heads, page_size, head_size], of the same strides, aligned as :func:`is_aligned` says.
         slots: [tokens or fewer] int64, page * page_size + place in it of the first tokens. The other tokens are
             padding, as those with a negative one.
+        k_scale, v_scale: one fp32 number of keys, and one of values, where these are codes in e4m3; else None.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     slots: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int:
         return self.keys.shape[2]
+
+
+def codes_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes in e4m3 of keys or values, by PyTorch: ``round(min(max(x / scale, -448), 448))``, the division in fp32 and
+    rounded, of two nearest numbers the one with the even code.
+    """
+    return (x.float() / scale.reshape(())).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def is_aligned(cache: torch.Tensor) -> bool:

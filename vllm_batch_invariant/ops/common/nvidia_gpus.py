@@ -27,6 +27,16 @@ def has_tcgen05(major: int) -> bool:
     return major == 10
 
 
+def converts_e4m3(capability: tuple[int, int]) -> bool:
+    """Whether there are instructions that convert e4m3 to all 16-bit floats, and Triton knows the type: speed only. An
+    8.9 has one for fp16 alone, and Triton 3.6 asks its assembler for another.
+
+    Args:
+        capability: compute capability.
+    """
+    return capability >= (9, 0)
+
+
 def attends_by_tma(major: int) -> bool:
     """Whether attention in Triton reads keys and values by the tensor memory accelerator: speed only.
 

@@ -291,7 +291,9 @@ def exact_attention_kernel(
         partial_m_ptr, partial_l_ptr, partial_e_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM,
         PADDED_HEAD_DIM,
     )  # fmt: skip
-    out = Output(out_ptr, stride_o_token, stride_o_head, None, False, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM)
+    out = Output(
+        out_ptr, stride_o_token, stride_o_head, None, None, False, False, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM
+    )
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
         work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)

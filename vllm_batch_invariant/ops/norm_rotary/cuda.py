@@ -3,7 +3,7 @@
 x = qkv * rsqrt(mean(qkv**2) + eps) * weight, head by head
 out = x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin
 
-Keys, and values as they are, may go to their pages of a cache at once.
+Keys, and values as they are, may go to their pages of a cache at once, also as codes.
 """
 
 import torch
@@ -14,6 +14,7 @@ from ..common.dependent_launch import wait_for_kernel_before
 from ..common.kv_cache import CacheSlots
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
+from ..kv_cache.triton_kernels import codes_of
 from ..norm.triton_kernels import rstd_of, weighted
 from .reduction import NormRotaryReduction
 
@@ -33,7 +34,14 @@ def _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM: 
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
-# 20 parameters: a kernel takes no structure of pointers.
+@triton.jit
+def _store_halves(out_ptrs, first, second, mask, NORM: tl.constexpr):
+    """Both halves of heads, [rows_per_program, block]."""
+    tl.store(out_ptrs, first, mask=mask)
+    tl.store(out_ptrs + NORM.block, second, mask=mask)
+
+
+# 22 parameters: a kernel takes no structure of pointers.
 @triton.jit(do_not_specialize=["num_slots", "stride_token"], do_not_specialize_on_alignment=["slots_ptr"])
 def _norm_rotary_kernel(
     qkv_ptr,
@@ -45,6 +53,8 @@ def _norm_rotary_kernel(
     key_out_ptr,
     value_out_ptr,
     slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     num_slots,
     stride_token,
     stride_page,
@@ -54,6 +64,7 @@ def _norm_rotary_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HOLDS_CODES: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -63,9 +74,10 @@ def _norm_rotary_kernel(
         qkv_ptr: [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_size]
         query_out_ptr: [tokens, NUM_HEADS * head_size]
         key_out_ptr, value_out_ptr: caches [pages, NUM_KV_HEADS, PAGE_SIZE, head_size]; without PAGE_SIZE keys
-            [tokens, NUM_KV_HEADS * head_size], and nothing.
+            [tokens, NUM_KV_HEADS * head_size], and nothing. Codes are uint8.
         slots_ptr: [num_slots] int64, where in the caches the first tokens go. The others go nowhere, as do those with a
             negative one.
+        k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
     """
     wait_for_kernel_before(OVERLAPS)
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + NORM.rows_per_program - 1) // NORM.rows_per_program
@@ -95,15 +107,20 @@ def _norm_rotary_kernel(
         first, second = _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM)
     if group < QUERY_GROUPS:
         out_ptrs = query_out_ptr + token * (NUM_HEADS * NORM.length) + offs
+        _store_halves(out_ptrs, first, second, mask, NORM)
     elif PAGE_SIZE > 0:
         slot = tl.load(slots_ptr + token, mask=token < num_slots, other=-1)
         mask = tl.broadcast_to(head[:, None] < tl.where(slot < 0, 0, num_heads), offs.shape)
         out_ptr = (value_out_ptr if is_value else key_out_ptr) + slot // PAGE_SIZE * stride_page
         out_ptrs = out_ptr + slot % PAGE_SIZE * stride_slot + head[:, None] * stride_head + head_offs
+        if HOLDS_CODES:
+            scale = tl.load(v_scale_ptr if is_value else k_scale_ptr)
+            _store_halves(out_ptrs, codes_of(first, scale), codes_of(second, scale), mask, NORM)
+        else:
+            _store_halves(out_ptrs, first, second, mask, NORM)
     else:
         out_ptrs = key_out_ptr + token * (NUM_KV_HEADS * NORM.length) + offs
-    tl.store(out_ptrs, first, mask=mask)
-    tl.store(out_ptrs + NORM.block, second, mask=mask)
+        _store_halves(out_ptrs, first, second, mask, NORM)
 
 
 def norm_rotary(
@@ -127,10 +144,12 @@ def norm_rotary(
     queries = torch.empty(num_tokens, heads * head_size, dtype=qkv.dtype, device=qkv.device)
     if cache is None:
         keys = torch.empty(num_tokens, kv_heads * head_size, dtype=qkv.dtype, device=qkv.device)
-        outputs, strides = (keys, None, None, 0), (0, 0, 0)
+        outputs, strides = (keys, None, None, None, None, 0), (0, 0, 0)
     else:
-        keys = None
-        outputs, strides = (cache.keys, cache.values, cache.slots, len(cache.slots)), cache.keys.stride()[:3]
+        keys, held, strides = None, (cache.keys, cache.values), cache.keys.stride()[:3]
+        if cache.k_scale is not None:
+            held = cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
+        outputs = (*held, cache.slots, cache.k_scale, cache.v_scale, len(cache.slots))
     if num_tokens:
         kinds = (heads, kv_heads) if cache is None else (heads, kv_heads, kv_heads)
         groups = sum(-(-kind // reduction.rows_per_program) for kind in kinds)
@@ -154,6 +173,7 @@ def norm_rotary(
             NUM_HEADS=heads,
             NUM_KV_HEADS=kv_heads,
             PAGE_SIZE=0 if cache is None else cache.page_size,
+            HOLDS_CODES=cache is not None and cache.k_scale is not None,
             **reduction.options,
         )
     return queries, keys

@@ -308,8 +308,9 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
         is_ours, device = isinstance(impl, FixedSplitAttention), _parameter(model).device
         how: tuple[Any, ...]
         if is_ours:
-            heads = replace(heads, dtype=key_cache_of(layer).dtype)
-            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation)
+            dtype = heads.dtype if impl.holds_codes else key_cache_of(layer).dtype
+            heads = replace(heads, dtype=dtype)
+            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation, impl.holds_codes)
         else:
             window = getattr(impl, "sliding_window", None)
             spec = AttentionSpec(1.0, window if isinstance(window, int) and window > 0 else None)
@@ -319,7 +320,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             continue
         seen.add(kind)
         shape = f"{heads.query} query heads, {heads.kv} KV heads of {heads.size}, {_name(heads.dtype)}"
-        shape = ", ".join([shape, *spec.words])
+        shape = ", ".join([shape, *spec.words, *["KV cache in e4m3"] * (is_ours and impl.holds_codes)])
         server = _qualified(type(impl))
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
         if not is_ours:
@@ -327,7 +328,8 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             for guarantee in ("batch", "schedule"):
                 yield replace(certificate, guarantee=guarantee, untested=why, not_applicable=True)
             continue
-        attend = partial(_attend, spec, impl.reduction, impl.implementation, device, key_cache_of(layer).shape[2])
+        page_size = key_cache_of(layer).shape[2]
+        attend = partial(_attend, spec, impl.reduction, impl.implementation, impl.holds_codes, device, page_size)
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
         for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
@@ -344,6 +346,7 @@ def _attend(
     spec: "AttentionSpec",
     reduction: "AttentionReduction",
     implementation: str,
+    holds_codes: bool,
     device: torch.device,
     page_size: int,
     chunks: list[Chunk],
@@ -351,8 +354,9 @@ def _attend(
     """The output rows of each chunk, computed together, as a layer computes them."""
     from ...ops.attention import PagedAttention, PagedCache, attend
 
-    query, *cache, lengths, starts = (tensor.to(device) for tensor in paged(chunks, page_size))
-    call = PagedAttention(query, PagedCache(*cache), lengths, starts, spec, reduction)
+    query, *tensors, lengths, starts = (tensor.to(device) for tensor in paged(chunks, page_size))
+    cache = PagedCache(*tensors)
+    call = PagedAttention(query, cache.coded() if holds_codes else cache, lengths, starts, spec, reduction)
     return list(attend(call, implementation).split([chunk.stop - chunk.start for chunk in chunks]))
 
 

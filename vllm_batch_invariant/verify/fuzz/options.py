@@ -182,6 +182,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             multimodal_config=SimpleNamespace(enable_mm_embeds=False),
             enable_prompt_embeds="embeds" in options,
         ),
+        cache_config=SimpleNamespace(cache_dtype=options.get("cache", "auto")),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
@@ -303,6 +304,13 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
     return in_vllm("v1/engine/__init__.py", '"keep"')
 
 
+def _has_fp8_caches(place: Place) -> bool:
+    """Whether a KV cache in fp8 has run there, and no checkpoint says what it is."""
+    ran = coverage.RAN.fp8_kv_cache.get(place.device)
+    says = (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
+    return ran is not None and coverage.patch_points.installed_version().startswith(ran) and not says
+
+
 OPTIONS = (
     # the end of "phrase" has several tokens, that of "marker" one
     Option(
@@ -313,6 +321,12 @@ OPTIONS = (
         decides=frozenset((BUDGET,)),
     ),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
+    Option(
+        "cache",
+        {"fp8": (coverage.KV_CACHE, "fp8")},
+        (NONE, "fp8", NONE),
+        _has_fp8_caches,
+    ),
     *(Option(name, values, (NONE, *values)) for feature in coverage.COVERED for name, values in feature.drawn.items()),
     Option(
         "grammar",

@@ -39,8 +39,8 @@ class Trial:
     Attributes:
         accepts: what the engine accepts.
         runner: vLLM's model runner, "v1" or "v2", and the numbers of workers and of stages above 1, or the tree that
-            workers add: what may answer otherwise; or exact arithmetic, where they do not. The two runners draw
-            different noise from a seed.
+            workers add, and a KV cache in fp8: what may answer otherwise; or exact arithmetic, where they do not. The
+            two runners draw different noise from a seed.
         left_out: kinds of requests that are left out, and why.
         refused: why the engine refused concurrent requests, and how often.
     """

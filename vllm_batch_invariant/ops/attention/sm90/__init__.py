@@ -170,6 +170,7 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     cache, page_size = call.cache, call.cache.page_size
     return (
         not call.spec.added
+        and not call.cache.holds_codes
         and page_size >= 16
         and page_size & (page_size - 1) == 0
         and cache.block_table.device == call.query.device

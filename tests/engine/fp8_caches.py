@@ -1,0 +1,79 @@
+"""Other caches in the place of one in fp8, in the engine's process."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, cache_of
+
+SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "naive-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {},
+    "kv_cache_scheme": SCHEME,
+}
+
+
+def with_scales(folder: Path, k_scale: float, v_scale: float) -> str:
+    """Make a checkpoint in bf16 one whose KV cache is to be in fp8, with such scales: those of later layers are halved
+    and doubled.
+    """
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": CONFIG}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for name, scale in (("k_scale", k_scale / 2**layer), ("v_scale", v_scale * 2**layer)):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[float, float]]:
+    found = []
+    for layer in model.modules():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, FixedSplitAttention):
+            impl.kv_cache_dtype = "auto"
+            vars(impl).pop("do_kv_cache_update", None)
+            layer.kv_cache = torch.zeros(cache_of(layer).shape, dtype=torch.bfloat16, device=cache_of(layer).device)
+            found.append((layer._k_scale.item(), layer._v_scale.item()))
+            if rounds:
+                impl.do_kv_cache_update = partial(_write_rounded, impl.do_kv_cache_update)
+    return found
+
+
+def _write_rounded(write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> None:
+    numbers = []
+    for x, scale in ((key, layer._k_scale), (value, layer._v_scale)):
+        codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        numbers.append((codes.float() * scale).to(x.dtype))
+    write(layer, *numbers, *more)
+
+
+def in_numbers(llm: Any, rounds: bool) -> list[list[float]]:
+    """From now on every layer has a cache in bf16, of the numbers of the codes that it would have had, times scales
+    that are powers of two, or of keys and values as they come. Returns the scales of each layer.
+    """
+    found = llm.apply_model(partial(_replace, rounds=rounds))[0]
+    llm.reset_prefix_cache()
+    return found
+
+
+def bytes_of_caches(llm: Any) -> list[list[Any]]:
+    """For each layer the dtype of its cache, and how many of its bytes are not 0."""
+
+    def of(model: torch.nn.Module) -> list[list[Any]]:
+        caches = [
+            cache_of(layer)
+            for layer in model.modules()
+            if isinstance(getattr(layer, "impl", None), FixedSplitAttention)
+        ]
+        return [[str(cache.dtype), int(cache.view(torch.uint8).count_nonzero())] for cache in caches]
+
+    return llm.apply_model(of)[0]

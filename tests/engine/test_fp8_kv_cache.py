@@ -1,0 +1,115 @@
+"""An engine whose KV cache is in fp8 gives a request the same bits alone and among others, from chunks of any size and
+from the prefix cache: those of an engine whose cache has the numbers of the codes in bf16.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
+from tests.engine.fp8_caches import with_scales
+from vllm_batch_invariant.envs import UNTRIED
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+ON_GPU = torch.cuda.is_available()
+COVERED = "0.33." if ON_GPU else reviews.ran().fp8_kv_cache["cpu"]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
+]
+
+CACHES = "tests.engine.fp8_caches"
+SHAPE = Shape(intermediate=384, layers=2, vocab=1024, max_length=512)
+VOCABULARY = range(3, 900)
+TARGETS = [
+    request(tokens(150, 1, VOCABULARY), max_tokens=12, logprobs=5),
+    request(tokens(300, 2, VOCABULARY), max_tokens=4, temperature=1.0, seed=7, prompt_logprobs=2),
+]
+OTHERS = concurrent_requests(14, 3, vocabulary=VOCABULARY)
+OTHERS += [request(tokens(60, 100 + number, VOCABULARY), max_tokens=60) for number in range(8)]
+"""The last ones need twice the pages that they begin with."""
+LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 96, "skip_tokenizer_init": True}
+LIMITS |= OF_DEVICE | EAGER_ON_GPU
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return with_scales(make_checkpoint(tmp_path_factory.mktemp("fp8-kv") / "model", SHAPE), 0.5, 0.25)
+
+
+def seen(answers: list[dict[str, Any]]) -> list[Any]:
+    """Tokens, logprobs and candidates of the targets, which come last."""
+    return [[one["completions"], one["prompt_logprobs"]] for one in answers[-len(TARGETS) :]]
+
+
+def ask(engine: Engine) -> dict[str, Any]:
+    """Answers of the targets alone, among others and from the prefix cache, and how often requests were preempted."""
+    alone = [engine.step(f"alone {number}", [one], True) for number, one in enumerate(TARGETS)]
+    among = engine.step("among others", [*OTHERS, *TARGETS], True)
+    return {
+        "alone": seen([step.requests[0] for step in alone]),
+        "among others": seen(among.requests),
+        "warm": seen(engine.step("warm", TARGETS).requests),
+        "preemptions": among.preemptions,
+    }
+
+
+def started(model: str, afterwards: Callable[[Engine], dict[str, Any]] = ask, **more: object) -> dict[str, Any]:
+    environment = {UNTRIED.name: "1"} if ON_GPU else {}
+    return run({"model": model, **LIMITS, **more}, [], "1", afterwards=afterwards, **environment).afterwards
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: str) -> dict[str, Any]:
+    def asked(engine: Engine) -> dict[str, Any]:
+        made = ask(engine)
+        made["bytes"] = engine.call(f"{CACHES}:bytes_of_caches")
+        made["scales"] = engine.call(f"{CACHES}:in_numbers", True)
+        made["numbers of the codes"] = seen(engine.step("numbers of the codes", TARGETS, True).requests)
+        engine.call(f"{CACHES}:in_numbers", False)
+        made["exact numbers"] = seen(engine.step("exact numbers", TARGETS, True).requests)
+        return made
+
+    return started(checkpoint, asked)
+
+
+def test_a_cache_in_fp8_moves_no_bit_with_the_batch_the_chunks_or_the_prefix_cache(found: dict[str, Any]) -> None:
+    assert {dtype for dtype, _ in found["bytes"]} == {"torch.uint8"}
+    assert all(written for _, written in found["bytes"])
+    assert found["alone"] == found["among others"] == found["warm"]
+
+
+def test_a_cache_in_fp8_has_the_bits_of_one_of_its_numbers_in_bf16(found: dict[str, Any]) -> None:
+    """With the scales of the checkpoint, which are powers of two."""
+    assert found["scales"] == [[0.5, 0.25], [0.25, 0.5]]
+    assert found["alone"] == found["numbers of the codes"]
+    assert found["alone"] != found["exact numbers"], "so the comparison sees what codes lose"
+
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("speculation", [NGRAMS, DRAFTS], ids=["ngram", "draft_model"])
+def test_drafts_leave_the_bits_of_a_cache_in_fp8(
+    found: dict[str, Any], checkpoint: str, speculation: dict[str, Any]
+) -> None:
+    drafter = speculation | ({"model": checkpoint} if speculation is DRAFTS else {})
+    answers = started(checkpoint, speculative_config=json.dumps(drafter))
+    assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
+
+
+@pytest.mark.exhaustive
+def test_preemption_leaves_the_bits_of_a_cache_in_fp8(found: dict[str, Any], checkpoint: str) -> None:
+    """And steps and pages of other sizes."""
+    few = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 256}
+    answers = started(checkpoint, **few)
+    assert answers["preemptions"] > 0
+    assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]

@@ -1,0 +1,109 @@
+"""A cache in e4m3 on a CPU: the bits of the same attention over the numbers of its codes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.ops.attention.cases import Chunk, Heads, Request, call_of, features, paged
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
+from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, codes_of
+
+HEADS = Heads(4, 2, 64, torch.bfloat16)
+MIXED = [Chunk(Request(HEADS, 300, 1), 250, 300), Chunk(Request(HEADS, 520, 2), 519, 520)]
+MIXED.append(Chunk(Request(HEADS, 20, 3), 0, 20))
+REDUCTION = AttentionReduction()
+
+
+def coded(chunks: list[Chunk], k_scale: float, v_scale: float, **spec: object) -> PagedAttention:
+    """A call over codes; what no chunk has written is NaN."""
+    call = call_of(paged(chunks, filler=math.nan), REDUCTION, **{"scale": HEADS.size**-0.5} | spec)
+    return replace(call, cache=call.cache.coded(k_scale, v_scale))
+
+
+def upcast(call: PagedAttention, k_factor: float = 1.0, v_factor: float = 1.0) -> PagedAttention:
+    """The same over the numbers of its codes times these factors, exactly, in the query's dtype."""
+    cache = call.cache
+    numbers = [
+        (one.float() * factor).to(call.query.dtype)
+        for one, factor in ((cache.keys, k_factor), (cache.values, v_factor))
+    ]
+    return replace(call, cache=replace(cache, keys=numbers[0], values=numbers[1], k_scale=None, v_scale=None))
+
+
+@features
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_with_scales_of_1_have_the_bits_of_their_numbers(options, dtype):
+    chunks = [replace(one, request=Request(replace(HEADS, dtype=dtype), one.stop, 1)) for one in MIXED]
+    call = coded(chunks, 1.0, 1.0, **options)
+    assert call.cache.keys.dtype == E4M3
+    assert_same_bits(attend(call), attend(upcast(call)), "codes")
+
+
+@features
+def test_codes_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
+    """What tells the two scales apart, and says that a sum meets neither: a power of two rounds nothing."""
+    call = coded(MIXED, 0.25, 8.0, **options)
+    got = attend(call)
+    assert_same_bits(got, attend(upcast(call, 0.25, 8.0)), "codes")
+    for wrong in ((8.0, 0.25), (1.0, 8.0), (0.25, 1.0), (0.25, 0.25)):
+        assert not torch.equal(got, attend(upcast(call, *wrong))), wrong
+    with_codes = replace(call, query=codes_of(call.query, torch.ones(())).to(call.query.dtype))
+    assert not torch.equal(got, attend(with_codes)), "with queries in e4m3"
+
+
+@features
+def test_codes_with_any_scales_are_near_float64(options):
+    call = coded(MIXED, 0.013, 0.021, **options)
+    expected = torch.empty_like(call.query, dtype=torch.float64)
+    reference_attention(call, expected, torch.float64)
+    torch.testing.assert_close(attend(call).double(), expected, rtol=2**-8, atol=1e-4)
+    by_reference = attend(call, "reference")
+    torch.testing.assert_close(by_reference.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_every_code_is_read_exactly():
+    codes = torch.arange(256).to(torch.uint8).view(16, 1, 1, 16).view(E4M3)
+    one, table = torch.ones(()), torch.zeros(1, 1, dtype=torch.int32)
+    request = Request(Heads(1, 1, 16), 1, 0)
+    call = call_of(paged([Chunk(request, 0, 1)]), REDUCTION, scale=1.0)
+    for values in codes.split(1):
+        cache = replace(call.cache, keys=values, values=values, block_table=table, k_scale=one, v_scale=one)
+        got = attend(replace(call, query=torch.zeros(1, 1, 16), cache=cache))
+        if values.float().isnan().any():
+            assert got.isnan().all(), "by its key"
+        else:
+            assert torch.equal(got.view(torch.int32), (values.float() + 0.0).view(1, 1, 16).view(torch.int32))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_chunks_equal_prefill_alone_and_among_others(size):
+    request = Request(HEADS, 330, 4)
+    prefill = attend(coded([Chunk(request, 0, 330)], 0.013, 0.021))
+    for start in range(max(200, 330 - 12 * size), 330, size):
+        chunk = Chunk(request, start, min(start + size, 330))
+        expected = prefill[chunk.start : chunk.stop]
+        assert torch.equal(attend(coded([chunk], 0.013, 0.021)), expected), chunk.start
+        beside = attend(coded([*MIXED, chunk], 0.013, 0.021))[-len(expected) :]
+        assert torch.equal(beside, expected), chunk.start
+
+
+def test_scales_are_asked_for_with_codes_and_refused_without():
+    call = coded(MIXED, 1.0, 1.0)
+    one, two = torch.ones(()), torch.ones(2)
+    for wrong in ({"k_scale": None}, {"v_scale": two}, {"k_scale": one.double()}):
+        with pytest.raises(ValueError, match="must be one fp32 number"):
+            attend(replace(call, cache=replace(call.cache, **wrong)))
+    plain = upcast(call)
+    with pytest.raises(ValueError, match=r"v_scale of keys and values in torch\.bfloat16 must be None"):
+        attend(replace(plain, cache=replace(plain.cache, v_scale=one)))
+
+
+@pytest.mark.parametrize("implementation", ["flex", "exact"])
+def test_implementations_that_do_not_read_codes_refuse_them(implementation):
+    with pytest.raises(NotCovered, match=f"a KV cache in fp8 by '{implementation}'"):
+        attend(coded(MIXED, 1.0, 1.0), implementation)

@@ -1,0 +1,141 @@
+"""A cache in e4m3 on a GPU: the bits of the same attention, by the same kernel, over the numbers of its codes; and of a
+row alone, among others, by chunks and by prefill.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.ops.attention.cases import Chunk, Heads, Request, call_of, features, paged
+from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, PagedAttention, certificate
+from vllm_batch_invariant.ops.attention.cuda import paged_attention
+from vllm_batch_invariant.ops.attention.plan import Kernels, Planner
+from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
+from vllm_batch_invariant.ops.common.kv_cache import E4M3
+
+REDUCTION = AttentionReduction.of_device("cuda")
+SHAPES = [
+    Heads(32, 8, 128, torch.bfloat16),
+    Heads(14, 2, 64, torch.bfloat16),
+    Heads(6, 2, 80, torch.float16),
+    Heads(4, 1, 256, torch.bfloat16),
+    Heads(4, 2, 64, torch.float32),
+]
+heads_of = pytest.mark.parametrize("heads", SHAPES, ids=str)
+
+
+def mixed(heads: Heads) -> list[Chunk]:
+    """A prefill, a chunk and decodes, of which one is long enough for splits of two sizes."""
+    ends = ((150, 150), (777, 7), (520, 1), (2600, 1), (33, 1))
+    return [Chunk(Request(heads, length, seed), length - count, length) for seed, (length, count) in enumerate(ends)]
+
+
+def coded(chunks: list[Chunk], k_scale: float, v_scale: float, page_size: int = 64, **spec: object) -> PagedAttention:
+    """A call on the GPU over codes that lie as an engine's, keys and values side by side; the rest is NaN."""
+    size = chunks[0].request.heads.size
+    tensors = [tensor.cuda() for tensor in paged(chunks, page_size, filler=math.nan)]
+    call = call_of(tuple(tensors), REDUCTION, **{"scale": size**-0.5} | spec)
+    cache = call.cache.coded(k_scale, v_scale)
+    together = torch.cat([cache.keys.view(torch.uint8), cache.values.view(torch.uint8)], -1).view(E4M3)
+    keys, values = together.split(size, dim=-1)
+    return replace(call, cache=replace(cache, keys=keys, values=values))
+
+
+def upcast(call: PagedAttention, k_factor: float = 1.0, v_factor: float = 1.0) -> PagedAttention:
+    """The same over the numbers of its codes times these factors, which are exact in the query's dtype."""
+    cache, size = call.cache, call.query.shape[2]
+    pairs = (cache.keys, k_factor), (cache.values, v_factor)
+    numbers = torch.cat([(one.float() * factor).to(call.query.dtype) for one, factor in pairs], -1)
+    keys, values = numbers.split(size, dim=-1)
+    return replace(call, cache=replace(cache, keys=keys, values=values, k_scale=None, v_scale=None))
+
+
+def attend(call: PagedAttention, kernels: Kernels | None = None) -> torch.Tensor:
+    """By the Triton kernel, whatever the cache holds; or by other kernels."""
+    out = torch.full_like(call.query, math.nan)
+    tokens, keys = len(call.query), call.cache.block_table.numel() * call.cache.page_size
+    planner = Planner(
+        AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys, kernels=kernels or Kernels(False)
+    )
+    paged_attention(call, out, planner.plan(call.query_start_loc, call.seq_lens, tokens, tokens))
+    return out
+
+
+@heads_of
+@features
+def test_codes_with_scales_of_1_have_the_bits_of_their_numbers(heads, options):
+    if heads.query != 4:
+        options = {name: value for name, value in options.items() if name not in ("alibi_slopes", "sinks")}
+    call = coded(mixed(heads), 1.0, 1.0, **options)
+    assert_same_bits(attend(call), attend(upcast(call)), "codes")
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_codes_have_the_bits_that_the_kernels_in_gluon_have_of_their_numbers(page_size):
+    call = coded(mixed(SHAPES[0]), 1.0, 1.0, page_size)
+    shape = AttentionShape.of(upcast(call))
+    kernels = next(iter(Kernels.candidates(shape, call.query.device)))
+    assert_same_bits(attend(call), attend(upcast(call), kernels), str(kernels))
+
+
+@heads_of
+def test_codes_with_powers_of_two_have_the_bits_of_numbers_times_them(heads):
+    call = coded(mixed(heads), 0.25, 8.0)
+    got = attend(call)
+    assert_same_bits(got, attend(upcast(call, 0.25, 8.0)), "codes")
+    for wrong in ((8.0, 0.25), (1.0, 8.0), (0.25, 1.0), (0.25, 0.25)):
+        assert not torch.equal(got, attend(upcast(call, *wrong))), wrong
+
+
+@heads_of
+def test_a_row_has_the_same_bits_alone_among_others_by_chunks_and_by_decode(heads):
+    request, scales = Request(heads, 2600, 3), (0.013, 0.021)
+    newest = attend(coded([Chunk(request, 2000, 2600)], *scales))
+    for count in (1, 2, 7, 64, 200):
+        chunk = Chunk(request, 2600 - count, 2600)
+        assert torch.equal(attend(coded([chunk], *scales)), newest[-count:]), count
+        assert torch.equal(attend(coded([*mixed(heads), chunk], *scales))[-count:], newest[-count:]), count
+        assert torch.equal(attend(coded([chunk], *scales, page_size=16)), newest[-count:]), count
+        one_size = Kernels(False, decode_rows=0)
+        assert torch.equal(attend(coded([chunk], *scales), one_size), newest[-count:]), count
+
+
+@heads_of
+def test_any_scales_are_near_float64(heads):
+    call = coded(mixed(heads), 0.013, 0.021)
+    expected = torch.empty_like(call.query, dtype=torch.float64)
+    reference_attention(call, expected, torch.float64)
+    rtol, atol = {2: (2**-7, 2e-3), 4: (1e-5, 8e-6)}[heads.dtype.itemsize]
+    torch.testing.assert_close(attend(call).double(), expected, rtol=rtol, atol=atol)
+
+
+def test_a_graph_reads_the_scales_that_come_later():
+    call = coded(mixed(SHAPES[0]), 0.25, 8.0)
+    tokens, keys = len(call.query), call.cache.block_table.numel() * call.cache.page_size
+    planner = Planner(AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys)
+    plan, out = planner.plan(call.query_start_loc, call.seq_lens, tokens, tokens), torch.empty_like(call.query)
+    paged_attention(call, out, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(call, out, plan)
+    call.cache.k_scale.fill_(0.5)
+    call.cache.v_scale.fill_(2.0)
+    planner.plan(call.query_start_loc, call.seq_lens, tokens, tokens)
+    graph.replay()
+    assert torch.equal(out, attend(upcast(call, 0.5, 2.0)))
+
+
+@pytest.mark.parametrize("heads", SHAPES[:2], ids=str)
+def test_a_start_certifies_layers_over_codes(heads):
+    shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, E4M3)
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = [make(shape, device, 64) for make in (certificate.by_scores, certificate.by_values)]
+    assert all(one.cache.holds_codes for one in data)
+    layers = [AttentionSpec(1.0), AttentionSpec(1.0, sliding_window=100)]
+    for kernels in Kernels.candidates(shape, device):
+        assert not kernels.sm90, "which do not read codes"
+        assert isinstance(certificate.compare(kernels, shape, data, layers), int), str(kernels)

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from tests.ops.kv_cache.cases import KV_HEADS, PAGE, SIZE, empty, every_number, written
+from vllm_batch_invariant.ops import kv_cache
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
+from vllm_batch_invariant.ops.kv_cache.reference import number_of_code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_the_nearest_to_the_definition(dtype):
+    key = every_number(dtype)
+    value = key.flip(0)
+    cache = empty(len(key), 0.125, 2.0)
+    kv_cache.write(key, value, cache)
+    for codes, x, scale in zip(written(cache), (key, value), (0.125, 2.0), strict=True):
+        got = codes.view(E4M3)
+        assert torch.equal(got.isnan(), x.isnan())
+        finite = ~x.isnan()
+        assert torch.equal(got.double()[finite], number_of_code(x, scale)[finite]), "a power of two rounds nothing"
+        assert torch.equal(got.float().signbit()[finite], x.signbit()[finite])
+
+
+def test_a_scale_divides_by_one_rounding():
+    x = torch.randn(64, KV_HEADS, SIZE) * 30
+    cache = empty(64, 0.3, 0.7)
+    kv_cache.write(x, x, cache)
+    for codes, scale in zip(written(cache), (cache.k_scale, cache.v_scale), strict=True):
+        expected = number_of_code((x / scale).double(), 1.0)
+        assert torch.equal(codes.view(E4M3).double(), expected)
+        assert not torch.equal(codes.view(E4M3).double(), number_of_code(x, 1.0))
+
+
+def test_padding_is_not_written_and_numbers_go_as_they_are():
+    key, value = torch.randn(2, 5, KV_HEADS, SIZE).bfloat16()
+    slots = torch.tensor([9, -1, 2, -1])
+    codes = empty(12, 1.0, 1.0)
+    kv_cache.write(key, value, CacheSlots(codes.keys, codes.values, slots, codes.k_scale, codes.v_scale))
+    untouched = torch.ones(codes.keys.shape[0] * PAGE, dtype=torch.bool)
+    untouched[[9, 2]] = False
+    for held in (codes.keys, codes.values):
+        rows = held.view(torch.uint8).transpose(1, 2).reshape(-1, KV_HEADS, SIZE)
+        assert (rows[untouched] == 7).all()
+        assert not (rows[~untouched] == 7).all()
+    held = torch.zeros(2, 3, KV_HEADS, PAGE, SIZE, dtype=torch.bfloat16)
+    kv_cache.write(key, value, CacheSlots(*held, slots))
+    assert torch.equal(held[0, 2, :, 1], key[0])
+    assert torch.equal(held[1, 0, :, 2], value[2])
+    assert held.count_nonzero() == 4 * KV_HEADS * SIZE
+
+
+def test_scales_are_asked_for_with_codes_and_refused_without():
+    x, codes = torch.randn(3, KV_HEADS, SIZE), empty(3, 1.0, 1.0)
+    numbers = torch.zeros(2, 3, KV_HEADS, PAGE, SIZE)
+    for wrong in (
+        CacheSlots(codes.keys, codes.values, codes.slots),
+        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(2), torch.ones(2)),
+        CacheSlots(*numbers, codes.slots, codes.k_scale, codes.v_scale),
+    ):
+        with pytest.raises(ValueError, match="no cache is written"):
+            kv_cache.write(x, x, wrong)

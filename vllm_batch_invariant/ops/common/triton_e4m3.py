@@ -1,0 +1,38 @@
+"""Numbers as codes of eight bits in e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), in Triton on every GPU.
+
+Before compute capability 8.9 a GPU has no instruction for them, and Triton refuses the type there, so that codes are
+bytes: uint8.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def from_e4m3(codes, DTYPE: tl.constexpr, CONVERTS_E4M3: tl.constexpr):
+    """The numbers of codes uint8, exactly, in DTYPE: fp32, bf16 or fp16.
+
+    Args:
+        CONVERTS_E4M3: the GPU has an instruction for it. Without one the bits of a code are put where fp16 has them,
+            whose exponents are 8 less, subnormal numbers included.
+    """
+    if CONVERTS_E4M3:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:
+        bits = codes.to(tl.int16)
+        halves = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
+        numbers = tl.where((bits & 127) == 127, float("nan"), halves).to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def to_e4m3(numbers):
+    """The nearest codes, uint8, of two the even one, of numbers fp32 of at most 448, or NaN."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Bits that are lost are rounded off by integers; below 2^-6 by an addition, whose last place is 2^-9.
+    normal = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    codes = tl.where(size < (121 << 23), subnormal, normal)
+    codes = tl.where(size > 0x7F800000, 127, codes)
+    return (codes | ((bits >> 24) & 128)).to(tl.uint8)

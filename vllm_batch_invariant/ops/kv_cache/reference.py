@@ -1,0 +1,16 @@
+"""The definition of a code, in float64."""
+
+import torch
+
+from ..common.kv_cache import LARGEST
+
+_SMALLEST_EXPONENT = -6
+"""Of a normal number; those below have its last place."""
+
+
+def number_of_code(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """The number float64 of the code in e4m3 of each element, without the rounding of the division in fp32."""
+    x = (x.double() / scale).clamp(-LARGEST, LARGEST)
+    exponent = torch.frexp(x).exponent.double() - 1
+    place = torch.exp2(exponent.clamp(min=_SMALLEST_EXPONENT) - 3)
+    return (x / place).round() * place
