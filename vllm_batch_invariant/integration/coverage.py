@@ -521,9 +521,13 @@ COVERED = (
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
         "Quantised weights",
-        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33. "
+        "Activations keep 16 bits where a checkpoint names FP4 ones and the device has no product of FP4",
     ),
-    Feature("Quantised experts", "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ; on a CPU"),
+    Feature(
+        "Quantised experts",
+        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU",
+    ),
     Feature(
         "Weights and activations in int8",
         "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, "
