@@ -362,7 +362,7 @@ def expect(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def take_back(layers: Iterable[torch.nn.Module]) -> None:
-    """Give those layers their weight back for which nothing came that decides it."""
+    """Give those layers their tensors back for which nothing came that decides them."""
     for layer in layers:
         info = patch_points.RELOAD_STATE.get()(layer)
         if info.can_load() and info.load_numel == 0:
