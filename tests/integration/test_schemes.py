@@ -210,6 +210,9 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
 def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(W4A16, "cuda") == []
+    for name in FORMATS:
+        of_fp4 = "ModelOpt" in name or "activations" in name or "mxfp4" in name
+        assert [what.endswith(" in a form of FP4") for what in found(FORMATS[name].config, "cuda")] == [True] * of_fp4
     [several] = found(W4A16, "cuda", workers=2)
     assert several.endswith(" by several GPUs")
     monkeypatch.setenv(UNTRIED.name, "1")

@@ -214,6 +214,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     parallel, untried = config.parallel_config, ops.type == "cuda" and not envs.starts_untried()
     found = {
         "of a mixture of experts": untried and config.model_config.is_moe,
+        "in a form of FP4": untried and schemes.has_untried_fp4(config.model_config, config.quant_config),
         "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         "in exact arithmetic": untried and devices.of_config(config).is_exact,
     }
@@ -521,8 +522,11 @@ COVERED = (
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
         "Quantised weights",
-        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33. "
-        "Activations keep 16 bits where a checkpoint names FP4 ones and the device has no product of FP4",
+        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33",
+    ),
+    Feature(
+        "FP4 activations that an NVFP4 or MXFP4 checkpoint names",
+        "keep 16 bits, on devices that do not multiply FP4; others are refused, as there vLLM quantises them",
     ),
     Feature(
         "Quantised experts",
@@ -739,10 +743,10 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised experts on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, with another "
-        "vLLM or device",
+        "Quantised experts, MXFP4, ModelOpt's NVFP4 and named FP4 activations on a GPU; quantised weights on several "
+        "GPUs, in exact arithmetic on a GPU, with another vLLM or device",
         "they have not been run there",
-        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts the first three",
+        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,
     ),
     Feature(

@@ -135,6 +135,13 @@ def refused(model: Any, config: Any) -> str | None:
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
 
 
+def has_untried_fp4(model: Any, config: Any) -> bool:
+    """Whether a quantised model has weights in a form of FP4 with which no GPU has run an engine."""
+    method = _METHODS.get(model.quantization)
+    schemes = _schemes(method, config) if method else ()
+    return any(scheme in _WITHOUT_FP4 or scheme.method == "modelopt" for scheme in schemes)
+
+
 def device_multiplies_fp4() -> bool:
     """Whether this machine's GPU multiplies FP4 with FP4: from compute capability 10.0 on."""
     from vllm.platforms import current_platform
