@@ -113,11 +113,41 @@ def nvfp4(_: None, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": reciprocal}, matrix
 
 
-def _compressed(kind: str, weights: dict[str, Any], head: bool = False) -> dict[str, Any]:
+def nvfp4_of_activations(_: None, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    made, matrix = nvfp4(None, weight)
+    return made | {"input_global_scale": torch.tensor([448 * 6 / 8.0])}, matrix
+
+
+def modelopt(activations: bool, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The same, with the global scale itself."""
+    made, matrix = nvfp4(None, weight)
+    made = {
+        "weight": made["weight_packed"],
+        "weight_scale": made["weight_scale"],
+        "weight_scale_2": 1 / made["weight_global_scale"][0],
+    }
+    return made | ({"input_scale": torch.tensor(8 / (448 * 6))} if activations else {}), matrix
+
+
+def mxfp4(_: None, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    n, k = weight.shape
+    groups = weight.double().view(n, k // 32, 32)
+    powers = groups.abs().amax(-1).log2().floor() - 2
+    nearest = groups / powers.exp2()[..., None]
+    codes = (nearest.abs()[..., None] - _E2M1).abs().argmin(-1)
+    matrix = (torch.copysign(_E2M1[codes].double(), nearest) * powers.exp2()[..., None]).bfloat16().view(n, k)
+    nibbles = (codes + 8 * nearest.signbit()).to(torch.uint8).view(n, k // 2, 2)
+    packed = nibbles[..., 0] | nibbles[..., 1] << 4
+    return {"weight_packed": packed, "weight_scale": (powers + 127).to(torch.uint8)}, matrix
+
+
+def _compressed(
+    kind: str, weights: dict[str, Any], head: bool = False, activations: dict[str, Any] | None = None
+) -> dict[str, Any]:
     group = {
         "targets": [_PROJECTIONS, *["re:.*lm_head$"] * head],
         "weights": {"symmetric": True, "dynamic": False} | weights,
-        "input_activations": None,
+        "input_activations": activations,
         "output_activations": None,
     }
     return {
@@ -173,6 +203,9 @@ def _compressed_integers(bits: int, group: int | None, zeros: bool = False, head
 
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_LOCAL = {"symmetric": True, "dynamic": "local"}
+_MX = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+_MODELOPT = {"quant_method": "modelopt", "group_size": 16, "ignore": []}
 _AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FORMATS = {
     "w4a16 of 128": _compressed_integers(4, 128),
@@ -197,6 +230,15 @@ FORMATS = {
         for shared in ("tensor", "channel", "block")
     },
     "nvfp4": Stored(nvfp4, None, _compressed("nvfp4-pack-quantized", _FLOAT4)),
+    "nvfp4 with activations": Stored(
+        nvfp4_of_activations, None, _compressed("nvfp4-pack-quantized", _FLOAT4, activations=_FLOAT4 | _LOCAL)
+    ),
+    "nvfp4 of ModelOpt": Stored(modelopt, False, _MODELOPT | {"quant_algo": "W4A16_NVFP4"}, head=True),
+    "nvfp4 of ModelOpt with activations": Stored(modelopt, True, _MODELOPT | {"quant_algo": "NVFP4"}, head=True),
+    "mxfp4": Stored(mxfp4, None, _compressed("mxfp4-pack-quantized", _MX)),
+    "mxfp4 with activations": Stored(
+        mxfp4, None, _compressed("mxfp4-pack-quantized", _MX, activations=_MX | {"symmetric": True, "dynamic": True})
+    ),
 }
 """By a name."""
 

@@ -96,6 +96,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 INTEGERS: dict[str, tuple[bool, dict[str, Any], Callable[[str, Integers], Tensors], dict[str, Any]]] = {
     "compressed-tensors": (False, _compressed_tensors_config(32, False), compressed_tensors, {}),
     "GPTQ": (False, GPTQ, gptq, {}),
+    "GPTQ by moe_wna16": (
+        False,
+        GPTQ | {"modules_in_block_to_quantize": ["mlp.experts"]},
+        gptq,
+        {"quantization": "moe_wna16"},
+    ),
     "compressed-tensors with zero points": (True, _compressed_tensors_config(32, True), compressed_tensors, {}),
     "AWQ": (
         True,

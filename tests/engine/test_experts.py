@@ -190,13 +190,13 @@ def test_a_family_keeps_the_bits(family: str, tmp_path: Path) -> None:
 
 def engine_of(family: str, path: Path, seed: int = 0) -> dict[str, Any]:
     """Arguments of an engine of a family, with random weights and, unlike Hugging Face's, random biases, and sinks that
-    are large, and the same for every seed: vLLM's reload leaves gpt-oss's as they are.
+    are large.
     """
     model = checkpoint(FAMILIES[family], torch.bfloat16, seed)
     for name, own in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("_bias", "router.bias")):
             own.data.normal_(std=0.1)
         elif name.endswith("sinks"):
-            own.data.copy_(torch.linspace(-1, 3, len(own)))
+            own.data.copy_(torch.linspace(-1, 3, len(own)).roll(seed))
     model.save_pretrained(path)
     return {"model": str(path), "dtype": "bfloat16"} | LIMITS | OF_DEVICE

@@ -1,20 +1,24 @@
 """An engine of a quantised checkpoint has the bits of an engine of the matrices that it stands for: tokens, logprobs,
-listed candidates, alone and among others, and when weights are replaced.
+listed candidates, alone and among others, and when weights are replaced; a trainer of these matrices has its logprobs.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.engine.engines import OF_DEVICE, concurrent_requests, request, run, selected, some_exhaustive, tokens
 from tests.quantised_checkpoints import FORMATS, write
 from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.hf import check_engine, patch
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -36,6 +40,8 @@ SHAPE = Shape(intermediate=384, layers=2, vocab=1024, max_length=512, dtype="bfl
 VOCABULARY = range(3, 900)
 PROMPT = tokens(150, 1, VOCABULARY)
 TOKENS = 10
+OF_TRAINER = (1, 45, 130)
+"""Lengths of prompts of a rollout for a trainer."""
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True, **OF_DEVICE}
 LIMITS |= {"kv_cache_memory_bytes": 1 << 28} if ON_GPU else {}  # so many engines share it
 IN_PARTS = {"worker_extension_cls": f"{RELOADS}.Extension", "weight_transfer_config": '{"backend": "files"}'}
@@ -83,6 +89,19 @@ def replacing(calls: dict[str, tuple[Any, ...]]) -> Callable[[Engine], Answers]:
     return asked
 
 
+@dataclass(frozen=True)
+class Rollout:
+    """What an engine samples for a trainer, and says of itself."""
+
+    samples: list[Sample]
+    declared: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Rollout":
+        prompts = (tokens(length, 2, VOCABULARY) for length in OF_TRAINER)
+        return cls(rollout(engine, prompts, TOKENS), engine.call("tests.engine.engines:declared"))
+
+
 class Found:
     """What engines of quantised checkpoints answer, and one of the matrices that these stand for."""
 
@@ -111,17 +130,22 @@ class Found:
         return calls
 
     @staticmethod
-    def _engine(model: str, calls: dict[str, tuple[Any, ...]]) -> Answers:
+    def _engine(model: str, calls: dict[str, tuple[Any, ...]]) -> tuple[Rollout, Answers]:
         asked = replacing(calls)
-        return run({"model": model, **LIMITS, **IN_PARTS, **SLEEPS}, [], "1", afterwards=asked).afterwards
+        settings = {"model": model, **LIMITS, **IN_PARTS, **SLEEPS}
+        return run(settings, [], "1", afterwards=lambda engine: (Rollout.of(engine), asked(engine))).afterwards
 
     def matrices(self, name: str) -> list[Any]:
         """Of the matrices of a format, "NAME changed" or "other": the second checkpoint of the one that is replaced."""
-        return self._matrices.result()[name]
+        return self._matrices.result()[1][name]
 
     def packed(self, name: str) -> Answers:
         """Of a quantised checkpoint: "fresh", and after each replacement."""
-        return self._packed[name].result()
+        return self._packed[name].result()[1]
+
+    def rollout(self, name: str) -> Rollout:
+        """Of a quantised checkpoint."""
+        return self._packed[name].result()[0]
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +172,26 @@ def test_one_element_of_one_matrix_shows(found: Found) -> None:
     [name, *_] = [name for name in QUICK if name in FORMATS]
     changed = f"{name} changed"
     assert found.matrices(changed)[0] != found.matrices(name)[0]
+
+
+@pytest.mark.parametrize("name", some_exhaustive(FORMATS, (REPLACED,)))
+def test_a_trainer_of_the_matrices_has_the_logprobs_of_a_quantised_engine(
+    found: Found, checkpoints: Checkpoints, name: str, threads: Callable[[int], None]
+) -> None:
+    rolled = found.rollout(name)
+    if not ON_GPU:
+        threads(rolled.declared[0]["device"]["threads"])
+    folder, device = checkpoints.of(name)[1], "cuda" if ON_GPU else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    assert Gap.of(rolled.samples, of_trainer(model, rolled.samples, plain_logprobs)).different
+    trainer = patch(model)
+    check_engine(trainer, rolled.declared)
+    gap = Gap.of(rolled.samples, of_trainer(trainer, rolled.samples))
+    assert gap.tokens == sum(OF_TRAINER) + len(OF_TRAINER) * (TOKENS - 1)
+    assert (gap.different, gap.kl) == (0, 0.0)
+    with torch.no_grad():
+        trainer.model.layers[-1].mlp.down_proj.weight[5, 7] += 2.0
+    assert Gap.of(rolled.samples, of_trainer(trainer, rolled.samples)).different
 
 
 @pytest.mark.parametrize("way", WAYS)

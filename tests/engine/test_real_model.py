@@ -1,7 +1,8 @@
 """A trained model keeps its bits as models of random weights do: real questions, answered alone and among others, by
-drawn requests and settings, in exact arithmetic, and by a trainer.
+drawn requests and settings, in exact arithmetic, in four bits, and by a trainer.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.quantised_model import quantise
 
 pytestmark = pytest.mark.engine
 
@@ -117,3 +119,16 @@ def test_in_exact_arithmetic_an_answer_has_the_same_bits_alone_and_among_others(
     exact = asked(real_model, prompts[1:], "1", answer=4, **{ARITHMETIC.name: "exact"})
     assert that_differ(exact, 2) == []
     assert exact.completions("alone 0") != exact.completions("alone 1")
+
+
+@pytest.mark.exhaustive
+def test_in_four_bits_an_answer_has_the_bits_of_the_matrices_alone_and_among_others(
+    kept: Result, real_model: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    shutil.copytree(real_model, tmp_path / "packed")
+    quantise(tmp_path / "packed", "w4a16-g32", tmp_path / "unpacked")
+    packed, unpacked = (asked(tmp_path / name, prompts, "1") for name in ("packed", "unpacked"))
+    assert that_differ(packed, len(QUESTIONS)) == []
+    for place in range(len(QUESTIONS)):
+        assert packed.completions("among", place) == unpacked.completions("among", place)
+        assert packed.completions("among", place) != kept.completions("among", place)

@@ -61,7 +61,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Non
 
 def configuration(stored: Stored) -> Any:
     config = json.loads(json.dumps(stored.config))
-    found = get_quantization_config(config["quant_method"]).from_config(config)
+    method = "modelopt_fp4" if config["quant_method"] == "modelopt" else config["quant_method"]
+    found = get_quantization_config(method).from_config(config)
     found.packed_modules_mapping = MAPPING
     return found
 
@@ -179,7 +180,12 @@ def test_what_comes_again_is_unpacked_again(worker: Callable[..., None]) -> None
 
 @pytest.mark.parametrize(
     ("name", "left_out"),
-    [("w4a16 of 128", "k weight_scale"), ("fp8 by tensor", "v weight_scale"), ("nvfp4", "q weight_scale")],
+    [
+        ("w4a16 of 128", "k weight_scale"),
+        ("fp8 by tensor", "v weight_scale"),
+        ("nvfp4", "q weight_scale"),
+        ("nvfp4 of ModelOpt", "v weight_scale_2"),
+    ],
 )
 def test_a_shard_without_scales_is_refused(name: str, left_out: str, worker: Callable[..., None]) -> None:
     layer, _ = fused(FORMATS[name], left_out)
@@ -210,23 +216,29 @@ def test_plain_weights_are_refused_in_the_place_of_packed_ones(worker: Callable[
         layer.weight.weight_loader(layer.weight, matrix)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "name", "changes", "activations"),
-    [
-        ("CompressedTensorsWNA16", "w4a16 of 128", {"group_size": 16}, None),
-        ("CompressedTensorsW4A4Fp4", "nvfp4", {}, FORMATS["nvfp4"].group["weights"] | {"dynamic": "local"}),
-    ],
-)
-def test_another_scheme_is_refused_where_the_layer_is_built(
-    scheme: str, name: str, changes: dict[str, Any], activations: Any, worker: Callable[..., None]
-) -> None:
+def test_another_scheme_is_refused_where_the_layer_is_built(worker: Callable[..., None]) -> None:
     """Also if the check of the configuration has not seen it."""
-    stored = replace(FORMATS[name], config=json.loads(json.dumps(FORMATS[name].config)))
-    stored.group["weights"] |= changes
-    if activations:
-        stored.group["input_activations"] = {"dynamic": True} | activations
-    with pytest.raises(NotCovered, match=rf"weights of model\.layers\.0\.self_attn\.o_proj by {scheme}"):
+    stored = replace(FORMATS["w4a16 of 128"], config=json.loads(json.dumps(FORMATS["w4a16 of 128"].config)))
+    stored.group["weights"] |= {"group_size": 16}
+    with pytest.raises(NotCovered, match=r"weights of model\.layers\.0\.self_attn\.o_proj by CompressedTensorsWNA16"):
         row_parallel(stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    {
+        "nvfp4 with activations": "CompressedTensorsW4A4Fp4",
+        "nvfp4 of ModelOpt with activations": "ModelOptLinearMethod",
+        "mxfp4": "CompressedTensorsW4A4Mxfp4",
+    }.items(),
+)
+def test_so_is_fp4_that_vllm_multiplies_with_fp4(
+    name: str, scheme: str, worker: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised.schemes, "device_multiplies_fp4", lambda: True)
+    row_parallel(FORMATS["nvfp4"])
+    with pytest.raises(NotCovered, match=rf"weights of model\.layers\.0\.self_attn\.o_proj by {scheme}"):
+        row_parallel(FORMATS[name])
 
 
 def test_layers_that_are_not_quantised_stay_vllms(worker: Callable[..., None]) -> None:

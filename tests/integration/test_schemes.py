@@ -17,10 +17,12 @@ from vllm_batch_invariant.integration.reviews import patch_points, schemes
 pytest.importorskip("vllm")
 from vllm.model_executor.layers.quantization import get_quantization_config
 
-ROWS = [
-    feature for feature in coverage.REFUSED if "uantised weights" in feature.name or "tokens of a step" in feature.name
-]
-NAMES = {"gptq": "auto_gptq", "awq": "auto_awq"}
+ROWS = {
+    feature.name: feature
+    for feature in coverage.REFUSED
+    if "uantised weights" in feature.name or "tokens of a step" in feature.name
+}
+NAMES = {"gptq": "auto_gptq", "awq": "auto_awq", "modelopt": "modelopt_fp4"}
 CT = "quantisation compressed-tensors"
 W4A16 = FORMATS["w4a16 of 128"].config
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -30,15 +32,16 @@ def found(config: dict[str, Any], device: str = "cpu", workers: int = 1, **of_mo
     """What the rows find in a model of this ``quantization_config``."""
     config = json.loads(json.dumps(config))
     method = config["quant_method"]
-    read = get_quantization_config(method).from_config(config)
-    model = {"quantization": NAMES.get(method, method), "is_moe": False} | of_model
+    named = of_model.get("quantization") or NAMES.get(method, method)
+    read = get_quantization_config(named).from_config(config)
+    model = {"quantization": named, "is_moe": False} | of_model
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model),
         quant_config=read,
         parallel_config=SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1),
     )
-    return [what for row in ROWS if (what := row.found(given))]
+    return [what for row in ROWS.values() if (what := row.found(given))]
 
 
 @pytest.fixture(autouse=True)
@@ -91,13 +94,32 @@ REFUSED = {
         with_group(input_activations=TOKEN),
         f"{CT} with int4 weights (one scale a group 128) and float8 dynamic token activations",
     ),
-    "FP4 activations": (
-        with_group("nvfp4", input_activations=FORMATS["nvfp4"].group["weights"] | {"dynamic": "local"}),
-        f"{CT} with float4 weights (one scale a tensor_group 16) and float4 dynamic tensor_group activations",
+    "FP4 activations of INT4 weights": (
+        with_group(input_activations=FORMATS["nvfp4"].group["weights"] | {"dynamic": "local"}),
+        f"{CT} with int4 weights (one scale a group 128) and float4 dynamic tensor_group activations",
+    ),
+    "MXFP4 weights with FP8 activations": (
+        with_group("mxfp4", input_activations=TOKEN),
+        f"{CT} with float4 weights (one scale a group 32) and float8 dynamic token activations",
+    ),
+    "NVFP4 of ModelOpt in other groups": (
+        FORMATS["nvfp4 of ModelOpt"].config | {"group_size": 32},
+        "quantisation modelopt with float4 weights (one scale a tensor_group 32)",
+    ),
+    "NVFP4 of ModelOpt with a KV cache": (
+        FORMATS["nvfp4 of ModelOpt"].config | {"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}},
+        "quantisation modelopt_fp4 with a scheme for the KV cache",
     ),
     "activations of an output": (
         with_group(output_activations=FLOAT | {"strategy": "tensor", "dynamic": False, "type": "int"}),
-        f"{CT} with int4 weights (one scale a group 128) and int8 static tensor activations",
+        f"{CT} with int4 weights (one scale a group 128) and int8 static tensor output activations",
+    ),
+    "INT8 activations of an output alone": (
+        with_group(
+            weights={"num_bits": 8, "strategy": "channel", "group_size": None},
+            output_activations=TOKEN | {"type": "int"},
+        ),
+        f"{CT} with int8 weights (one scale a channel) and int8 dynamic token output activations",
     ),
     "groups that nobody has tested": (
         with_group(weights={"group_size": 16}),
@@ -147,6 +169,38 @@ REFUSED = {
 @pytest.mark.parametrize(("config", "said"), REFUSED.values(), ids=REFUSED)
 def test_another_checkpoint_is_refused_by_what_it_has(config: dict[str, Any], said: str) -> None:
     assert found(config) == [said]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_vllm_quantises_where_fp4_is_multiplied_is_refused_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NVFP4 checkpoint that names no activations is served there, too."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "has_device_capability", classmethod(lambda _, least: least <= 103))
+    refused = name.endswith("with activations") or name == "mxfp4"
+    assert [what.partition(" on a GPU that multiplies FP4")[1] != "" for what in found(FORMATS[name].config)] == (
+        [True] * refused
+    )
+
+
+GPTQ = FORMATS["gptq"].config | {"group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"bits": 8}, None),
+        ({"sym": False}, "quantisation moe_wna16 of gptq with int4 weights (one scale a group 32) with zero points"),
+        ({"group_size": -1}, "quantisation moe_wna16 of gptq with int4 weights (one scale a channel)"),
+        ({"dynamic": {"-:.*down.*": {}}}, "quantisation moe_wna16 with rules of layers"),
+    ],
+)
+def test_gptq_of_experts_as_moe_wna16_passes_in_symmetric_groups(changed: dict[str, Any], said: str | None) -> None:
+    asked = found(GPTQ | changed, quantization="moe_wna16", is_moe=True)
+    assert asked == ([] if said is None else [said])
 
 
 def test_a_layer_that_gptq_leaves_alone_is_not_asked_for() -> None:
@@ -205,6 +259,9 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
     assert found(W4A16, "cuda") == []
     [of_activations] = found(FORMS["fp8 by blocks"].config, "cuda")
     assert of_activations.endswith(" with activations in FP8")
+    for name in FORMATS:
+        of_fp4 = "ModelOpt" in name or "activations" in name or "mxfp4" in name
+        assert [what.endswith(" in a form of FP4") for what in found(FORMATS[name].config, "cuda")] == [True] * of_fp4
     [several] = found(W4A16, "cuda", workers=2)
     assert several.endswith(" by several GPUs")
     monkeypatch.setenv(UNTRIED.name, "1")
@@ -221,4 +278,4 @@ def test_a_plain_model_is_not_asked() -> None:
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"), model_config=SimpleNamespace(quantization=None)
     )
-    assert [row.found(given) for row in ROWS] == [None] * len(ROWS) == [None] * 3
+    assert [row.found(given) for row in ROWS.values()] == [None] * len(ROWS) == [None] * 3

@@ -62,7 +62,7 @@ def test_vllm_reads_the_configuration(form: CheckpointFormat) -> None:
     read = get_quantization_config(method).from_config(given)
     if hasattr(read, "target_scheme_map"):
         [scheme] = read.target_scheme_map.values()
-        assert (scheme["input_activations"] is not None) is form.name.startswith("w8a8")
+        assert (scheme["input_activations"] is not None) is ("w8a8" in form.name or "w4a4" in form.name)
         assert scheme["weights"].num_bits == (4 if "4" in form.name[:6] else 8)
     else:
         assert method.startswith(form.config["quant_method"]) or form.config["quant_method"] in method

@@ -221,6 +221,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     found = {
         "of a mixture of experts": untried and config.model_config.is_moe,
         "with activations in FP8": untried and schemes.has_fp8_activations(config.model_config, config.quant_config),
+        "in a form of FP4": untried and schemes.has_untried_fp4(config.model_config, config.quant_config),
         "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         "in exact arithmetic": untried and devices.of_config(config).is_exact,
     }
@@ -556,7 +557,14 @@ COVERED = (
         "Quantised weights",
         f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
-    Feature("Quantised experts", "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ; on a CPU"),
+    Feature(
+        "FP4 activations that an NVFP4 or MXFP4 checkpoint names",
+        "keep 16 bits, on devices that do not multiply FP4; others are refused, as there vLLM quantises them",
+    ),
+    Feature(
+        "Quantised experts",
+        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU",
+    ),
     Feature(
         "Weights and activations in int8",
         "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, "
@@ -792,10 +800,10 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised experts and activations in FP8 on a GPU; quantised weights on several GPUs, in exact arithmetic on "
-        "a GPU, with another vLLM or device",
+        "Quantised experts, activations in FP8, MXFP4, ModelOpt's NVFP4 and named FP4 activations on a GPU; quantised "
+        "weights on several GPUs, in exact arithmetic on a GPU, with another vLLM or device",
         "they have not been run there",
-        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts the first four",
+        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,
     ),
     Feature(

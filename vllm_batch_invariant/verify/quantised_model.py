@@ -216,7 +216,11 @@ def _eight(
     return CheckpointFormat(name, config, encode, stored, form, unit, unit)
 
 
-def _nvfp4(name: str, config: dict[str, Any], codes_name: str, global_name: str, inverse: bool) -> CheckpointFormat:
+def _nvfp4(
+    name: str, config: dict[str, Any], codes_name: str, global_name: str, inverse: bool, given: str = ""
+) -> CheckpointFormat:
+    """With ``given`` there is also a scale of activations, by that name, with which they are at most 8."""
+
     def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         # the largest scale of a group is e4m3's largest number; which of the two is stored is rounded to fp32
         largest = weight.abs().max()
@@ -226,7 +230,11 @@ def _nvfp4(name: str, config: dict[str, Any], codes_name: str, global_name: str,
         groups = weight.view(len(weight), -1, NVFP4.group)
         scales = (groups.abs().amax(2) / _E2M1_MOST / of_tensor).to(torch.float8_e4m3fn)
         codes = fp4.codes_of((groups / _nonzero(scales.float() * of_tensor)[..., None]).view(weight.shape))
-        return {codes_name: codes, ".weight_scale": scales, global_name: kept[None] if inverse else kept}
+        made = {codes_name: codes, ".weight_scale": scales, global_name: kept[None] if inverse else kept}
+        if given:
+            of_activations = torch.tensor(8 / (_E4M3_MOST * _E2M1_MOST))
+            made[given] = 1 / of_activations[None] if inverse else of_activations
+        return made
 
     def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
         codes, kept = tensors[codes_name], tensors[global_name]
@@ -235,23 +243,25 @@ def _nvfp4(name: str, config: dict[str, Any], codes_name: str, global_name: str,
     return CheckpointFormat(name, config, encode, stored, NVFP4, NVFP4.group)
 
 
-def _mxfp4() -> CheckpointFormat:
+def _mxfp4(
+    name: str, config: dict[str, Any], codes_name: str, scales_name: str, of_experts: bool = False
+) -> CheckpointFormat:
+    """Of gpt-oss's experts codes lie in blocks, [.., K / 32, 16]."""
+
     def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         groups = weight.view(len(weight), -1, MXFP4.group)
         # frexp's power is one more than that of the largest element, and 6 is 1.5 times 4
         power = torch.frexp(groups.abs().amax(2))[1] - 1 - 2
         codes = fp4.codes_of((groups * torch.exp2(-power.float())[..., None]).view(weight.shape))
         return {
-            "_blocks": codes.view(len(weight), -1, MXFP4.group // MXFP4.packing),
-            "_scales": (power + fp4.BIAS).clamp(0, 254).to(torch.uint8),
+            codes_name: codes.view(len(weight), -1, MXFP4.group // MXFP4.packing) if of_experts else codes,
+            scales_name: (power + fp4.BIAS).clamp(0, 254).to(torch.uint8),
         }
 
     def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
-        return tensors["_blocks"].flatten(1), tensors["_scales"]
+        return tensors[codes_name].flatten(1), tensors[scales_name]
 
-    kept = "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept]}
-    return CheckpointFormat("mxfp4", config, encode, stored, MXFP4, MXFP4.group, of_experts=True)
+    return CheckpointFormat(name, config, encode, stored, MXFP4, MXFP4.group, of_experts=of_experts)
 
 
 def _all() -> tuple[CheckpointFormat, ...]:
@@ -265,6 +275,9 @@ def _all() -> tuple[CheckpointFormat, ...]:
     own_block = own | {"weight_block_size": [_BLOCK, _BLOCK]}
     of_group = {"symmetric": True, "dynamic": True, "strategy": "group", "group_size": _BLOCK}
     block = {"strategy": "block", "block_structure": [_BLOCK, _BLOCK]}
+    kept = "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+    gpt_oss = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept]}
+    mx_group = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": MXFP4.group}
     int8 = {"num_bits": 8, "type": "int"}
     w8a8 = _compressed_tensors("int-quantized", int8 | {"strategy": "channel"}, int8 | of_token)
     return (
@@ -280,8 +293,25 @@ def _all() -> tuple[CheckpointFormat, ...]:
             ".weight_global_scale",
             True,
         ),
+        _nvfp4(
+            "nvfp4-w4a4",
+            _compressed_tensors("nvfp4-pack-quantized", fp4_group, fp4_group | {"symmetric": True, "dynamic": "local"}),
+            ".weight_packed",
+            ".weight_global_scale",
+            True,
+            ".input_global_scale",
+        ),
         _nvfp4("nvfp4-modelopt", modelopt, ".weight", ".weight_scale_2", False),
-        _mxfp4(),
+        _nvfp4(
+            "nvfp4-modelopt-w4a4",
+            modelopt | {"quant_algo": "NVFP4"},
+            ".weight",
+            ".weight_scale_2",
+            False,
+            ".input_scale",
+        ),
+        _mxfp4("mxfp4", gpt_oss, "_blocks", "_scales", of_experts=True),
+        _mxfp4("mxfp4-dense", _compressed_tensors("mxfp4-pack-quantized", mx_group), ".weight_packed", ".weight_scale"),
         _eight("w8a8-int8", w8a8, INT8, "channel"),
         _eight("w8a8-fp8-block", own_block, FP8_BLOCK, "block", ".weight_scale_inv"),
         _eight("w8a8-fp8-block-ct", floats(fp8 | block, fp8 | of_group), FP8_BLOCK, "block"),
@@ -292,7 +322,9 @@ def _all() -> tuple[CheckpointFormat, ...]:
 
 
 CHECKPOINT_FORMATS = {form.name: form for form in _all()}
-"""By name. Of those whose names begin with w8a8 activations are quantised too."""
+"""By name. Of those whose names begin with w8a8 activations are quantised too, and of those that end with w4a4 where a
+device has products of FP4.
+"""
 
 
 def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

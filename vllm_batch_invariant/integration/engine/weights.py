@@ -313,13 +313,14 @@ def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
 
 def watch_loading(model: torch.nn.Module) -> None:
     """See when a trainer in this process writes weights without a call of the workers."""
-    load_weights = model.load_weights
+    load_weights, copied = model.load_weights, _written_by_copies(model)
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
         global _written
         _written += 1
         linear.restore_weights()
+        quantised.take_back(copied)
         waiting = quantised.expect(model)
         try:
             return load_weights(*args, **kwargs)
@@ -327,6 +328,24 @@ def watch_loading(model: torch.nn.Module) -> None:
             quantised.take_back(waiting)
 
     model.load_weights = watched
+
+
+def _written_by_copies(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers with tensors into which a model copies by itself: sinks, and gpt-oss's experts and biases of 16 bits.
+
+    vLLM's reload puts tensors without memory in the place of all, which have a loader that keeps what comes. A copy
+    into those is lost, and what was there before would serve. So these layers have their own tensors while they are
+    loaded.
+    """
+    if not (patch_points.RELOAD_STATE.is_there() and patch_points.PLACE_BACK.is_there()):
+        return []
+    of_gpt_oss = any(type(module).__name__ == "GptOssModel" for module in model.modules())
+    return [
+        module
+        for module in model.modules()
+        if "sinks" in module._parameters
+        or (of_gpt_oss and isinstance(getattr(module, "quant_method", None), patch_points.EXPERTS_METHOD.get()))
+    ]
 
 
 def _counted(method: Callable[..., None]) -> Callable[..., None]:

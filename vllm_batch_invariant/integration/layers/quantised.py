@@ -22,16 +22,15 @@ from ...ops.formats.integers import INTEGERS, integers
 from ...ops.formats.record import Format
 from ...ops.linear import reads_as_stored
 from ...ops.linear.spec import spec_of
-from ..reviews import patch_points
-from ..reviews.schemes import FP8_CACHES
+from ..reviews import patch_points, schemes
 from ..side_table import beside
 from . import fp8, int8, linear
 
+REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
 _UNCOUNTED = "weight_shape"
 """A parameter of compressed-tensors' that comes once for each shard of a fused layer, and that nothing reads. It stays:
 that of the last shard may come when all the rest is there.
 """
-
 _unpacked: WeakSet[torch.nn.Module] = WeakSet()
 """Layers of this process that have a weight in the place of what their checkpoint stores."""
 
@@ -43,10 +42,12 @@ class Source:
     Attributes:
         format: that they hold.
         stored: gives its tensors, of a layer whose weights are loaded.
+        uncounted: a parameter that nothing reads, and that comes once for each shard of a fused layer, or not at all.
     """
 
     format: Format
     stored: Callable[[Any], tuple[torch.Tensor, ...]]
+    uncounted: str = ""
 
 
 def _integers(bits: int, group: int, zeros: bool) -> Format | None:
@@ -65,7 +66,7 @@ def _of_compressed_integers(scheme: Any) -> Source | None:
         )
 
     found = _integers(scheme.num_bits, scheme.group_size, not scheme.symmetric)
-    return Source(found, stored) if found else None
+    return Source(found, stored, "weight_shape") if found else None
 
 
 def _of_compressed_fp8(scheme: Any) -> Source | None:
@@ -90,7 +91,25 @@ def _of_compressed_nvfp4(scheme: Any) -> Source | None:
         of_shards = 1.0 / layer.weight_global_scale.data
         return layer.weight_packed.data, layer.weight_scale.data, layouts.per_row(of_shards, layer.logical_widths)
 
-    return Source(fp4.NVFP4, stored) if scheme.use_a16 else None
+    return Source(fp4.NVFP4, stored) if scheme.use_a16 or not schemes.device_multiplies_fp4() else None
+
+
+def _of_compressed_mxfp4(_: Any) -> Source | None:
+    if schemes.device_multiplies_fp4():
+        return None
+    return Source(fp4.MXFP4, lambda layer: (layer.weight_packed.data, layer.weight_scale.data))
+
+
+def _of_modelopt(method: Any) -> Source | None:
+    def stored(layer: Any) -> tuple[torch.Tensor, ...]:
+        of_rows = layouts.per_row(layer.weight_scale_2.data, layer.logical_widths)
+        return layer.weight.data, layer.weight_scale.data, of_rows
+
+    if type(method.wkey).__name__ != "KNvfp4Static" or method.ctx.group_size != fp4.NVFP4.group:
+        return None
+    if method.akey is None:  # vLLM makes an input_scale then, for the older files that have one
+        return Source(fp4.NVFP4, stored, "input_scale")
+    return None if schemes.device_multiplies_fp4() else Source(fp4.NVFP4, stored)
 
 
 def _of_gptq(method: Any) -> Source | None:
@@ -119,6 +138,8 @@ _SOURCES = {
     f"{_SCHEMES}_wNa16.CompressedTensorsWNA16": _of_compressed_integers,
     f"{_SCHEMES}_w8a16_fp8.CompressedTensorsW8A16Fp8": _of_compressed_fp8,
     f"{_SCHEMES}_w4a4_nvfp4.CompressedTensorsW4A4Fp4": _of_compressed_nvfp4,
+    f"{_SCHEMES}_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4": _of_compressed_mxfp4,
+    f"{_QUANTIZATION}.modelopt.ModelOptLinearMethod": _of_modelopt,
     f"{_QUANTIZATION}.auto_gptq.AutoGPTQLinearMethod": _of_gptq,
     f"{_QUANTIZATION}.auto_awq.AutoAWQMarlinLinearMethod": _of_awq,
     f"{_QUANTIZATION}.auto_awq.AutoAWQLinearMethod": _of_awq,
@@ -129,6 +150,8 @@ _CHOICES = {
     f"{_SCHEMES}_wNa16": ("choose_mp_linear_kernel",),
     f"{_SCHEMES}_w8a16_fp8": ("init_wfp8_a16_linear_kernel",),
     f"{_SCHEMES}_w4a4_nvfp4": ("init_nvfp4_linear_kernel",),
+    f"{_SCHEMES}_w4a4_mxfp4": ("init_mxfp4_linear_kernel",),
+    f"{_QUANTIZATION}.modelopt": ("init_nvfp4_linear_kernel",),
     f"{_QUANTIZATION}.auto_gptq": ("choose_mp_linear_kernel", "verify_marlin_supported"),
     f"{_QUANTIZATION}.auto_awq": ("choose_mp_linear_kernel", "verify_marlin_supported"),
 }
@@ -163,7 +186,7 @@ def _choosing_scales(choose: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(choose)
     def resolve_quant_method(quant_config: Any, layer: Any, prefix: str) -> Any:
-        if layer.kv_cache_dtype not in FP8_CACHES and not getattr(quant_config, "kv_cache_scheme", None):
+        if layer.kv_cache_dtype not in schemes.FP8_CACHES and not getattr(quant_config, "kv_cache_scheme", None):
             return None
         method = choose(quant_config, layer, prefix)
         if method is not None:
@@ -263,7 +286,7 @@ def _method_of(base: type[Any]) -> type[Any]:
             for name, parameter in made.items():
                 if parameter.is_floating_point() and not parameter.is_meta:
                     parameter.data.fill_(torch.nan)
-                if name == _UNCOUNTED:
+                if name == self.source.uncounted:
                     parameter.weight_loader_numel = 0
 
         def process_weights_after_loading(self, layer: Any) -> None:
@@ -355,7 +378,7 @@ def expect(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def take_back(layers: Iterable[torch.nn.Module]) -> None:
-    """Give those layers their weight back for which nothing came that decides it."""
+    """Give those layers their tensors back for which nothing came that decides them."""
     for layer in layers:
         info = patch_points.RELOAD_STATE.get()(layer)
         if info.can_load() and info.load_numel == 0:

@@ -18,6 +18,8 @@ _METHODS = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     **dict.fromkeys(("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "online"), "online"),
+    "modelopt_fp4": "modelopt",
+    "moe_wna16": "moe_wna16",
 }
 """vLLM's names of methods."""
 _ONLINE = {
@@ -45,7 +47,8 @@ class Scheme:
             beside a scale of the matrix).
         size: elements of such a group, or the sides of a block; None where the rest says it.
         zeros: whether groups have zero points.
-        activations: the same of what the layer is given: type, bits and what shares a scale; empty: not quantised.
+        activations: the same of what the layer is given: type, bits and what shares a scale; of what it gives the same,
+            behind which is "output"; empty: not quantised.
     """
 
     method: str
@@ -63,6 +66,20 @@ class Scheme:
 
 
 _GROUPS = 32, 64, 128
+_BY_TENSOR_GROUP = "float4 dynamic tensor_group"
+_WITHOUT_FP4 = frozenset(
+    [
+        Scheme("compressed-tensors", "float4", "tensor_group", 16, False, _BY_TENSOR_GROUP),
+        Scheme("modelopt", "float4", "tensor_group", 16, False, _BY_TENSOR_GROUP),
+        *(
+            Scheme("compressed-tensors", "float4", "group", 32, False, activations)
+            for activations in (PLAIN_ACTIVATIONS, "float4 dynamic group 32")
+        ),
+    ]
+)
+"""Those of which vLLM quantises the activations too, where a device multiplies FP4 with FP4: there they are refused. On
+others it multiplies with the weights alone.
+"""
 COVERED = frozenset(
     [
         *(
@@ -78,7 +95,13 @@ COVERED = frozenset(
         ),
         *(Scheme("compressed-tensors", "float8", shared) for shared in ("tensor", "channel")),
         Scheme("compressed-tensors", "float8", "block", (128, 128)),
-        Scheme("compressed-tensors", "float4", "tensor_group", 16),
+        *(Scheme(method, "float4", "tensor_group", 16) for method in ("compressed-tensors", "modelopt")),
+        *_WITHOUT_FP4,
+        *(
+            Scheme(f"moe_wna16 of {method}", f"int{bits}", "group", size, zeros)
+            for method, bits, zeros in (("gptq", 4, False), ("gptq", 8, False), ("awq", 4, True))
+            for size in _GROUPS
+        ),
         *(
             Scheme("compressed-tensors", "int8", shared, None, False, f"int8 {activations}")
             for shared in ("tensor", "channel")
@@ -103,7 +126,7 @@ COVERED = frozenset(
 """Every scheme that starts."""
 NAMES = (
     "compressed-tensors (INT4 and INT8 by groups of 32, 64, 128 or rows, with zero points or without; FP8 by tensors, "
-    "rows or blocks of 128 x 128; NVFP4), GPTQ and AWQ"
+    "rows or blocks of 128 x 128; NVFP4 and MXFP4), GPTQ, AWQ and ModelOpt's NVFP4"
 )
 """The same in words."""
 
@@ -128,13 +151,18 @@ def refused(model: Any, config: Any) -> str | None:
         return f"quantisation {name} beside quantisation while loading"
     if getattr(config, "transform_config", None):
         return f"quantisation {name} with transforms of activations"
+    if method == "moe_wna16" and config.full_config.get("dynamic"):
+        return f"quantisation {name} with rules of layers"
     of_cache = getattr(config, "kv_cache_scheme", None)
-    if of_cache and not _is_static_fp8(of_cache):
+    if (of_cache and not _is_static_fp8(of_cache)) or getattr(config, "kv_cache_quant_algo", None):
         return f"quantisation {name} with this scheme for the KV cache"
     schemes = list(_schemes(method, config))
     other = next((scheme for scheme in schemes if scheme not in COVERED and not _follows_batch(scheme)), None)
     if other:
         return f"quantisation {other}"
+    of_fp4 = next((scheme for scheme in schemes if scheme in _WITHOUT_FP4), None)
+    if of_fp4 and device_multiplies_fp4():
+        return f"quantisation {of_fp4} on a GPU that multiplies FP4, for which vLLM quantises activations"
     of_experts = next((scheme for scheme in schemes if not _is_integers(scheme)), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
 
@@ -165,6 +193,20 @@ def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
     return {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()} == wanted
 
 
+def has_untried_fp4(model: Any, config: Any) -> bool:
+    """Whether a quantised model has weights in a form of FP4 with which no GPU has run an engine."""
+    method = _METHODS.get(model.quantization)
+    schemes = _schemes(method, config) if method else ()
+    return any(scheme in _WITHOUT_FP4 or scheme.method == "modelopt" for scheme in schemes)
+
+
+def device_multiplies_fp4() -> bool:
+    """Whether this machine's GPU multiplies FP4 with FP4: from compute capability 10.0 on."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.has_device_capability(100))
+
+
 def _is_integers(scheme: Scheme) -> bool:
     """Whether experts are stored so: integers, multiplied by what is not quantised."""
     return scheme.weights in ("int4", "int8") and scheme.activations == PLAIN_ACTIVATIONS
@@ -188,6 +230,12 @@ def _schemes(method: str, config: Any) -> Iterator[Scheme]:
             yield from _of_online(config.args)
         case "awq":
             yield Scheme("awq", f"int{config.weight_bits}", *_rows_or(config.group_size), config.zero_point)
+        case "moe_wna16":
+            of = f"moe_wna16 of {config.linear_quant_method}"
+            yield Scheme(of, f"int{config.weight_bits}", *_rows_or(config.group_size), config.has_zp)
+        case "modelopt":
+            activations = _BY_TENSOR_GROUP if config.quant_method == "NVFP4" else PLAIN_ACTIVATIONS
+            yield Scheme("modelopt", "float4", "tensor_group", config.group_size, False, activations)
 
 
 def _of_fp8(config: Any) -> Scheme:
@@ -228,7 +276,8 @@ def _of_target(target: Any) -> Scheme:
             kind = "dynamic" if of.dynamic else "static"
             zeros = "" if of.symmetric else "asymmetric "
             groups = f" {of.group_size}" if _word(of.strategy) == "group" else ""
-            activations.append(f"{zeros}{_kind(of)} {kind} {_word(of.strategy)}{groups}")
+            output = " output" if name == "output_activations" else ""
+            activations.append(f"{zeros}{_kind(of)} {kind} {_word(of.strategy)}{groups}{output}")
     size: Any = None
     if weights.block_structure:
         size = tuple(weights.block_structure)
