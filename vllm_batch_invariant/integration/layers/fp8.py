@@ -248,7 +248,7 @@ def _method() -> type[Any]:
                 of_weight = of_weight.view(-1)
             operands = codes, scales, layer.weight.data, of_weight
             if self.k_slices == 1:
-                return scaled_linear(*operands, bias, x.dtype)
+                return scaled_linear(*operands, bias, x.dtype, weight_is_constant=True)  # quantise is in between
             out = self._tree(operands, x.dtype)
             return out if bias is None else out + bias
 

@@ -27,10 +27,6 @@ from ..side_table import beside
 from . import fp8, int8, linear
 
 REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
-_UNCOUNTED = "weight_shape"
-"""A parameter of compressed-tensors' that comes once for each shard of a fused layer, and that nothing reads. It stays:
-that of the last shard may come when all the rest is there.
-"""
 _unpacked: WeakSet[torch.nn.Module] = WeakSet()
 """Layers of this process that have a weight in the place of what their checkpoint stores."""
 
@@ -42,7 +38,8 @@ class Source:
     Attributes:
         format: that they hold.
         stored: gives its tensors, of a layer whose weights are loaded.
-        uncounted: a parameter that nothing reads, and that comes once for each shard of a fused layer, or not at all.
+        uncounted: a parameter that nothing reads, and that comes once for each shard of a fused layer, or not at all. It
+            stays: that of the last shard may come when all the rest is there.
     """
 
     format: Format
@@ -305,7 +302,7 @@ def _method_of(base: type[Any]) -> type[Any]:
                 )
             assert of_format.is_stored_as(stored, self._dtype), (of_format.name, [part.dtype for part in stored])
             for name in self._names:
-                if name != _UNCOUNTED:
+                if name != self.source.uncounted:
                     del layer._parameters[name]
             for name, tensor in self._kept(layer, stored).items():
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
