@@ -109,7 +109,8 @@ def row_parallel(stored: Stored, k: int = HIDDEN) -> tuple[Any, torch.Tensor]:
 
 def unpack(layer: Any) -> torch.Tensor:
     layer.quant_method.process_weights_after_loading(layer)
-    assert {name for name, value in layer._parameters.items() if value is not None} - {"weight_shape"} == {"weight"}
+    unread = layer.quant_method.source.uncounted
+    assert {name for name, value in layer._parameters.items() if value is not None} - {unread} == {"weight"}
     return layer.weight.data
 
 

@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "NVFP4 of ModelOpt with a KV cache": (
         FORMATS["nvfp4 of ModelOpt"].config | {"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}},
-        "quantisation modelopt_fp4 with a scheme for the KV cache",
+        "quantisation modelopt_fp4 with this scheme for the KV cache",
     ),
     "activations of an output": (
         with_group(output_activations=FLOAT | {"strategy": "tensor", "dynamic": False, "type": "int"}),

@@ -38,8 +38,8 @@ class Source:
     Attributes:
         format: that they hold.
         stored: gives its tensors, of a layer whose weights are loaded.
-        uncounted: a parameter that nothing reads, and that comes once for each shard of a fused layer, or not at all. It
-            stays: that of the last shard may come when all the rest is there.
+        uncounted: a parameter that nothing reads, and that comes once for each shard of a fused layer, or not at all.
+            It stays: that of the last shard may come when all the rest is there.
     """
 
     format: Format

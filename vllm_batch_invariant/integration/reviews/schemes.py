@@ -30,7 +30,7 @@ _ONLINE = {
 """By vLLM's name of what weights are quantised to while they are loaded: what has one scale, its size, and what layers
 are given.
 """
-_OF_THE_BATCH = "dynamic tensor"
+_OF_THE_BATCH = " dynamic tensor"
 """Activations with one scale for all tokens of a step."""
 _OF_EXPERTS_ALONE = ("gpt_oss_mxfp4",)
 """Methods that quantise nothing but experts, in one format."""
@@ -183,7 +183,7 @@ def has_fp8_activations(model: Any, config: Any) -> bool:
 
 
 def _follows_batch(scheme: Scheme) -> bool:
-    return _OF_THE_BATCH in scheme.activations
+    return scheme.activations.endswith(_OF_THE_BATCH)
 
 
 def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
