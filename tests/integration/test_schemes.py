@@ -257,8 +257,9 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
 def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(W4A16, "cuda") == []
-    [of_activations] = found(FORMS["fp8 by blocks"].config, "cuda")
-    assert of_activations.endswith(" with activations in FP8")
+    assert found(FORMS["fp8 by blocks"].config, "cuda") == []
+    [of_activations] = found(FORMS["compressed-tensors by rows"].config, "cuda")
+    assert of_activations.endswith(" with activations in FP8 by rows or tensors")
     for name in FORMATS:
         of_fp4 = "ModelOpt" in name or "activations" in name or "mxfp4" in name
         assert [what.endswith(" in a form of FP4") for what in found(FORMATS[name].config, "cuda")] == [True] * of_fp4

@@ -220,7 +220,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     parallel, untried = config.parallel_config, ops.type == "cuda" and not envs.starts_untried()
     found = {
         "of a mixture of experts": untried and config.model_config.is_moe,
-        "with activations in FP8": untried and schemes.has_fp8_activations(config.model_config, config.quant_config),
+        "with activations in FP8 by rows or tensors": untried
+        and schemes.has_untried_fp8_activations(config.model_config, config.quant_config),
         "in a form of FP4": untried and schemes.has_untried_fp4(config.model_config, config.quant_config),
         "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         "in exact arithmetic": untried and devices.of_config(config).is_exact,
@@ -574,12 +575,12 @@ COVERED = (
         "Weights and activations in FP8",
         "of dense models, with the checkpoint's own scales: blocks of 128 x 128 with activations by groups of 128 "
         "(fp8, compressed-tensors), tensors (both) and rows (compressed-tensors) with activations by tokens or a given "
-        "scale; on a CPU with vLLM 0.32",
+        "scale; on a CPU with vLLM 0.32; blocks, and tensors of fp8, on a GPU with vLLM 0.33",
     ),
     Feature(
         "Weights quantised while they are loaded",
         "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
-        "by tokens; on a CPU with vLLM 0.32",
+        "by tokens; on a CPU with vLLM 0.32, the first on a GPU with vLLM 0.33",
     ),
     Feature(
         "KV cache in FP8",
@@ -800,8 +801,9 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised experts, activations in FP8, MXFP4, ModelOpt's NVFP4 and named FP4 activations on a GPU; quantised "
-        "weights on several GPUs, in exact arithmetic on a GPU, with another vLLM or device",
+        "Quantised experts, activations in FP8 by rows or tensors of compressed-tensors or online, MXFP4, ModelOpt's "
+        "NVFP4 and named FP4 activations on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, "
+        "with another vLLM or device",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,

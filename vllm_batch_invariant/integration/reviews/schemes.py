@@ -176,10 +176,11 @@ def of_the_batch(model: Any, config: Any) -> str | None:
     return f"quantisation {found}" if found else None
 
 
-def has_fp8_activations(model: Any, config: Any) -> bool:
-    """Whether layers of a quantised model multiply FP8 with FP8."""
+def has_untried_fp8_activations(model: Any, config: Any) -> bool:
+    """Whether layers of a quantised model multiply FP8 with FP8 by a scheme with which no GPU has run an engine."""
     method = _METHODS.get(model.quantization)
-    return method is not None and any("float8" in scheme.activations for scheme in _schemes(method, config))
+    found = _schemes(method, config) if method else ()
+    return any("float8" in one.activations and one.method != "fp8" and one.shared != "block" for one in found)
 
 
 def _follows_batch(scheme: Scheme) -> bool:
