@@ -801,9 +801,8 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised experts, activations in FP8 by rows or tensors of compressed-tensors or online, MXFP4, ModelOpt's "
-        "NVFP4 and named FP4 activations on a GPU; quantised weights on several GPUs, in exact arithmetic on a GPU, "
-        "with another vLLM or device",
+        "Quantised experts, FP8 activations by rows and other FP4 than compressed-tensors' NVFP4 on a GPU; quantised "
+        "weights on several GPUs, in exact arithmetic on a GPU, with another vLLM or device",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,
