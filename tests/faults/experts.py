@@ -100,7 +100,7 @@ def _atomics_of_pairs(combine: Callable[..., None]) -> Callable[..., None]:
     generator = torch.Generator().manual_seed(0)
 
     def any_order(of: Any, out: torch.Tensor) -> None:
-        terms = of.made.view(*of.weights.shape, -1) * of.weights[:, :, None]
+        terms = of.expert_out.view(*of.weights.shape, -1) * of.weights[:, :, None]
         out.zero_()
         for i in torch.randperm(terms.shape[1], generator=generator).tolist():
             out += terms[:, i]

@@ -58,11 +58,11 @@ class AllReduce:
 class Products(NamedTuple):
     """What two experts make of tokens."""
 
-    made: torch.Tensor
+    expert_out: torch.Tensor
     """[2, tokens, hidden]"""
 
     def added(self) -> torch.Tensor:
-        return self.made.sum(0)
+        return self.expert_out.sum(0)
 
 
 class SentRows(NamedTuple):

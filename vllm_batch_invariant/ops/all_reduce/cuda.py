@@ -211,7 +211,7 @@ class AllReduce:
             reduction = AllReduceReduction.of_ranks(self._ranks, residual.dtype, self._tree)
             with on_device_of(residual):
                 return self._copies.add_and_norm(partial, residual, weight, eps, reduction, self._timeout)
-        dtype = partial.made.dtype if isinstance(partial, Products) else partial.dtype
+        dtype = partial.expert_out.dtype if isinstance(partial, Products) else partial.dtype
         channel, norm = self._channels[0], NormReduction.of_device("cuda", partial.shape[-1], dtype)
         of_rows = dtype in NORM_DTYPES and dtype == residual.dtype and weight.dtype in NORM_DTYPES
         if not (of_rows and partial.shape == residual.shape and channel.holds_rows(residual, norm)):

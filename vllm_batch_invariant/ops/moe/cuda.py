@@ -494,13 +494,13 @@ class Products:
     """What experts have made of tokens, before it is added.
 
     Attributes:
-        made: [tokens * top_k, hidden], of each pair; not written for an expert that is not here.
+        expert_out: [tokens * top_k, hidden], of each pair; not written for an expert that is not here.
         weights: [tokens, top_k] fp32.
         ids: [tokens, top_k].
         places: see :class:`Experts`.
     """
 
-    made: torch.Tensor
+    expert_out: torch.Tensor
     weights: torch.Tensor
     ids: torch.Tensor
     places: torch.Tensor | None
@@ -508,12 +508,12 @@ class Products:
     @property
     def shape(self) -> torch.Size:
         """Of their sums."""
-        return torch.Size((len(self.ids), self.made.shape[1]))
+        return torch.Size((len(self.ids), self.expert_out.shape[1]))
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Of a kernel that adds them."""
-        return self.made, self.weights, self.ids, self.places
+        return self.expert_out, self.weights, self.ids, self.places
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -522,7 +522,7 @@ class Products:
 
     def added(self) -> torch.Tensor:
         """The weighted sums: [tokens, hidden]."""
-        out = self.made.new_empty(self.shape)
+        out = self.expert_out.new_empty(self.shape)
         combine(self, out)
         return out
 
@@ -539,8 +539,8 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
     activated = grouped_gemm(
         x, gate_up, experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
     )
-    made = grouped_gemm(activated, down, experts.down_bias, groups, pairs, dtype, schedule.down)
-    return Products(made, weights, ids, places)
+    expert_out = grouped_gemm(activated, down, experts.down_bias, groups, pairs, dtype, schedule.down)
+    return Products(expert_out, weights, ids, places)
 
 
 def a_norm_may_add(x: torch.Tensor, reduction: MoeReduction) -> bool:
@@ -568,7 +568,7 @@ def add_and_norm(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    (tokens, hidden), dtype = of.shape, of.made.dtype
+    (tokens, hidden), dtype = of.shape, of.expert_out.dtype
     found = {tuple(residual.shape): residual.dtype, tuple(weight.shape): weight.dtype}
     if found != {(tokens, hidden): dtype, (hidden,): dtype}:
         raise ValueError(f"{tokens} rows of {hidden} in {dtype} have a residual and a weight of {found}")

@@ -445,7 +445,7 @@ def activation_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, ACTIVATION: tl.
 
 @triton.jit
 def weighted_sum(
-    made_ptr, weights_ptr, ids_ptr, places_ptr, token, length, offs, mask,
+    expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, length, offs, mask,
     TOP_K: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     """fp32 of a shape: of a token, or of each [ROWS_PER_PROGRAM, 1], the elements ``offs`` of that shape, of rows of
@@ -458,31 +458,31 @@ def weighted_sum(
         if IS_PART:
             is_here = _expert_of(ids_ptr, places_ptr, pair, IS_PART) >= 0
             weight, used = tl.where(is_here, weight, 0.0), mask & (tl.zeros_like(offs) < is_here.to(tl.int32))
-        made = tl.load(made_ptr + pair * length + offs, mask=used, other=0.0, eviction_policy="evict_first")
-        acc += weight * made.to(tl.float32)
+        expert_out = tl.load(expert_out_ptr + pair * length + offs, mask=used, other=0.0, eviction_policy="evict_first")
+        acc += weight * expert_out.to(tl.float32)
     return acc
 
 
 @triton.jit
 def combine_kernel(
-    made_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
+    expert_out_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """made: [tokens, TOP_K, LENGTH], weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. Programs one after the
-    other read what lies side by side.
+    """expert_out: [tokens, TOP_K, LENGTH], weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. Programs one after
+    the other read what lies side by side.
     """
     wait_for_kernel_before(OVERLAPS)
     PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
     mask = tl.full((BLOCK,), True, tl.int1) if LENGTH % BLOCK == 0 else offs < LENGTH
-    acc = weighted_sum(made_ptr, weights_ptr, ids_ptr, places_ptr, token, LENGTH, offs, mask, TOP_K, IS_PART)
+    acc = weighted_sum(expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, LENGTH, offs, mask, TOP_K, IS_PART)
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "row_units"])
 def combine_norm_kernel(
-    made_ptr, weights_ptr, ids_ptr, places_ptr, residual_ptr, norm_weight_ptr, out_ptr, residual_out_ptr,
+    expert_out_ptr, weights_ptr, ids_ptr, places_ptr, residual_ptr, norm_weight_ptr, out_ptr, residual_out_ptr,
     num_rows, row_units, eps,
     TOP_K: tl.constexpr, IS_PART: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -504,6 +504,6 @@ def combine_norm_kernel(
     norm_weight = load_weight(norm_weight_ptr, columns, mask)
     residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
     of_row = tl.broadcast_to(columns[None, :], mask.shape)
-    total = weighted_sum(made_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART)
+    total = weighted_sum(expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART)
     x = _round(total, out_ptr.dtype.element_ty) + residual.to(tl.float32)
     norm_of(x, norm_weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
