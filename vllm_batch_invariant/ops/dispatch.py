@@ -32,8 +32,8 @@ _FLOAT = {
     "top_k_top_p": ("cpu", "cuda"),
 }
 _EXACT = dict.fromkeys(("norm", "softmax", "top_k_top_p"), ("cpu", "cuda"))
-_EITHER = dict.fromkeys(("acceptance", "all_reduce", "ranking"), ("cpu", "cuda"))
-"""Operations that compare numbers, or add them in an order that is an argument."""
+_EITHER = dict.fromkeys(("acceptance", "all_reduce", "kv_cache", "ranking"), ("cpu", "cuda"))
+"""Operations that compare or store numbers, or add them in an order that is an argument."""
 MODULES = {
     (operation, arithmetic, device_type): module.format(operation=operation, device_type=device_type)
     for arithmetic, module, operations in (
