@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.packed_tiles import SHAPES, Table, said
+from benchmarks.packed_tiles import SHAPES, Table, compiled_side_by_side, said
 from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
@@ -219,20 +219,6 @@ def compile_part(part: int, parts: int) -> None:
         stuck.cancel()
 
 
-def compiled_side_by_side(seconds: float) -> None:
-    """Compile in processes, because Triton's front end holds Python's lock."""
-    parts = max(1, min(14, (os.cpu_count() or 2) - 1))
-    command = [sys.executable, "-m", "benchmarks.fp8_tiles", "--compile"]
-    running = [subprocess.Popen([*command, f"{part}/{parts}"]) for part in range(parts)]
-    stop = time.monotonic() + seconds
-    for process in running:
-        try:
-            process.wait(max(0.1, stop - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said("  a process that compiles took too long")
-
-
 def bf16(tile: Any, a: torch.Tensor, out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     reduction = LinearReduction.of_device("cuda", *weight.shape, a.dtype)
     return triton_gemm.gemm_sm90_swap_ab(a, weight.t(), None, out, reduction, tile, True)
@@ -401,7 +387,7 @@ def main() -> int:
         time_all(table, GraphTimer(), started + arguments.seconds, {"DeepGEMM of vLLM": by_deep_gemm}, False)
         return 0
     table = Table(arguments.out / "fp8_tiles.csv", COLUMNS)
-    compiled_side_by_side(60)
+    compiled_side_by_side("benchmarks.fp8_tiles", 60)
     said(f"compiled after {time.monotonic() - started:.0f} s")
     # The tiles are timed even if some are wrong; the verdict is printed last.
     problems = [*wrong_bits(started + 0.6 * arguments.seconds), *faults()]

@@ -159,10 +159,15 @@ def unique_kernels() -> list[Case]:
     return list({(case.spec, case.dtype): case for case in CASES}.values())
 
 
-def compiled_side_by_side(seconds: float) -> None:
-    """Compile in processes, because Triton's front end holds Python's lock."""
+def compiled_side_by_side(module: str, seconds: float) -> None:
+    """Compile in processes, because Triton's front end holds Python's lock.
+
+    Args:
+        module: whose ``--compile PART/PARTS`` does a part.
+        seconds: that they have.
+    """
     parts = max(1, min(14, (os.cpu_count() or 2) - 1))
-    command = [sys.executable, "-m", "benchmarks.packed_tiles", "--compile"]
+    command = [sys.executable, "-m", module, "--compile"]
     running = [subprocess.Popen([*command, f"{part}/{parts}"]) for part in range(parts)]
     stop = time.monotonic() + seconds
     for process in running:
@@ -384,7 +389,7 @@ def main() -> int:
     give_up.start()
     table = Table(arguments.out / "packed_tiles.csv")
     said(torch.cuda.get_device_name(), torch.__version__)
-    compiled_side_by_side(100)
+    compiled_side_by_side("benchmarks.packed_tiles", 100)
     said(f"compiled after {time.monotonic() - started:.0f} s")
     tiles, problems = PACKED_TILES, []
     # The tiles are timed even if some are wrong; the verdict is printed last.

@@ -4,6 +4,7 @@ checkpoint has of each of their parts.
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.fakes.workers import be_worker
 from tests.fp8_checkpoints import FORMS, INPUT_SCALE, Form
 from tests.quantised_checkpoints import Tensors
 from vllm_batch_invariant import envs
@@ -26,7 +28,7 @@ pytest.importorskip("vllm")
 if not patch_points.LINEAR_CHOICE.is_there():
     pytest.skip("FP8 is refused with this vLLM", allow_module_level=True)
 
-from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 256, 4, 2, 128
@@ -53,16 +55,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Non
     point = patch_points.LINEAR_CHOICE
     monkeypatch.setattr(point.module(), point.attribute, quantised._choosing(point.get()))
 
-    def be(rank: int, size: int) -> None:
-        from vllm import distributed
-        from vllm.model_executor import parameter
-
-        for module in (linear, vocab_parallel_embedding, parameter, distributed):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank, raising=False)
-            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size, raising=False)
-
-    be(0, 1)
-    yield be
+    be_worker(monkeypatch, 0, 1)
+    yield partial(be_worker, monkeypatch)
     quantised._keep_kernels_apart.cache_clear()
 
 

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.fakes.workers import be_worker
 from tests.int8_checkpoints import INPUT_SCALE, configuration, group, tensors
 from tests.ops.quantise.written_out import codes_of, product_of
 from vllm_batch_invariant import envs
@@ -39,16 +41,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Non
     int8.install()
     int8.install()
 
-    def be(rank: int, size: int) -> None:
-        from vllm import distributed
-        from vllm.model_executor import parameter
-
-        for module in (linear, parameter, distributed):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank, raising=False)
-            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size, raising=False)
-
-    be(0, 1)
-    yield be
+    be_worker(monkeypatch, 0, 1)
+    yield partial(be_worker, monkeypatch)
     for platform, kernels in before.items():
         assert [kernel.__name__ for kernel in lists[platform]].count("BatchInvariantInt8Kernel") == 1, "once"
         lists[platform][:] = kernels

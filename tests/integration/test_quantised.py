@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.fakes.workers import be_worker
 from tests.quantised_checkpoints import FORMATS, Stored
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers import quantised
@@ -46,16 +48,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Non
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
     monkeypatch.setattr(compressed_tensors_w8a16_fp8, "get_current_vllm_config", lambda: config)
 
-    def be(rank: int, size: int) -> None:
-        from vllm import distributed
-        from vllm.model_executor import parameter
-
-        for module in (linear, vocab_parallel_embedding, parameter, distributed):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank, raising=False)
-            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size, raising=False)
-
-    be(0, 1)
-    yield be
+    be_worker(monkeypatch, 0, 1)
+    yield partial(be_worker, monkeypatch)
     quantised._keep_kernels_apart.cache_clear()
 
 

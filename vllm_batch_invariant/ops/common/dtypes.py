@@ -1,9 +1,11 @@
-"""The dtype of additions, by that of what is added."""
+"""Dtypes with a name here, and that of additions, by that of what is added."""
 
 import torch
 
 from ...errors import NotCovered
 
+E4M3 = torch.float8_e4m3fn
+"""vLLM's "fp8" and "fp8_e4m3": four bits of exponent, three of fraction, no infinity."""
 _ACCUMULATE = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.float32,

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-E4M3 = torch.float8_e4m3fn
-"""Of codes of keys and values: vLLM's "fp8" and "fp8_e4m3"."""
+from .dtypes import E4M3
+
 LARGEST = 448.0
-"""Its largest number: it has no infinity."""
+"""E4M3's largest number."""
 
 
 @dataclass(frozen=True)

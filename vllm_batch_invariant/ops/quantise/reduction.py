@@ -6,10 +6,10 @@ from functools import lru_cache
 import torch
 
 from ...errors import NotCovered
+from ..common.dtypes import E4M3
 from ..common.row_reduction import REDUCTIONS_KEPT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-E4M3 = torch.float8_e4m3fn
 GROUPS = {torch.int8: (None,), E4M3: (None, 128)}
 """By the dtype of the codes, the groups of a row that may have a scale each; None: the whole row has one."""
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import NotCovered
+from ..common.dtypes import E4M3
 
 LARGEST_K = (2**31 - 1) // 128**2
 """Elements of K whose products, of up to 128 * 128, an int32 holds: 131071."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-E4M3 = torch.float8_e4m3fn
 GROUP = 128
 """Elements of K, and rows of a weight, that have one scale in blocks; and elements that a tensor core adds up."""
 EXACT = "exact"
