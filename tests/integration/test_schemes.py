@@ -243,6 +243,8 @@ def test_16_bit_weights_are_quantised_while_they_are_loaded_by_what_is_known(
     assert refused is None if said is None else refused is not None and said in refused
     model.is_moe = True
     assert schemes.refused(model, OnlineQuantizationConfig(args)) is not None
+    model.quantization = "fp8"  # as vLLM 0.32 also calls it
+    assert schemes.refused(model, OnlineQuantizationConfig(args)) == "quantisation fp8"
 
 
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

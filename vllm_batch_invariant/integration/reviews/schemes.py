@@ -141,10 +141,10 @@ def refused(model: Any, config: Any) -> str | None:
     name = getattr(model, "quantization", None)
     if not name:
         return None
-    method = _METHODS.get(name)
     if name in _OF_EXPERTS_ALONE:
         return None
-    if method is None or config is None:
+    method = _method(model, config)
+    if method is None:
         return f"quantisation {name}"
     twice = method != "online" and getattr(model, "quantization_config", None)
     if getattr(config, "online_quantization_config", None) is not None or twice:
@@ -169,8 +169,8 @@ def refused(model: Any, config: Any) -> str | None:
 
 def of_the_batch(model: Any, config: Any) -> str | None:
     """Activations of a quantised model with one scale for all tokens of a step; None: it has none."""
-    method = _METHODS.get(getattr(model, "quantization", None) or "")
-    if method is None or config is None:
+    method = _method(model, config)
+    if method is None:
         return None
     found = next((scheme for scheme in _schemes(method, config) if _follows_batch(scheme)), None)
     return f"quantisation {found}" if found else None
@@ -178,9 +178,18 @@ def of_the_batch(model: Any, config: Any) -> str | None:
 
 def has_untried_fp8_activations(model: Any, config: Any) -> bool:
     """Whether layers of a quantised model multiply FP8 with FP8 by a scheme with which no GPU has run an engine."""
-    method = _METHODS.get(model.quantization)
+    method = _method(model, config)
     found = _schemes(method, config) if method else ()
     return any("float8" in one.activations and one.method != "fp8" and one.shared != "block" for one in found)
+
+
+def _method(model: Any, config: Any) -> str | None:
+    """By which vLLM reads the weights of a model; None: by none that is known. Of "fp8" there is a second kind of
+    configuration in vLLM 0.32, for weights of 16 bits.
+    """
+    method = _METHODS.get(getattr(model, "quantization", None) or "")
+    is_known = config is not None and (method != "fp8" or hasattr(config, "weight_block_size"))
+    return method if is_known else None
 
 
 def _follows_batch(scheme: Scheme) -> bool:
@@ -196,7 +205,7 @@ def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
 
 def has_untried_fp4(model: Any, config: Any) -> bool:
     """Whether a quantised model has weights in a form of FP4 with which no GPU has run an engine."""
-    method = _METHODS.get(model.quantization)
+    method = _method(model, config)
     schemes = _schemes(method, config) if method else ()
     return any(scheme in _WITHOUT_FP4 or scheme.method == "modelopt" for scheme in schemes)
 
