@@ -131,6 +131,7 @@ def test_a_linear_layer_is_known_unless_it_is_quantised(kind: str) -> None:
 
 def test_attention_is_known_where_ours_serves_it() -> None:
     attention, ours = named(f"{LAYERS}.attention.Attention"), object.__new__(FixedSplitAttention)
+    ours.kv_cache_dtype = "auto"
     review.check(bare(attention, impl=ours, head_size=64, head_size_v=64))
     with pytest.raises(NotCovered, match="its kernels are not ours"):
         review.check(bare(attention, impl=SimpleNamespace(), head_size=64))
@@ -149,7 +150,7 @@ def test_a_class_of_a_model_may_keep_the_sinks_that_its_attention_reads_and_no_o
     later: Callable[[str], ModuleType],
 ) -> None:
     sinks, ours = torch.nn.Parameter(torch.ones(2)), object.__new__(FixedSplitAttention)
-    ours.spec = AttentionSpec(1.0, sinks=sinks)
+    ours.spec, ours.kv_cache_dtype = AttentionSpec(1.0, sinks=sinks), "auto"
     block = bare(later(BLOCK).LaterBlock)
     block.add_module("attn", bare(named(f"{LAYERS}.attention.Attention"), impl=ours, head_size=64, head_size_v=64))
     block.sinks = sinks

@@ -58,7 +58,7 @@ from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import FP8_MMA, attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
-from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, integers
+from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, Format, integers
 from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers
 from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
@@ -357,6 +357,20 @@ def many_pairs(count: int) -> None:
     moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
 
+def stored_experts(form: Format, n: int, k: int, count: int) -> StoredExperts:
+    """Weights [count, n, k] of zeros as a format stores them."""
+    stored = form.stored(torch.zeros(n, k, dtype=torch.bfloat16))
+    return StoredExperts(form, tuple(torch.stack([one] * count) for one in stored), torch.bfloat16)
+
+
+def packed_layer(count: int) -> None:
+    """So many tokens of two experts in four bits."""
+    x, ids = torch.zeros(count, 128, dtype=torch.bfloat16), torch.zeros(count, 2, dtype=torch.int64)
+    for form in (MXFP4, integers(4, 128, zeros=True)):
+        gate_up, down = stored_experts(form, 256, 128, 2), stored_experts(form, 128, 128, 2)
+        moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
+
+
 def every_expert() -> None:
     for count, dtype in itertools.product((1, 20, 40, 100, 200, 600, 2000), (*HALVES, torch.float32)):
         experts(count, dtype)
@@ -381,8 +395,7 @@ def packed_experts() -> None:
         for layer in (schedules[0], schedules[-1], *(of_hopper if form is MXFP4 else of_hopper[:1])):
             groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
             for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
-                stored = form.stored(torch.zeros(n, k, dtype=torch.bfloat16))
-                weight = StoredExperts(form, tuple(torch.stack([one] * 4) for one in stored), torch.bfloat16)
+                weight = stored_experts(form, n, k, 4)
                 gate = "swigluoai" if tile is layer.gate_up else ""
                 moe.grouped_gemm(
                     torch.zeros(8, k, dtype=torch.bfloat16), weight, None, groups, 8, torch.bfloat16, tile,

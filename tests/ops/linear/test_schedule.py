@@ -187,7 +187,7 @@ def test_a_gpu_below_8_0_is_refused_by_name(machine) -> None:
 def test_tma_exists_from_9_0_on(machine) -> None:
     machine((8, 0), (8, 9), (9, 0), (12, 0))
     assert [Gpu.of(index).has_tma for index in range(4)] == [False, False, True, True]
-    assert Gpu.of(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True)
+    assert Gpu.of(2) == Gpu("GPU 9.0", 132, 232_448, True, 60 << 20, True, fp8_mma="sm90 wgmma")
 
 
 @pytest.mark.parametrize("capability", [(8, 7), (8, 8), (10, 1), (11, 0), (12, 1), (13, 0)], ids=str)
