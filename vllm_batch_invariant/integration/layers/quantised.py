@@ -26,7 +26,6 @@ from ..reviews import patch_points, schemes
 from ..side_table import beside
 from . import fp8, int8, linear
 
-REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
 _unpacked: WeakSet[torch.nn.Module] = WeakSet()
 """Layers of this process that have a weight in the place of what their checkpoint stores."""
 

@@ -45,9 +45,7 @@ def scaled_linear(
     if isinstance(schedule, Sm90Schedule):
         from . import sm90_kernel  # Gluon is needed for this kernel alone
 
-        return sm90_kernel.scaled_gemm_sm90(
-            codes, scale, weight, weight_scale, bias, out, schedule, weight_is_constant
-        )  # fmt: skip
+        return sm90_kernel.scaled_gemm_sm90(codes, scale, weight, weight_scale, bias, out, schedule, weight_is_constant)
     choose = e4m3_schedule if is_e4m3 else scaled_linear_schedule
     tile = schedule or choose(m, n, gpu)
     operands = [None if one is None else aligned(one) for one in (codes, scale, weight, weight_scale, bias)]
