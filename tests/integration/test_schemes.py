@@ -28,7 +28,14 @@ W4A16 = FORMATS["w4a16 of 128"].config
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
-def found(config: dict[str, Any], device: str = "cpu", workers: int = 1, **of_model: Any) -> list[str]:
+def found(
+    config: dict[str, Any],
+    device: str = "cpu",
+    workers: int = 1,
+    stages: int = 1,
+    engines: int = 1,
+    **of_model: Any,
+) -> list[str]:
     """What the rows find in a model of this ``quantization_config``."""
     config = json.loads(json.dumps(config))
     method = config["quant_method"]
@@ -39,7 +46,9 @@ def found(config: dict[str, Any], device: str = "cpu", workers: int = 1, **of_mo
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model),
         quant_config=read,
-        parallel_config=SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=workers, pipeline_parallel_size=stages, data_parallel_size=engines
+        ),
     )
     return [what for row in ROWS.values() if (what := row.found(given))]
 
@@ -259,17 +268,21 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
 def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(W4A16, "cuda") == []
-    assert found(FORMS["fp8 by blocks"].config, "cuda") == []
-    [of_activations] = found(FORMS["compressed-tensors by rows"].config, "cuda")
-    assert of_activations.endswith(" with activations in FP8 by rows or tensors")
-    for name in FORMATS:
-        of_fp4 = "ModelOpt" in name or "activations" in name or "mxfp4" in name
-        assert [what.endswith(" in a form of FP4") for what in found(FORMATS[name].config, "cuda")] == [True] * of_fp4
-    [several] = found(W4A16, "cuda", workers=2)
-    assert several.endswith(" by several GPUs")
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert found(W4A16, "cuda", workers=2) == []
-    monkeypatch.delenv(UNTRIED.name)
+    for form in (*FORMATS.values(), *FORMS.values()):
+        assert found(form.config, "cuda") == []
+    assert found(W4A16, "cuda", is_moe=True) == found(W4A16, "cuda", workers=2) == []
+    for more, what in (
+        ({"stages": 2}, " in stages"),
+        ({"engines": 2, "is_moe": True}, " of experts by several engines"),
+    ):
+        [refused] = found(W4A16, "cuda", **more)
+        assert refused.endswith(what)
+        with monkeypatch.context() as untried:
+            untried.setenv(UNTRIED.name, "1")
+            assert found(W4A16, "cuda", **more) == []
+    for form in (FORMS["fp8 by blocks"], FORMS["compressed-tensors by rows"]):
+        [several] = found(form.config, "cuda", workers=2)
+        assert several.endswith(" with quantised activations by several GPUs")
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     [exact] = found(W4A16, "cuda")
     assert exact.endswith(" in exact arithmetic")

@@ -217,14 +217,16 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return where
     if not version.startswith(RAN.quantised[ops.type]):
         return f"{where} with vLLM {version}"
-    parallel, untried = config.parallel_config, ops.type == "cuda" and not envs.starts_untried()
+    if ops.type != "cuda" or envs.starts_untried():
+        return None
+    model, parallel, of_weights = config.model_config, config.parallel_config, config.quant_config
+    several = parallel.tensor_parallel_size > 1 and schemes.quantises_activations(model, of_weights)
     found = {
-        "of a mixture of experts": untried and config.model_config.is_moe,
-        "with activations in FP8 by rows or tensors": untried
-        and schemes.has_untried_fp8_activations(config.model_config, config.quant_config),
-        "in a form of FP4": untried and schemes.has_untried_fp4(config.model_config, config.quant_config),
-        "by several GPUs": untried and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
-        "in exact arithmetic": untried and devices.of_config(config).is_exact,
+        "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
+        "with quantised activations by several GPUs": several,
+        "in stages": parallel.pipeline_parallel_size > 1,
+        "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
+        "in exact arithmetic": devices.of_config(config).is_exact,
     }
     first = _first(found)
     return _when(first, f"{where} {first}")
@@ -556,7 +558,8 @@ COVERED = (
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
         "Quantised weights",
-        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        f"{schemes.NAMES}: the bits of the matrices that they stand for; on a CPU with vLLM 0.32, on one or two "
+        "GPUs with 0.33",
     ),
     Feature(
         "FP4 activations that an NVFP4 or MXFP4 checkpoint names",
@@ -564,7 +567,8 @@ COVERED = (
     ),
     Feature(
         "Quantised experts",
-        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU",
+        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU with vLLM 0.32, "
+        "on one or two GPUs with 0.33",
     ),
     Feature(
         "Weights and activations in int8",
@@ -575,7 +579,7 @@ COVERED = (
         "Weights and activations in FP8",
         "of dense models, with the checkpoint's own scales: blocks of 128 x 128 with activations by groups of 128 "
         "(fp8, compressed-tensors), tensors (both) and rows (compressed-tensors) with activations by tokens or a given "
-        "scale; on a CPU with vLLM 0.32; blocks, and tensors of fp8, on a GPU with vLLM 0.33",
+        "scale; on a CPU with vLLM 0.32, on one GPU with 0.33",
     ),
     Feature(
         "Weights quantised while they are loaded",
@@ -801,8 +805,8 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised experts, FP8 activations by rows and other FP4 than compressed-tensors' NVFP4 on a GPU; quantised "
-        "weights on several GPUs, in exact arithmetic on a GPU, with another vLLM or device",
+        "On GPUs quantised activations with several workers, weights made FP8 by rows or tensors, and quantised "
+        "weights in stages, as experts of several engines or in exact arithmetic; anywhere with another vLLM or device",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,

@@ -177,10 +177,19 @@ def of_the_batch(model: Any, config: Any) -> str | None:
 
 
 def has_untried_fp8_activations(model: Any, config: Any) -> bool:
-    """Whether layers of a quantised model multiply FP8 with FP8 by a scheme with which no GPU has run an engine."""
+    """Whether weights become FP8 while they are loaded, for activations by tokens: no GPU has run such an engine."""
+    return any(one.method == "online" and one.shared != "block" for one in _of_model(model, config))
+
+
+def quantises_activations(model: Any, config: Any) -> bool:
+    """Whether layers of a quantised model multiply codes with codes."""
+    return any("float8" in one.activations or "int8" in one.activations for one in _of_model(model, config))
+
+
+def _of_model(model: Any, config: Any) -> Iterator[Scheme]:
+    """Of the layers of a model; none if it is not quantised by a known method."""
     method = _method(model, config)
-    found = _schemes(method, config) if method else ()
-    return any("float8" in one.activations and one.method != "fp8" and one.shared != "block" for one in found)
+    return _schemes(method, config) if method else iter(())
 
 
 def _method(model: Any, config: Any) -> str | None:
@@ -201,13 +210,6 @@ def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
     of = {name: of_cache.get(name) for name in ("type", "num_bits", "strategy", "dynamic", "symmetric")}
     wanted = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
     return {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()} == wanted
-
-
-def has_untried_fp4(model: Any, config: Any) -> bool:
-    """Whether a quantised model has weights in a form of FP4 with which no GPU has run an engine."""
-    method = _method(model, config)
-    schemes = _schemes(method, config) if method else ()
-    return any(scheme in _WITHOUT_FP4 or scheme.method == "modelopt" for scheme in schemes)
 
 
 def device_multiplies_fp4() -> bool:
