@@ -4,6 +4,7 @@ in seconds: ``python -m benchmarks.quantised_model 8b w4a16-g128 FOLDER``.
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,17 @@ from vllm_batch_invariant.verify.demo_model import (
 )
 from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantised
 
+_GPT_OSS_20B = Shape(
+    hidden=2880,
+    experts=32,
+    expert_intermediate=2880,
+    dense_layers=0,
+    layers=24,
+    heads=64,
+    kv_heads=8,
+    vocab=201088,
+    max_length=131072,
+)
 SHAPES = {
     "8b": Shape(4096, 12288, layers=36, heads=32, kv_heads=8, head_size=128, vocab=151936, max_length=40960),
     "30b-a3b": Shape(
@@ -36,19 +48,10 @@ SHAPES = {
         vocab=151936,
         max_length=40960,
     ),
-    "gpt-oss-20b": Shape(
-        hidden=2880,
-        experts=32,
-        expert_intermediate=2880,
-        dense_layers=0,
-        layers=24,
-        heads=64,
-        kv_heads=8,
-        vocab=201088,
-        max_length=131072,
-    ),
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "gpt-oss-120b": replace(_GPT_OSS_20B, experts=128, layers=36),
 }
-"""Of Qwen3-8B, Qwen3-30B-A3B and gpt-oss-20b."""
+"""Of Qwen3-8B, Qwen3-30B-A3B and both gpt-oss."""
 _WORDS = 4096
 """Of the tokenizer, which the load of a server draws its prompts from."""
 
@@ -93,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     shape = SHAPES[options.size]
     if options.layers:
-        shape = Shape(**vars(shape) | {"layers": options.layers})
+        shape = replace(shape, layers=options.layers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write(options.folder, shape, "" if options.format == "bf16" else options.format, device)
 
