@@ -63,12 +63,12 @@ def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, An
 
 
 def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float) -> Iterator[dict[str, Any] | None]:
-    """The same of engines that start at the same time and share the memory; when all have started, they take turns
-    on the GPU, a sample each.
+    """The same of engines that share the memory. They start one after the other, because each chooses schedules by
+    timing them; when all have started, they take turns on the GPU, a sample each.
 
     Args:
         plans: a provider and its plan, of each engine.
-        timeout: seconds for all of them to start, and then for each.
+        timeout: seconds for each of them to start, and then for each.
     """
     share = {"gpu_memory_utilization": 0.9 / len(plans)}
     print(f"\n{', '.join(provider for provider, _ in plans)}", flush=True)
@@ -78,11 +78,9 @@ def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float
         for (provider, plan), turn in zip(plans, turns, strict=True):
             waiting = plan | {"engine": plan["engine"] | share, "turn": turn, "provider": provider}
             running.append(pool.submit(_measure, provider, waiting, timeout * (1 + len(plans))))
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and not all(
-            one.done() or Path(turn + STARTED).exists() for one, turn in zip(running, turns, strict=True)
-        ):
-            time.sleep(0.1)
+            deadline = time.monotonic() + timeout
+            while time.monotonic() < deadline and not (running[-1].done() or Path(turn + STARTED).exists()):
+                time.sleep(0.1)
         for number in itertools.count():
             if all(one.done() for one in running):
                 break
@@ -96,7 +94,7 @@ def measure_in_turns(plans: Sequence[tuple[str, dict[str, Any]]], timeout: float
 def measured_of(
     plans: Sequence[tuple[str, dict[str, Any]]], together: int, timeout: float
 ) -> Iterator[dict[str, Any] | None]:
-    """The results of engines, of which so many start at the same time; then neither start-up nor memory is known."""
+    """The results of engines, of which so many share the GPU; then neither start-up nor memory is known."""
     for start in range(0, len(plans), together):
         group = plans[start : start + together]
         if len(group) == 1:
@@ -302,7 +300,7 @@ def options_of(
     parser.add_argument("--max-model-len", type=int, default=max_model_len, help="of the engine")
     parser.add_argument("--kv-cache-gib", type=float, default=kv_cache_gib, help="KV cache, the same for all")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one engine")
-    together = "engines that start at the same time, where the GPU has memory for so many; they are timed one by one"
+    together = "engines that share the GPU, where it has memory for so many; they start, and are timed, one by one"
     parser.add_argument("--together", type=at_least(1), default=1, help=together)
     parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of an engine")
     parser.add_argument("--keys", default="", help="what each case in the data says, too, such as 'model=30b-a3b'")

@@ -41,8 +41,8 @@ def tokens_per_step(before: tuple[float, float], after: tuple[float, float]) -> 
 
 
 class Turns:
-    """An engine's turns among those that started at the same time: one has the GPU for a sample. What arithmetic
-    heats is slower afterwards, and so is whoever is measured last, where each has the GPU until it ends.
+    """An engine's turns among those that share the GPU: one has it for a sample. What arithmetic heats is slower
+    afterwards, and so is whoever is measured last, where each has the GPU until it ends.
 
     Args:
         path: begins the names of the files by which the turns are given and given back; None: there is nobody else.

@@ -146,15 +146,16 @@ def test_the_exit_status_says_whether_ours_held(ours, status, worker, tmp_path, 
     assert worker.environments["ours"][UNTRIED.name] == "1", "so that what no GPU has run can be timed"
 
 
-def test_engines_that_start_together_take_turns_when_all_have_started(monkeypatch, capfd) -> None:
+def test_engines_that_share_the_gpu_start_one_by_one_and_then_take_turns(monkeypatch, capfd) -> None:
     seen: list[str] = []
 
     def run(provider: str, plan: dict, timeout: float) -> dict | None:
         name = plan["engine"]["model"]
         if name == "fails":
             return None
-        time.sleep(0.1 * (name == "another"))
-        seen.append("started")
+        seen.append(f"{name} starts")
+        time.sleep(0.1)
+        seen.append(f"{name} has started")
         turn = engine_worker.Turns(plan["turn"])
         for number in range(2 if name == "one" else 3):
             with turn:
@@ -169,8 +170,8 @@ def test_engines_that_start_together_take_turns_when_all_have_started(monkeypatc
     share = {"gpu_memory_utilization": 0.9 / 3}
     assert found == [{"model": "one"} | share, None, {"model": "another"} | share]
     turns = [("one", 0), ("another", 0), ("one", 1), ("another", 1), ("another", 2)]
-    assert seen[:2] == ["started"] * 2
-    assert seen[2:] == [f"{name} {what} {number}" for name, number in turns for what in ("begins", "ends")]
+    assert seen[:4] == [f"{name} {what}" for name in ("one", "another") for what in ("starts", "has started")]
+    assert seen[4:] == [f"{name} {what} {number}" for name, number in turns for what in ("begins", "ends")]
     assert capfd.readouterr().out.split() == ["stock,", "stock,", "stock"]
 
 
@@ -219,7 +220,7 @@ def test_other_forms_of_ours_are_measured_where_they_are_asked_for() -> None:
     assert not {"exact", "tree"} & set(engine._parse(["MODEL"]).providers)
 
 
-def test_of_engines_that_start_together_neither_start_up_nor_memory_is_written(tmp_path, monkeypatch) -> None:
+def test_of_engines_that_share_the_gpu_neither_start_up_nor_memory_is_written(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine, "measure_in_turns", lambda plans, timeout: (result(1.0) for _ in plans))
     out = tmp_path / "engine.csv"
     command = ["MODEL", "--workloads", "small", "--offline", "--out", str(out), "--providers", "stock", "ours"]

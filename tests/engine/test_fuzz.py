@@ -17,10 +17,11 @@ from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.fuzz.command import started
 from vllm_batch_invariant.verify.fuzz.finding import CONCURRENT, Finding, Row
-from vllm_batch_invariant.verify.fuzz.schedule import EVENTS, Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.verify.fuzz.schedule import EVENTS, Item, Schedule, Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.harness.requests import BUDGET
+from vllm_batch_invariant.verify.harness.worker import EngineFailed
 from vllm_batch_invariant.verify.outcome import Status
 
 pytestmark = pytest.mark.engine
@@ -157,5 +158,22 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
     fuzzed.engine.call(INJECT, "product")
     try:
         assert fuzzed.trial().look(read.schedule, read.target)[0] == finding.text
+    finally:
+        fuzzed.engine.call(INJECT, "")
+
+
+def test_a_request_that_the_core_refuses_is_not_waited_for_and_one_that_is_has_a_name(fuzzed: Fuzzed) -> None:
+    params = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
+    answered = Item("answered", 0, (20, 21), params, target=True)
+    refused = replace(answered, name="refused", params=params | {"max_tokens": 1, "n": 2, "temperature": 0.5})
+    endless = replace(answered, name="endless", params=params | {"max_tokens": 100})
+    fuzzed.engine.call(INJECT, "refusal")
+    try:
+        for items in ((refused,), (answered, refused)):
+            result = fuzzed.trial().run(Schedule(items))
+            assert result["refused"] == {"refused": "what compiles its grammar is not installed"}
+            assert {*result["answers"]} == {item.name for item in items} - {"refused"}
+        with pytest.raises(EngineFailed, match=r"not answered within 8 engine steps: endless \("):
+            fuzzed.trial().run(Schedule((answered, endless)))
     finally:
         fuzzed.engine.call(INJECT, "")

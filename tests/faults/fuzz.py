@@ -7,6 +7,7 @@ import torch
 
 from tests.faults.adding import nudge
 from vllm_batch_invariant.integration.engine import weights
+from vllm_batch_invariant.verify.fuzz import engine as fuzz_engine
 
 ROWS = 4
 """Rows of a product up to which the injected one is right."""
@@ -69,6 +70,24 @@ def _keys() -> Callable[[], None]:
     return lambda: setattr(weights, "_look", look)
 
 
+def _refusal(llm: Any) -> Callable[[], None]:
+    """A core that refuses requests of one token, when the front end has taken them; few steps end a schedule."""
+    core, most = llm.llm_engine.engine_core.engine_core, fuzz_engine.MOST_STEPS
+    preprocess = core.preprocess_add_request
+
+    def refuse(request: Any) -> Any:
+        if request.sampling_params.max_tokens == 1:
+            raise ImportError("what compiles its grammar is not installed")
+        return preprocess(request)
+
+    def take_out() -> None:
+        fuzz_engine.MOST_STEPS = most
+        del core.preprocess_add_request
+
+    core.preprocess_add_request, fuzz_engine.MOST_STEPS = refuse, 8
+    return take_out
+
+
 FAULTS = ("product", "attention", "sampler", "keys")
 _take_out: list[Callable[[], None]] = []
 
@@ -85,3 +104,5 @@ def inject(llm: Any, fault: str) -> None:
         _take_out.append(_sampler(worker))
     elif fault == "keys":
         _take_out.append(_keys())
+    elif fault == "refusal":
+        _take_out.append(_refusal(llm))

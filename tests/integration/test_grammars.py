@@ -112,6 +112,22 @@ def test_vllms_own_engine_has_one_backend_that_of_its_first_request(masks: Any) 
     assert masks([[FEW], [PLAIN]], is_mended=False)[1] != plain
 
 
+def test_a_backend_that_cannot_be_made_leaves_the_one_of_requests_that_run(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    engine = Engine(monkeypatch, tokenizer, True)
+    engine.masks(PLAIN)
+    made = engine._manager.backend
+
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("its package is not installed")
+
+    monkeypatch.setattr(patch_points.STRUCTURED_OUTPUTS.module(), "GuidanceBackend", missing)
+    with pytest.raises(ImportError):
+        engine.masks(FEW)
+    assert engine._manager.backend is made
+
+
 class Keeps:
     """As vLLM's backend of guidance: what it compiles is an attribute while it does."""
 

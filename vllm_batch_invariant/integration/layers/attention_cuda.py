@@ -44,6 +44,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
         """The tokens of each request in steps whose requests all have as many, which have CUDA graphs of their own."""
         self._layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         layers = [layer.impl for layer in self._layers]
+        self._of_codes = [layer for layer in self._layers if layer.impl.holds_codes]
         self._planners = {
             heads: self._planner([layer for layer in layers if layer.num_heads == heads])
             for heads in dict.fromkeys(layer.num_heads for layer in layers)
@@ -82,7 +83,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
         return shape, scheduler.max_num_seqs, tokens, keys
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        for layer in self._layers:  # where a CUDA graph reads them, whatever weights have come since
+        for layer in self._of_codes:  # where a CUDA graph reads them, whatever weights have come since
             layer.impl.scales_of(layer)
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens

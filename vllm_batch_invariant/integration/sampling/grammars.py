@@ -30,10 +30,13 @@ def requests_have_their_own_backend(manager: type[Any]) -> None:
         if request.structured_output_request is None:
             return
         made = self.__dict__.setdefault(_BACKENDS, {})
-        name = _chosen(request)
+        name, before = _chosen(request), self.backend
         self.backend, self.backend_name = made.get(name), name if name in made else None
-        init(self, request)
-        made[name] = self.backend
+        try:
+            init(self, request)
+            made[name] = self.backend
+        finally:
+            self.backend = self.backend or before  # one that cannot be made leaves requests that run theirs
 
     @wraps(create)
     def _create_grammar(self: Any, request: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from ...envs import is_exact
 from ...integration.parallel.tensor_tree import k_slices
-from ..harness.drive import bits, described, drive
+from ..harness.drive import add_request, bits, described, drive
 from ..harness.engine import sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
 from ..printing import one_line
@@ -92,7 +92,8 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     def arrive() -> bool:
         nonlocal step
         if step > MOST_STEPS:
-            raise RuntimeError(f"requests were not answered within {MOST_STEPS} engine steps: {sorted(there)}")
+            waiting = sorted(there) or sorted(map(_name, engine.output_processor.request_states))
+            raise RuntimeError(f"requests were not answered within {MOST_STEPS} engine steps: {', '.join(waiting)}")
         if not there and arrivals:  # the engine is idle until the next request
             step = max(step, arrivals[0]["at"])
         for kind, happen in _EVENTS.items() if arrivals or there else ():
@@ -102,7 +103,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
             item = arrivals.pop(0)
             try:
                 params, prompt = sampling_params(item["params"]), prompts[item["name"]]
-                engine.add_request(item["name"], prompt, params, priority=item.get("priority", 0))
+                add_request(engine, item["name"], prompt, params, priority=item.get("priority", 0))
                 there.add(item["name"])
             except Exception as error:  # vLLM refuses a request by any exception
                 refused[item["name"]] = one_line(error)

@@ -28,13 +28,11 @@ TEXT_ONLY = {
 """Arguments by which vLLM takes nothing but text, by a name."""
 DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu"}
 """vLLM's methods of what proposes tokens, by a name."""
-_BACKENDS = {
-    "xgrammar": "xgrammar",
-    "guidance": "llguidance",
-    "outlines": "outlines_core",
-    "lm-format-enforcer": "lmformatenforcer",
-}
-"""Values of the backend of ``--structured-outputs-config``, and the module that each needs."""
+_BACKENDS = {"xgrammar": "xgrammar", "guidance": "llguidance", "outlines": "outlines_core"}
+"""Values of the backend of ``--structured-outputs-config``, and the module that each needs. With lm-format-enforcer
+0.11.3, which they are installed with, vLLM 0.32 and 0.33 refuse every request: it imports a module that they no longer
+have. Nor does it take drafts.
+"""
 
 
 _INSTALLED = tuple(backend for backend, module in _BACKENDS.items() if find_spec(module) is not None)

@@ -21,6 +21,20 @@ def drive(engine: Any, arrive: Callable[[], bool] = _none_to_come) -> Iterator[l
         yield engine.step()
 
 
+def add_request(engine: Any, name: str, prompt: Any, params: Any, **more: Any) -> None:
+    """Add a request, as the engine's ``add_request`` does. One that vLLM's core refuses is taken from its front end,
+    too: the engine would have an unfinished request for ever.
+
+    Raises:
+        Exception: vLLM refuses it, by any exception.
+    """
+    try:
+        engine.add_request(name, prompt, params, **more)
+    except Exception:
+        engine.abort_request([name])
+        raise
+
+
 def finished(steps: Iterable[list[Any]]) -> dict[str, Any]:
     """The last output of each request, by its name."""
     return {output.request_id: output for outputs in steps for output in outputs if output.finished}

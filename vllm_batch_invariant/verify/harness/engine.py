@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ..answers import Answer, RequestSpec, answer_of
 from ..outcome import NoTestError
 from ..printing import one_line, shortened
-from .drive import described, drive
+from .drive import add_request, described, drive
 from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
 from .requests import varied
@@ -237,7 +237,7 @@ class _OfflineLoad:
         else:
             self._others += 1
             try:
-                self._engine.add_request(name, self._prompt(arrival.prompt), sampling_params(arrival.params))
+                add_request(self._engine, name, self._prompt(arrival.prompt), sampling_params(arrival.params))
             except Exception as error:  # vLLM refuses a request by any exception
                 self._failed += 1
                 self._failure = self._failure or one_line(error)

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from ..printing import one_line
-from .drive import describe, drive
+from .drive import add_request, describe, drive
 
 _answers: TextIO | None = None
 
@@ -81,7 +81,7 @@ class Driver:
                 params = sampling_params(request["params"])
                 if params.n > 1:  # otherwise its samples come one by one
                     params.output_kind = RequestOutputKind.FINAL_ONLY
-                engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+                add_request(engine, name, {"prompt_token_ids": request["prompt"]}, params)
             except Exception as error:  # vLLM refuses a request by any exception
                 if not request.get("may_be_refused"):
                     raise

@@ -11,7 +11,7 @@ from typing import Any
 from ...provenance import versions
 from ...seeds import SAMPLE_ID, sample_seed
 from ..answers import NO_LOGPROBS
-from ..harness.drive import drive
+from ..harness.drive import add_request, drive
 from ..outcome import NoTestError
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import local_folder, model_at
@@ -251,7 +251,7 @@ def complete(
     def add(token_ids: Sequence[int], sampling: Sampling) -> str:
         name = f"receipt-{next(_numbers)}"
         try:
-            engine.add_request(name, {"prompt_token_ids": list(token_ids)}, _vllm_sampling(sampling))
+            add_request(engine, name, {"prompt_token_ids": list(token_ids)}, _vllm_sampling(sampling))
         except ValueError as error:
             raise NoTestError(f"the engine refuses the request: {' '.join(str(error).split())}") from error
         return name
