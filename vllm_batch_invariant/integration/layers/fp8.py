@@ -235,6 +235,8 @@ def _method() -> type[Any]:
             self.wrapped, self.source, self.k_slices = wrapped, source, 1
             self.uses_meta_device = source.online
             """vLLM's attribute: whether scales come of no checkpoint."""
+            self.rows: tuple[int, tuple[int, ...]] | None = None
+            """The most of a step, and those of CUDA graphs; None until they are known."""
 
         def create_weights(
             self,
@@ -282,7 +284,11 @@ def _method() -> type[Any]:
                         "its shards are given the same codes",
                         "serve a checkpoint whose query, key and value, and whose gate and up, have one input scale",
                     )
-            prepare(weight[:, : weight.shape[1] // self.k_slices], layer.params_dtype)
+            if weight.is_cuda and self.k_slices == 1 and self.rows is None:
+                self.rows = _rows_of(patch_points.CURRENT_CONFIG.get()())  # not at hand when weights come again
+            in_blocks, has_bias = self.source.shared == "block", getattr(layer, "bias", None) is not None
+            part = weight[:, : weight.shape[1] // self.k_slices]
+            prepare(part, layer.params_dtype, in_blocks, has_bias, *(self.rows or (0, ())))
 
         def _quantise(self, layer: Any) -> None:
             """Make codes and scales of the weight that is loaded."""
@@ -310,6 +316,11 @@ def _method() -> type[Any]:
 
     patch_points.LOADERS.get().append(BatchInvariantFp8Method.__name__)
     return BatchInvariantFp8Method
+
+
+def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    return config.scheduler_config.max_num_batched_tokens, tuple(sizes or ())
 
 
 def check_settings(source: Source, name: str) -> None:
