@@ -29,8 +29,10 @@ $(VENV)/installed-on-policy: $(VENV)/installed-$(DEVICE)
 	$(VENV)/bin/uv pip install -q --python $(VENV)/bin/python --override requirements/overrides-cpu.txt -e ".[on-policy]"
 	touch $@
 
+# Of the linear layers of engine and trainer: fp8_per_block has them in FP8.
+QUANTIZATION ?=
 on-policy: $(VENV)/installed-on-policy
-	$(RUN) examples.grpo.runs
+	$(RUN) examples.grpo.runs $(if $(QUANTIZATION),--quantization $(QUANTIZATION))
 
 lint: install
 	$(RUN) ruff check .

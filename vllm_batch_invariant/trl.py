@@ -8,7 +8,8 @@ Needs the extra [on-policy]. TRL's methods of one minor version are overridden, 
 """
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,6 +43,7 @@ _check_version()
 
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402 - which a missing TRL is said of before
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
 
 __all__ = ["OnPolicyGRPOTrainer", "seed_rollouts"]
 
@@ -66,6 +68,8 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
             name it has the checkpoint's dtype unless ``args.model_init_kwargs`` say another. It needs the engine's.
         reward_funcs: as TRL has them.
         args: with ``use_vllm=True`` and ``bf16=False``, which is about autocast and not about the model's weights.
+        quantization: of :func:`.hf.patch`: the engine quantises the weights that come at every step, and the model's
+            forward pass as well.
         others: the other arguments of GRPOTrainer, but for adapters and quantised models.
 
     Raises:
@@ -78,6 +82,7 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
         model: str | PreTrainedModel,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
+        quantization: str | None = None,
         **others: Any,
     ) -> None:
         args = args or GRPOConfig()
@@ -85,9 +90,10 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "auto"} | (args.model_init_kwargs or {}))
         model.to(args.device)  # before it is patched: what is covered depends on the device
-        super().__init__(patch(model), reward_funcs, args, **others)
+        with _engine_that_quantises(quantization):
+            super().__init__(patch(model, quantization), reward_funcs, args, **others)
         if self.ref_model is not None:
-            patch(self.ref_model)
+            patch(self.ref_model, quantization)
         self.check_engine()
         seed_rollouts(self)
 
@@ -128,6 +134,21 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
                 with nullcontext() if self._entropy_bonus_enabled else torch.no_grad():
                     entropies.append(_entropies(logits, self.temperature))
         return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
+
+
+@contextmanager
+def _engine_that_quantises(quantization: str | None) -> Iterator[None]:
+    """TRL, which has no option for it, starts its engine with a quantisation."""
+    make = vllm_generation.LLM
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        return make(*arguments, **named | {"quantization": quantization})
+
+    vllm_generation.LLM = make if quantization is None else made
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = make
 
 
 def seed_rollouts(trainer: GRPOTrainer) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from examples.grpo.runs import CONTEXT, Run, Schedule, Specification, Step
+from examples.grpo.runs import CONTEXT, Run, Specification, Step
 from examples.grpo.task import questions, reward
 from scripts.parity import Gap, Sample
 from vllm_batch_invariant.hf import patch
@@ -152,12 +152,14 @@ def _with_fault(generation: Any, fault: str | None) -> None:
         generation._iter_named_params = others
 
 
-def _engine(make: Callable[..., Any], schedule: Schedule, **arguments: Any) -> Any:
+def _engine(make: Callable[..., Any], specification: Specification, **arguments: Any) -> Any:
     """TRL's engine, with the settings that TRL has no option for."""
+    schedule = specification.schedule
     on_gpu, on_cpu = {"kv_cache_memory_bytes": 2 << 30}, {"enforce_eager": True, "block_size": 32}
     of_device = on_gpu if torch.cuda.is_available() else on_cpu
     chosen = {"max_num_seqs": schedule.max_num_seqs, "max_num_batched_tokens": schedule.max_num_batched_tokens}
-    return make(**arguments | of_device | chosen | {"disable_log_stats": False})
+    chosen |= {"quantization": specification.quantization, "disable_log_stats": False}
+    return make(**arguments | of_device | chosen)
 
 
 def train(specification: Specification) -> list[Step]:
@@ -189,7 +191,9 @@ def train(specification: Specification) -> list[Step]:
         disable_tqdm=True,
     )
     rollout, digests = Rollout(specification), _Digests()
-    engine = partial(_engine, vllm_generation.LLM, specification.schedule)
+    engine = partial(_engine, vllm_generation.LLM, specification)
+    run = specification.run
+    quantised = {"quantization": specification.quantization} if run.mode and run.patched else {}
     with mock.patch.object(vllm_generation, "LLM", engine):
         trainer = _trainer(specification.run)(
             model,
@@ -199,6 +203,7 @@ def train(specification: Specification) -> list[Step]:
             processing_class=tokenizer,
             rollout_func=rollout,
             callbacks=[digests],
+            **quantised,
         )
     generation = trainer.vllm_generation
     _with_fault(generation, specification.run.fault)

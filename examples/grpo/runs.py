@@ -35,8 +35,8 @@ from vllm_batch_invariant.verify.outcome import NoTestError, Status
 ROOT = Path(__file__).parents[2]
 CONTEXT = 256
 """Tokens of a prompt and its completion."""
-SMALL = "small"
-"""The size that a CPU trains, of :data:`.task.SHAPES`."""
+SMALL, OF_BLOCKS = "small", "small-128"
+"""The sizes that a CPU trains, of :data:`.task.SHAPES`: in 16 bits, and in FP8."""
 _SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENDS = 10
 """Steps whose mean is the first and the last reward."""
@@ -119,6 +119,7 @@ class Specification:
         max_tokens: of a completion.
         learning_rate: of AdamW, constant.
         seed: of the order of prompts, and of the requests' seeds.
+        quantization: of the engine's linear layers, and of a patched trainer's; None: none.
     """
 
     model: str
@@ -131,6 +132,7 @@ class Specification:
     max_tokens: int
     learning_rate: float
     seed: int
+    quantization: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -316,8 +318,13 @@ def main() -> int:
     """Train, compare, print, write. The exit status is 1 if a promise was not kept, 2 if nothing was compared."""
     parser = OneLineParser(prog="grpo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Qwen3 model's folder or name (default: one that is warmed up first)")
-    parser.add_argument("--size", choices=SHAPES, default=SMALL, help="of the model that is warmed up")
-    parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), metavar="RUN", help=f"of {', '.join(ALL)}")
+    parser.add_argument("--size", choices=SHAPES, help=f"of the model that is warmed up (default: {SMALL})")
+    parser.add_argument("--only", nargs="+", choices=ALL, metavar="RUN", help=f"of {', '.join(ALL)} (default: all)")
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8_per_block", "fp8_per_channel", "fp8_per_tensor"),
+        help=f"of linear layers of engines and trainers, by which --size is {OF_BLOCKS} (default: none)",
+    )
     parser.add_argument("--steps", type=at_least(1), default=60, help="of the optimizer (default: 60)")
     parser.add_argument("--short", type=at_least(2), default=4, help="steps of the runs for a check (default: 4)")
     parser.add_argument("--prompts", type=at_least(1), default=4, help="different ones in a step (default: 4)")
@@ -328,6 +335,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and of all requests (default: 0)")
     parser.add_argument("--out", type=Path, default=DATA / "on_policy.csv", help="the data (default: %(default)s)")
     options = parser.parse_args()
+    served = [name for name, run in ALL.items() if run.mode or options.quantization is None]
+    options.only = options.only or served
+    if unserved := [name for name in options.only if name not in served]:
+        parser.error(f"argument --only: {', '.join(unserved)} cannot have a --quantization: plain vLLM has none here")
+    options.size = options.size or (SMALL if options.quantization is None else OF_BLOCKS)
     try:
         return _compare(options)
     except NoTestError as error:
@@ -341,6 +353,7 @@ def _compare(options: argparse.Namespace) -> int:
             raise NoTestError(f"{package} is not installed: {how_to_install('on-policy')} beside a vLLM")
     console, results, setting = Console(width=200), {}, here()
     name_of_model = Path(options.model).name if options.model else options.size
+    name_of_model += f",{options.quantization}" if options.quantization else ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begin = time.perf_counter()
@@ -348,7 +361,8 @@ def _compare(options: argparse.Namespace) -> int:
         if options.model is None:
             console.print(f"warm-up: {options.warm_up} steps, {time.perf_counter() - begin:.0f} s")
         sizes = {
-            field: getattr(options, field) for field in ("prompts", "group", "max_tokens", "learning_rate", "seed")
+            field: getattr(options, field)
+            for field in ("prompts", "group", "max_tokens", "learning_rate", "seed", "quantization")
         }
         for run_name in options.only:
             run = ALL[run_name]

@@ -16,13 +16,17 @@ DIGITS = 12
 """Of an answer."""
 SHAPES = {
     "small": Shape(hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, max_length=512, head_gain=1.0),
+    "small-128": Shape(
+        hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, head_size=128, max_length=512, head_gain=1.0,
+    ),
     "0.6b": Shape(
         hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_size=128, vocab=151_936, max_length=512,
         residual_gain=0.1, head_gain=1.0,
     ),
 }  # fmt: skip
 """The small one has a large intermediate size: with a smaller one plain vLLM's bits do not follow the batch on every
-CPU, since sums are too short. The other is Qwen3's of 0.6 billion parameters, for a GPU.
+CPU, since sums are too short. The next has heads of whole blocks of FP8. The last is Qwen3's of 0.6 billion parameters,
+for a GPU.
 """
 _RULES = (
     "Write the last digits of the numbers that one counts, as many of them as there are months in a year, with one "
@@ -32,7 +36,7 @@ _RULES = (
 _TASKS = list(product(range(10), range(1, 10)))
 """(start, step) of every question."""
 _BATCH = 32
-_LEARNING_RATES = {"small": 2e-3, "0.6b": 3e-4}
+_LEARNING_RATES = {"small": 2e-3, "small-128": 2e-3, "0.6b": 3e-4}
 _WARM_STEPS = 20
 _ERRORS = 0.3
 """Share of a demonstration's digits that are random."""

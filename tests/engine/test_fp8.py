@@ -4,6 +4,7 @@ from a warm prefix cache; and when weights are replaced, those of an engine that
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from scripts.parity import Gap, of_trainer, plain_logprobs, rollout
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
 from tests.fp8_checkpoints import FORMS, write
 from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.hf import check_engine, engine_weights, patch
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -31,6 +36,9 @@ BLOCKS = "fp8 by blocks"
 SHAPE = Shape(hidden=256, intermediate=512, layers=2, head_size=128, vocab=1024, max_length=512, dtype="bfloat16")
 VOCABULARY = range(3, 900)
 TARGET = request(tokens(150, 1, VOCABULARY), max_tokens=8)
+OF_TRAINER = (1, 45, 130)
+"""Lengths of prompts of a rollout for a trainer."""
+TOKENS = 6
 CHUNK = 64
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True, **OF_DEVICE}
 IN_PARTS = {"worker_extension_cls": f"{RELOADS}.Extension", "weight_transfer_config": '{"backend": "files"}'}
@@ -77,6 +85,8 @@ def asked_of(model: str, calls: dict[str, tuple[Any, ...]], more: dict[str, Any]
 
     def asked(engine: Engine) -> Answers:
         found = {"fresh": ask(engine, "fresh")}
+        found["rollout"] = rollout(engine, (tokens(length, 2, VOCABULARY) for length in OF_TRAINER), TOKENS)
+        found["declared"] = engine.call("tests.engine.engines:declared")
         for name, (function, *arguments) in calls.items():
             engine.call(f"{RELOADS}:{function}", *arguments)
             found[name] = [engine.step(name, [TARGET]).requests[0]["completions"]]
@@ -129,6 +139,57 @@ def test_codes_and_scales_that_come_again_serve(engines: tuple[Answers, Answers]
 def test_weights_that_come_again_are_quantised_again(engines: tuple[Answers, Answers], way: str) -> None:
     stored, made = engines
     assert made[f"{way} back"][0] == stored["fresh"][0]
+
+
+def compare_with_a_trainer(
+    answers: Answers, folder: str, quantization: str, threads: Callable[[int], None]
+) -> torch.nn.Module:
+    """A trainer of weights in 16 bits that quantises has an engine's logprobs; one that does not has not, and is told
+    so.
+    """
+    samples, declared = answers["rollout"], answers["declared"]
+    if not ON_GPU:
+        threads(declared[0]["device"]["threads"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda" if ON_GPU else "cpu").eval()
+    assert Gap.of(samples, of_trainer(model, samples, plain_logprobs)).different
+    plain = patch(model)
+    assert Gap.of(samples, of_trainer(plain, samples)).different
+    with pytest.raises(NotCovered, match=r"an engine with quantise \(FP8 by .*patch\(model, quantization="):
+        check_engine(plain, declared)
+    trainer = patch(plain, quantization)
+    check_engine(trainer, declared)
+    gap = Gap.of(samples, of_trainer(trainer, samples))
+    assert gap.tokens == sum(OF_TRAINER) + len(OF_TRAINER) * (TOKENS - 1)
+    assert (gap.different, gap.kl) == (0, 0.0)
+    return trainer
+
+
+def test_a_trainer_that_quantises_has_the_logprobs_of_both_engines(
+    engines: tuple[Answers, Answers], checkpoints: Checkpoints, threads: Callable[[int], None]
+) -> None:
+    for seed, answers in enumerate(engines):
+        compare_with_a_trainer(answers, checkpoints.of("plain", seed), "fp8_per_block", threads)
+
+
+def test_a_trainer_makes_the_codes_and_scales_of_a_checkpoint(checkpoints: Checkpoints) -> None:
+    """Which is made without the plugin's code, and which engines load by every way above."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints.of("plain"), dtype=torch.bfloat16)
+    stored = load_file(Path(checkpoints.of(BLOCKS)) / "model.safetensors")
+    made = dict(engine_weights(patch(model, "fp8_per_block")))
+    assert made.keys() == stored.keys()
+    for name, tensor in made.items():
+        assert tensor.dtype == stored[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), stored[name].view(torch.uint8)), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor"])
+def test_a_trainer_has_the_logprobs_of_other_engines_that_quantise(
+    checkpoints: Checkpoints, quantization: str, threads: Callable[[int], None]
+) -> None:
+    folder = checkpoints.of("plain", 1)
+    answers = asked_of(folder, {}, {"quantization": quantization})
+    compare_with_a_trainer(answers, folder, quantization, threads)
 
 
 @pytest.mark.skipif(not SLEEPS, reason="needs an NVIDIA GPU")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-_DTYPES = {14: torch.bfloat16, 2: torch.float16}
+_DTYPES = {14: torch.bfloat16, 2: torch.float16, 28: torch.float8_e4m3fn}
 _STEP = 16
 
 
@@ -43,9 +43,9 @@ class Layout:
         """The matrix in memory, [rows, columns]."""
         if self.ld < self.rows:
             raise Refused("columns overlap")
-        length = self.ld * (self.columns - 1) + self.rows
-        memory = np.frombuffer((ctypes.c_int16 * length).from_address(address), np.int16)
-        return torch.from_numpy(memory).view(_DTYPES[self.dtype]).as_strided((self.rows, self.columns), (1, self.ld))
+        length, dtype = self.ld * (self.columns - 1) + self.rows, _DTYPES[self.dtype]
+        memory = np.frombuffer((ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address), np.uint8)
+        return torch.from_numpy(memory).view(dtype).as_strided((self.rows, self.columns), (1, self.ld))
 
 
 Preference = IntEnum(
@@ -53,7 +53,12 @@ Preference = IntEnum(
     "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES MIN_ALIGNMENT_C_BYTES "
     "MIN_ALIGNMENT_D_BYTES",
 )
-Operation = IntEnum("Operation", "TRANSA TRANSB EPILOGUE BIAS_POINTER")
+Operation = IntEnum(
+    "Operation",
+    "TRANSA TRANSB EPILOGUE BIAS_POINTER A_SCALE_MODE B_SCALE_MODE A_SCALE_POINTER B_SCALE_POINTER",
+)
+_POINTERS = (Operation.BIAS_POINTER, Operation.A_SCALE_POINTER, Operation.B_SCALE_POINTER)
+Scale = IntEnum("Scale", {"VEC128_32F": 4, "BLK128x128_32F": 5})
 Config = IntEnum("Config", "TILE_ID STAGES_ID CLUSTER_SHAPE_ID SPLITK_NUM REDUCTION_SCHEME")
 ALGORITHM = np.dtype([("data_", "<u8", (8,))])
 
@@ -70,6 +75,7 @@ class Library:
 
     cuBLASLtError = Refused  # noqa: N815
     MatmulPreferenceAttribute, MatmulDescAttribute, MatmulAlgoConfigAttribute = Preference, Operation, Config
+    MatmulMatrixScale = Scale
     Epilogue = SimpleNamespace(BIAS=4)
     MatmulTile = IntEnum("MatmulTile", {"TILE_64x64": 1, "TILE_128x128": 2})
     ClusterShape = IntEnum("ClusterShape", {"SHAPE_1x1x1": 2})
@@ -104,7 +110,7 @@ class Library:
     matmul_preference_destroy = matmul_desc_destroy = matrix_layout_destroy = _destroy
 
     def _dtype(self, attribute: IntEnum) -> type:
-        return np.uint64 if attribute in (Preference.MAX_WORKSPACE_BYTES, Operation.BIAS_POINTER) else np.uint32
+        return np.uint64 if attribute in (Preference.MAX_WORKSPACE_BYTES, *_POINTERS) else np.uint32
 
     get_matmul_preference_attribute_dtype = get_matmul_desc_attribute_dtype = _dtype
 
@@ -192,4 +198,27 @@ class Library:
             assert address % 16 == 0, "bias not aligned"
             bias = Layout(self.alive[a_layout].dtype, len(left), 1, len(left)).at(address)[:, 0]
         self.launches.append(right.shape[1])
+        if Operation.A_SCALE_MODE in settings:
+            out.t().copy_(_by_blocks(right.t(), left, settings, out.dtype))
+            return
         out.t().copy_(sequential_k(right.t(), left.t(), bias, int(split)))
+
+
+def _by_blocks(x: torch.Tensor, weight: torch.Tensor, settings: dict[IntEnum, int], dtype: torch.dtype) -> torch.Tensor:
+    """Codes [M, K] and [N, K] with scales as cuBLASLt documents those of 1 x 128 and 128 x 128; a CPU's sums."""
+    from vllm_batch_invariant.ops.scaled_linear import scaled_linear
+
+    assert settings[Operation.A_SCALE_MODE] == Scale.BLK128x128_32F
+    assert settings[Operation.B_SCALE_MODE] == Scale.VEC128_32F
+    (m, k), n = x.shape, len(weight)
+    groups, blocks = -(-k // 128), -(-n // 128)
+    if m % 4 or groups % 4:
+        raise Refused("scales are not aligned")
+
+    def at(attribute: Operation, rows: int, columns: int) -> torch.Tensor:
+        assert settings[attribute] % 16 == 0, "scales not aligned"
+        memory = (ctypes.c_float * (rows * columns)).from_address(settings[attribute])
+        return torch.from_numpy(np.frombuffer(memory, np.float32)).view(rows, columns)
+
+    of_x, of_weight = at(Operation.B_SCALE_POINTER, groups, m).t(), at(Operation.A_SCALE_POINTER, blocks, groups)
+    return scaled_linear(x.contiguous(), of_x.contiguous(), weight.contiguous(), of_weight, None, dtype)

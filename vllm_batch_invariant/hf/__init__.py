@@ -8,8 +8,9 @@
 Most modules are one operation each, as the engine computes it in the forward pass, with its gradient.
 """
 
+from .fp8 import engine_weights
 from .logprobs import Sampling, token_logprobs
 from .patching import patch
 from .rollout import check_engine
 
-__all__ = ["Sampling", "check_engine", "patch", "token_logprobs"]
+__all__ = ["Sampling", "check_engine", "engine_weights", "patch", "token_logprobs"]

@@ -78,7 +78,8 @@ def layer_forward(
 
 
 def _project(x: torch.Tensor, tree: LayerTree, *layers: torch.nn.Linear) -> torch.Tensor:
-    return linear(x, *(layer.weight for layer in layers), biases=[layer.bias for layer in layers], tree=tree)
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return linear(x, *weights, biases=biases, tree=tree, fp8=layers[0].fp8)
 
 
 def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..integration.layers.fp8 import Source, multiply
 from ..integration.parallel.tensor_tree import LayerTree
 from ..ops import linear as linear_op
 from ..ops import reduce
 from ..ops.dispatch import module_for
+from ..ops.formats import FP8, FP8_BLOCK
+from ..ops.quantise import E4M3, quantise
+from ..ops.quantise.weights import quantise_weight
 
 WHOLE = LayerTree()
 """Of a layer that no workers share, or of which no number of workers shall have the same bits."""
@@ -23,11 +27,16 @@ def linear(
     columns: int | None = None,
     skip_zeros: bool = False,
     tree: LayerTree = WHOLE,
+    fp8: Source | None = None,
 ) -> torch.Tensor:
     """``x @ cat(weights).T + cat(biases)``: one matmul, as in the engine, because on a CPU its bits follow the weight's
     shape.
 
     The gradient of x is computed row by row like the output, that of the weights as one matmul over all rows.
+
+    With ``fp8`` both operands are quantised first, as the engine's layer does. The gradients are straight through
+    (Bengio et al. 2013, arXiv:1308.3432): those of a product of the numbers that the codes stand for, rounded to x's
+    dtype, handed on as if nothing had been quantised. Weights keep their dtype, and codes are made again backward.
 
     Args:
         x: [..., K] fp32, bf16 or fp16.
@@ -37,6 +46,8 @@ def linear(
         skip_zeros: leave rows whose gradient is zero, such as padding, out of the weights' gradient, whose bits follow
             the number of rows.
         tree: how the engine's layer adds, where tensor-parallel workers may share it; on a CPU.
+        fp8: how the engine's layer holds its weight, with scales of x of its own; None: in x's dtype. Not with
+            ``columns``.
 
     Returns:
         [..., columns] of x's dtype.
@@ -47,7 +58,9 @@ def linear(
     added = [bias for bias in biases if bias is not None]
     if added and (len(added) != len(weights) or columns is not None):
         raise ValueError(f"linear takes a bias for each of its {len(weights)} weights, and no columns then")
-    return _Linear.apply(x, columns, skip_zeros, tree, len(weights), *weights, *added)
+    if fp8 is not None and (columns is not None or fp8.static):
+        raise ValueError("linear in FP8 takes no columns, and has scales of x of its own")
+    return _Linear.apply(x, columns, skip_zeros, tree, fp8, len(weights), *weights, *added)
 
 
 def _stacked(weights: tuple[torch.Tensor, ...], columns: int | None) -> torch.Tensor:
@@ -66,13 +79,17 @@ class _Linear(torch.autograd.Function):
         columns: int | None,
         skip_zeros: bool,
         tree: LayerTree,
+        fp8: Source | None,
         count: int,
         *weights_and_biases: torch.Tensor,
     ) -> torch.Tensor:
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.columns, ctx.skip_zeros = columns, skip_zeros
+        ctx.columns, ctx.skip_zeros, ctx.fp8 = columns, skip_zeros, fp8
         weight, bias = _stacked(weights, columns), torch.cat(biases) if biases else None
+        if fp8 is not None:
+            codes, scale = _quantised(weight, [len(one) for one in weights], fp8)
+            return multiply(x, codes, scale if fp8.shared == "block" else scale[:, 0], bias, fp8, None, tree.k_slices)
         if tree == WHOLE:
             return linear_op.linear(x, weight, bias)
         module = module_for("linear", x.device.type)
@@ -82,14 +99,16 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wanted, biases_wanted = ctx.needs_input_grad[5 : 5 + len(weights)], ctx.needs_input_grad[5 + len(weights) :]
+        wanted, biases_wanted = ctx.needs_input_grad[6 : 6 + len(weights)], ctx.needs_input_grad[6 + len(weights) :]
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
         of_x: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         of_biases: list[torch.Tensor | None] = [None] * len(biases_wanted)
         sizes = [len(weight) for weight in weights]
         if ctx.needs_input_grad[0]:
-            of_x = linear_op.mm(grads, _stacked(weights, ctx.columns)).reshape(x.shape)
+            weight = _stacked(tuple(weights), ctx.columns)
+            matrix = weight if ctx.fp8 is None else _decoded(*_quantised(weight, sizes, ctx.fp8), ctx.fp8, x.dtype)
+            of_x = linear_op.mm(grads, matrix).reshape(x.shape)
         if any(biases_wanted):
             of_bias = reduce.sum(grads, 0)
             of_biases = _where(of_bias.split(sizes), biases_wanted)
@@ -97,9 +116,33 @@ class _Linear(torch.autograd.Function):
             if ctx.skip_zeros:
                 used = grads.any(1)
                 rows, grads = rows[used], grads[used]
+            if ctx.fp8 is not None:
+                rows = _decoded_rows(rows, ctx.fp8)
             whole = linear_op.mm(grads[:, : sum(sizes)].t(), rows)
             of_weights = _where(whole.split(sizes), wanted)
-        return of_x, None, None, None, None, *of_weights, *of_biases
+        return of_x, None, None, None, None, None, *of_weights, *of_biases
+
+
+def _quantised(weight: torch.Tensor, widths: Sequence[int], fp8: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K] of a weight that is merged of matrices of so many rows, and scales: of blocks, or of rows [N, 1]."""
+    codes, scale = quantise_weight(weight, fp8.shared, widths)
+    if fp8.shared == "tensor":
+        scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))[:, None]
+    return codes, scale
+
+
+def _decoded(codes: torch.Tensor, scale: torch.Tensor, fp8: Source, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [N, K] that codes and scales of :func:`_quantised` stand for, rounded to a dtype."""
+    form = FP8_BLOCK if fp8.shared == "block" else FP8
+    assert form.decode is not None
+    return form.decode((codes, scale), torch.empty(codes.shape, dtype=dtype, device=codes.device))
+
+
+def _decoded_rows(x: torch.Tensor, fp8: Source) -> torch.Tensor:
+    """What is multiplied in the place of x [rows, K], in its dtype."""
+    codes, scales = quantise(x, codes=E4M3, group=fp8.group)
+    by_element = scales[:, None] if fp8.group is None else scales.repeat_interleave(fp8.group, 1)[:, : x.shape[1]]
+    return (codes.float() * by_element).to(x.dtype)
 
 
 def _where(parts: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:

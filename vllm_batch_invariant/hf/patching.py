@@ -1,11 +1,13 @@
 """Puts the engine's operations into a Hugging Face model."""
 
+from collections.abc import Sequence
+
 import torch
 
 from . import support
 
 
-def patch(model: torch.nn.Module) -> torch.nn.Module:
+def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: Sequence[str] = ()) -> torch.nn.Module:
     """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit,
     with gradients.
 
@@ -14,16 +16,28 @@ def patch(model: torch.nn.Module) -> torch.nn.Module:
     Of a real token they have the bits that vLLM has on the same device with the same versions (on a CPU: with the same
     ``torch.get_num_threads()``). There is no KV cache: ``use_cache`` is off.
 
+    With a ``quantization`` linear layers quantise their weights, which stay in the model's dtype, and what they are
+    given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with FP8. Gradients are those
+    of the numbers that the codes stand for, handed on as if nothing had been quantised (straight through).
+
+    Args:
+        model: that is neither sharded nor quantised.
+        quantization: None, "fp8_per_block", "fp8_per_channel" or "fp8_per_tensor": what the engine was started with as
+            ``--quantization``, or the like of its checkpoint, where activations have no given scale.
+        unquantised: names of linear layers that are not in FP8 there (``modules_to_not_convert``, ``ignore``). The
+            output head and embeddings never are.
+
     Returns:
         The same model.
 
     Raises:
         NotCovered: another architecture, or something of its configuration or its modules that the engine's operations
-            do not reproduce.
+            do not reproduce; another quantisation.
     """
     support.check_packages()
     family = support.check(model)
-    from . import decoder
+    from . import decoder, fp8
 
+    fp8.install(model, quantization, unquantised)
     decoder.install(model, family)
     return model

@@ -13,6 +13,7 @@ from ..integration.engine import endpoint
 from ..integration.parallel import tensor_tree
 from ..integration.reviews import patch_points
 from ..provenance import EXACT, OF_EXPERTS, Environment, environment_here, flat, versions
+from . import fp8
 
 _OF_NO_LOGPROB = ("logprobs_mode", "model_runner")
 """Settings of an engine that :func:`..hf.token_logprobs` is told of, or that decide none of its bits."""
@@ -22,6 +23,11 @@ _REMEDIES = {
     "engine": "start the engine with the trainer's setting, without --hf-overrides",
     "reductions": f"give both the same {envs.ATTENTION.name}",
 }
+_OF_CODES = ("quantise (", "linear (FP8", "linear (model.")
+"""How names of reductions begin that engines with layers in FP8 have, and no others."""
+_QUANTISED = (
+    "patch(model, quantization=..., unquantised=...) as the engine has it, of FP8 with scales of activations' own"
+)
 _WORKERS = f"start both with {envs.TP_TREE.name} of so many workers or more, or the engine with one"
 
 
@@ -58,9 +64,10 @@ def check_engine(
             theirs["kv_cache_dtype"] = theirs["dtype"]
         for name in dict.fromkeys(chain(ours, theirs)):
             if theirs.get(name) != ours.get(name) and name not in _OF_NO_LOGPROB and not name.startswith(OF_EXPERTS):
-                of_workers = name.startswith("tensor_parallel")
+                remedies = {"tensor_parallel": _WORKERS, **dict.fromkeys(_OF_CODES, _QUANTISED)}
+                of_name = next((found for start, found in remedies.items() if name.startswith(start)), remedy)
                 engines, trainers = (f"{name} {values.get(name, 'unset')}" for values in (theirs, ours))
-                raise _refusal(engines, trainers, _WORKERS if of_workers else remedy)
+                raise _refusal(engines, trainers, of_name)
 
 
 def _refusal(theirs: str, ours: str, remedy: str) -> NotCovered:
@@ -85,4 +92,5 @@ def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
         attention=device.attention_reduction(),
         attention_by=implementation,
         engine={"dtype": name, "kv_cache_dtype": name} | tensor_tree.setting(),
+        codes=fp8.reductions(model, dtype),
     )

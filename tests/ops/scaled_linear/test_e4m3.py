@@ -178,6 +178,17 @@ def test_threads_move_no_bit(device, threads):
 
 
 @IN_BLOCKS
+def test_parts_of_k_are_those_of_packed_copies(in_blocks, device):
+    codes, scale, weight, weight_scale, bias = operands(device, 12, 150, 512, torch.bfloat16, in_blocks)
+    multiply = partial(scaled_linear, bias=bias, dtype=bias.dtype)
+    for rows in (1, 12):
+        parts = [codes[:rows, 128:384], scale[:rows], weight[:, 128:384], weight_scale]
+        if in_blocks:
+            parts[1], parts[3] = parts[1][:, 1:3], parts[3][:, 1:3]
+        assert_same_bits(multiply(*parts), multiply(*(part.contiguous() for part in parts)), f"{rows} rows")
+
+
+@IN_BLOCKS
 def test_what_is_not_finite_has_nan_and_its_neighbours_have_not(in_blocks, device):
     x, (_, _, weight, weight_scale, _) = device.draw(3, 300), operands(device, 1, 20, 300, torch.float32, in_blocks)
     x[1, 5], weight[3, 299] = torch.inf, torch.nan

@@ -17,6 +17,7 @@ from ... import envs
 from ...errors import NotCovered
 from ...ops import dispatch
 from ...ops.dispatch import module_for
+from ...ops.linear import LinearReduction
 from ...ops.quantise import E4M3, QuantiseReduction, quantise
 from ...ops.quantise.weights import quantise_weight
 from ...ops.scaled_linear import GROUP, ScaledLinearReduction, prepare, scaled_linear
@@ -147,7 +148,7 @@ def computes(layer: Any) -> bool:
 
 
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Those of a model's layers that are computed by ours, by names.
+    """Those of a model's layers that are computed by ours, by names; and of linear layers beside these, by theirs.
 
     Args:
         dtype: of activations.
@@ -155,12 +156,71 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for layer in filter(computes, model.modules()):
         source, weight = layer.quant_method.source, layer.weight
-        mma = module_for("scaled_linear", weight.device.type).mma_of(weight)
-        kind = f"FP8 by {source.shared}" + ", given scales" * source.static
-        found[f"quantise ({kind})"] = QuantiseReduction.of_dtype(dtype, E4M3, source.group)
-        in_blocks = source.group is not None
-        found[f"linear ({kind})"] = ScaledLinearReduction.of(weight.shape[1], dtype, E4M3, in_blocks, mma)
+        found |= reductions_of(source, weight.shape[1], dtype, weight)
+    if found:
+        kind, device = patch_points.LINEAR_LAYER.get(), weight.device.type
+        for layer in (layer for layer in model.modules() if isinstance(layer, kind) and not computes(layer)):
+            found |= reductions_beside(layer_name(layer), layer.output_size, layer.input_size, dtype, device)
     return found
+
+
+def reductions_of(source: Source, k: int, dtype: torch.dtype, weight: torch.Tensor) -> dict[str, Any]:
+    """Those of a layer with K inputs, by names, on the device of a weight.
+
+    Raises:
+        NotCovered: a device without products of e4m3.
+    """
+    kind = f"FP8 by {source.shared}" + ", given scales" * source.static
+    mma = module_for("scaled_linear", weight.device.type).mma_of(weight)
+    of_product = ScaledLinearReduction.of(k, dtype, E4M3, source.group is not None, mma)
+    return {
+        f"quantise ({kind})": QuantiseReduction.of_dtype(dtype, E4M3, source.group),
+        f"linear ({kind})": of_product,
+    }
+
+
+def reductions_beside(name: str, n: int, k: int, dtype: torch.dtype, device_type: str) -> dict[str, Any]:
+    """That of a linear layer [N, K] which is not in FP8 where others are, by its name."""
+    return {f"linear ({name})": LinearReduction.of_device(device_type, n, k, dtype)}
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    source: Source,
+    given: torch.Tensor | None = None,
+    k_slices: int = 1,
+    weight_is_constant: bool = False,
+) -> torch.Tensor:
+    """Quantises x and multiplies it with a weight of codes, as a layer does.
+
+    Args:
+        x: [..., K] fp32, bf16 or fp16.
+        weight: [N, K] e4m3.
+        weight_scale: fp32, of each row [N], or with blocks [ceil(N / 128), ceil(K / 128)].
+        bias: [N] of x's dtype, or None.
+        source: how the layer holds its weight.
+        given: one fp32 number, the scale of x, if that is static.
+        k_slices: parts of K whose products are rounded, and added as a tree.
+        weight_is_constant: as of :func:`..scaled_linear.scaled_linear`.
+
+    Returns:
+        [..., N] of x's dtype.
+    """
+    codes, scales = quantise(x, given, codes=E4M3, group=source.group)
+    operands = codes, scales, weight, weight_scale
+    if k_slices == 1:
+        return scaled_linear(*operands, bias, x.dtype, weight_is_constant=weight_is_constant)
+    in_blocks = source.shared == "block"
+    dims = (-1, -1 if in_blocks else None, 1, 1 if in_blocks else None)
+    slices = [
+        [one] * k_slices if dim is None else one.chunk(k_slices, dim) for one, dim in zip(operands, dims, strict=True)
+    ]
+    parts = [scaled_linear(a, of_a, b, of_b, None, x.dtype) for a, of_a, b, of_b in zip(*slices, strict=True)]
+    out = module_for("all_reduce", parts[0].device.type).add_ranks(torch.stack(parts), tree=True)
+    return out if bias is None else out + bias
 
 
 @functools.cache
@@ -175,6 +235,8 @@ def _method() -> type[Any]:
             self.wrapped, self.source, self.k_slices = wrapped, source, 1
             self.uses_meta_device = source.online
             """vLLM's attribute: whether scales come of no checkpoint."""
+            self.rows: tuple[int, tuple[int, ...]] | None = None
+            """The most of a step, and those of CUDA graphs; None until they are known."""
 
         def create_weights(
             self,
@@ -188,11 +250,11 @@ def _method() -> type[Any]:
         ) -> None:
             """vLLM's method: the tensors of the checkpoint. Codes and scales are NaN until they are loaded."""
             name, k = layer_name(layer), input_size_per_partition
-            _check_settings(self.source, name)
+            check_settings(self.source, name)
             if isinstance(layer, patch_points.ROW_PARALLEL.get()):
-                self.k_slices = _k_slices(layer, k, name)
+                self.k_slices = check_slices(tensor_tree.of_layer(layer).k_slices, k, name, layer.input_size)
             if self.source.shared == "block":
-                _check_blocks(name, k, input_size, output_partition_sizes, output_size)
+                check_blocks(name, k, input_size, output_partition_sizes, output_size)
             if not self.source.online:
                 named["weight_loader"] = _checking(named["weight_loader"], name)
             sizes = k, output_partition_sizes, input_size, output_size
@@ -222,7 +284,11 @@ def _method() -> type[Any]:
                         "its shards are given the same codes",
                         "serve a checkpoint whose query, key and value, and whose gate and up, have one input scale",
                     )
-            prepare(weight[:, : weight.shape[1] // self.k_slices], layer.params_dtype)
+            if weight.is_cuda and self.k_slices == 1 and self.rows is None:
+                self.rows = _rows_of(patch_points.CURRENT_CONFIG.get()())  # not at hand when weights come again
+            in_blocks, has_bias = self.source.shared == "block", getattr(layer, "bias", None) is not None
+            part = weight[:, : weight.shape[1] // self.k_slices]
+            prepare(part, layer.params_dtype, in_blocks, has_bias, *(self.rows or (0, ())))
 
         def _quantise(self, layer: Any) -> None:
             """Make codes and scales of the weight that is loaded."""
@@ -240,34 +306,24 @@ def _method() -> type[Any]:
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             """vLLM's method: x [..., K] times the weight."""
             given = layer.input_scale.data[:1] if self.source.static else None
-            codes, scales = quantise(x, given, codes=E4M3, group=self.source.group)
             of_weight = getattr(layer, self.source.scale).data
             if self.source.shared == "tensor":
                 of_weight = of_weight.index_select(0, getattr(layer, _SHARDS))
             elif self.source.shared == "channel":
                 of_weight = of_weight.view(-1)
-            operands = codes, scales, layer.weight.data, of_weight
-            if self.k_slices == 1:
-                return scaled_linear(*operands, bias, x.dtype, weight_is_constant=True)  # quantise is in between
-            out = self._tree(operands, x.dtype)
-            return out if bias is None else out + bias
-
-        def _tree(self, operands: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-            """The product with K in slices, each rounded, and their sums as a tree, rounded too."""
-            in_blocks = self.source.shared == "block"
-            dims = (-1, -1 if in_blocks else None, 1, 1 if in_blocks else None)
-            slices = [
-                [one] * self.k_slices if dim is None else [part.contiguous() for part in one.chunk(self.k_slices, dim)]
-                for one, dim in zip(operands, dims, strict=True)
-            ]
-            parts = [scaled_linear(a, of_a, b, of_b, None, dtype) for a, of_a, b, of_b in zip(*slices, strict=True)]
-            return module_for("all_reduce", parts[0].device.type).add_ranks(torch.stack(parts), tree=True)
+            weight = layer.weight.data  # which no kernel writes meanwhile: one quantises what it is multiplied with
+            return multiply(x, weight, of_weight, bias, self.source, given, self.k_slices, weight_is_constant=True)
 
     patch_points.LOADERS.get().append(BatchInvariantFp8Method.__name__)
     return BatchInvariantFp8Method
 
 
-def _check_settings(source: Source, name: str) -> None:
+def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    return config.scheduler_config.max_num_batched_tokens, tuple(sizes or ())
+
+
+def check_settings(source: Source, name: str) -> None:
     """Refuse what cannot be had beside activations in FP8."""
     if tensor_tree.k_slices() > 1 and source.follows_width:
         raise NotCovered(
@@ -283,19 +339,22 @@ def _check_settings(source: Source, name: str) -> None:
         )
 
 
-def _k_slices(layer: Any, k: int, name: str) -> int:
-    """Parts of a worker's K that are added as a tree."""
-    slices = tensor_tree.of_layer(layer).k_slices
+def check_slices(slices: int, k: int, name: str, inputs: int) -> int:
+    """Parts of a worker's K that are added as a tree, of so many inputs of all workers.
+
+    Raises:
+        NotCovered: a group of 128 would be in two of them.
+    """
     if slices > 1 and k % (slices * GROUP):
         raise NotCovered(
-            f"{envs.TP_TREE.name}={tensor_tree.k_slices()} for the {layer.input_size} inputs of {name} in FP8",
+            f"{envs.TP_TREE.name}={tensor_tree.k_slices()} for the {inputs} inputs of {name} in FP8",
             f"they cannot be cut into so many parts of whole groups of {GROUP}",
             "take a smaller tree, or leave it out",
         )
     return slices
 
 
-def _check_blocks(name: str, k: int, whole_k: int, outputs: list[int], whole_outputs: int) -> None:
+def check_blocks(name: str, k: int, whole_k: int, outputs: list[int], whole_outputs: int) -> None:
     """Refuse a layer of which a worker, or a fused layer, has parts of blocks.
 
     Args:

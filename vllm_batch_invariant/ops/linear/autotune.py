@@ -11,8 +11,9 @@ import json
 import logging
 import statistics
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -156,8 +157,137 @@ def cancelling_operands(problem: GemmProblem, m: int, device: torch.device) -> t
     return a, weight
 
 
+class Tuner(ABC):
+    """Chooses and verifies schedules of one problem; what is run, on which operands, is a subclass's.
+
+    Attributes:
+        problem: whose name is its ``str``.
+        max_m: rows that there are operands of.
+    """
+
+    problem: Any
+    max_m: int
+
+    @abstractmethod
+    def cases(self, m: int, finishes: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The last m rows of operands, as what runs a schedule takes them, and what is expected of them."""
+
+    @abstractmethod
+    def run_base(self, rows: Any) -> torch.Tensor:
+        """What a schedule gives that serves where nothing else does, and that others are compared with."""
+
+    @abstractmethod
+    def runner(self, schedule: Any) -> Callable[..., torch.Tensor]:
+        """What runs a schedule on some rows."""
+
+    @abstractmethod
+    def candidates(self, m: int, tuning: bool) -> list[Any]:
+        """Schedules worth trying for M rows, the most promising first."""
+
+    @abstractmethod
+    def times(self, m: int, schedules: Sequence[Any], timer: GraphTimer) -> dict[Any, float]:
+        """Median microseconds of those schedules that run, and under None of the base."""
+
+    def compile(self, buckets: Sequence[int]) -> None:  # noqa: B027 - of some
+        """Run what is compiled, so that compiling takes no time from the timing."""
+
+    def finishes(self, schedule: Any) -> bool:  # noqa: ARG002 - of some
+        """Whether a schedule gives what is expected behind an epilogue; behind others that is run."""
+        return False
+
+    def name_of(self, schedule: Any) -> str:
+        """The library whose schedule it is; None is the base."""
+        return library_of(schedule)
+
+    def cost(self, schedule: Any, microseconds: float) -> float:  # noqa: ARG002 - of some
+        """What to choose a schedule by."""
+        return microseconds
+
+    def ms_to_verify(self, bucket: int, sizes: Iterable[int]) -> tuple[int, ...]:
+        """The values of M to verify for a bucket, ``sizes`` of the caller among them."""
+        index = M_BUCKETS.index(bucket)
+        first = M_BUCKETS[index - 1] + 1 if index else 1
+        found = {first, (first + bucket) // 2 | 1, bucket, *(size for size in sizes if first <= size <= bucket)}
+        if step := self.step_of_m():
+            found = {-(-m // step) * step for m in found}
+        return tuple(sorted(m for m in found if m <= self.max_m))
+
+    def step_of_m(self) -> int:
+        """Of what M is a multiple where a schedule is run; 0: of nothing."""
+        return 0
+
+    def verify_bitwise(self, run: Callable[[Any], torch.Tensor], ms: Sequence[int], finishes: bool = False) -> bool:
+        """Whether ``run`` gives the last rows of operands, so many of them, the bits that are expected of their
+        product, or behind the epilogue if it ``finishes``.
+        """
+        differs: torch.Tensor | bool = False
+        for m in ms:
+            for rows, expected in self.cases(m, finishes):
+                differs = differs | (run(rows).view(torch.int16) != expected.view(torch.int16)).any()
+        return not bool(differs)
+
+    def runs_and_verifies(self, schedule: Any, ms: Sequence[int]) -> bool:
+        """Whether a schedule runs at these values of M with the bits that are expected."""
+        from .cublaslt import Error
+
+        try:
+            return self.verify_bitwise(self.runner(schedule), ms, self.finishes(schedule))
+        except Error:
+            return False
+
+    def tune(self, bucket: int, sizes: Iterable[int], timer: GraphTimer | None) -> TunedSchedule:
+        """The schedule for a bucket: the fastest that verifies if there is a timer, else the first that verifies of
+        cuBLASLt's heuristic.
+
+        Raises:
+            Inconsistent: the base gives a row other bits at another M.
+        """
+        ms = self.ms_to_verify(bucket, sizes)
+        if not self.verify_bitwise(self.run_base, ms):
+            raise Inconsistent(
+                f"the GEMM {self.problem} has other bits at one of {ms} rows than at {self.max_m}, with a schedule "
+                "that should not matter: this GPU or this Triton cannot be used"
+            )
+        m = min(bucket, self.max_m)
+        schedules = [*self.candidates(m, tuning=timer is not None), None]
+        times: dict[Any, float] = {}
+        if timer and len(schedules) > 1:
+            times = self.times(m, schedules[:-1], timer)
+            schedules = sorted((one for one in schedules if one in times), key=lambda one: self.cost(one, times[one]))
+        refused = []
+        for schedule in schedules:
+            if schedule is None or self.runs_and_verifies(schedule, ms):
+                break
+            refused.append(schedule)
+            logger.warning(
+                "%s's %s is not used for %s, up to %d rows.",
+                library_of(schedule),
+                schedule.about,
+                self.problem,
+                bucket,
+            )
+        known: dict[str, float] = {}
+        for one in sorted(times.keys() - set(refused), key=times.get):
+            known.setdefault(self.name_of(one).lower(), times[one])
+        is_tile = isinstance(schedule, NarrowTile)
+        return TunedSchedule(
+            None if is_tile else schedule,
+            ms,
+            tuple(one.about for one in refused),
+            known,
+            schedule if is_tile else None,
+        )
+
+    def median_times(
+        self, ways: dict[Any, list[Callable[[], Any]]], expected: float, timer: GraphTimer
+    ) -> dict[Any, float]:
+        """Median microseconds of ways to run the same, of which each should take about so many."""
+        samples = timer.time(list(ways.values()), expected, _REPLAYS if expected < 1000 else 2)
+        return dict(zip(ways, map(statistics.median, samples), strict=True))
+
+
 @dataclass
-class Autotuner:
+class Autotuner(Tuner):
     """Operands of one GEMM, and what is run on them."""
 
     problem: GemmProblem
@@ -199,27 +329,11 @@ class Autotuner:
         behind = self.problem.spec.epilogue.behind(product.device.type, product.shape[1])
         return product if behind is None else behind(product) if out is None else behind(product, out)
 
-    def ms_to_verify(self, bucket: int, sizes: Iterable[int]) -> tuple[int, ...]:
-        """The values of M to verify for a bucket, ``sizes`` of the caller among them."""
-        index = M_BUCKETS.index(bucket)
-        first = M_BUCKETS[index - 1] + 1 if index else 1
-        found = {first, (first + bucket) // 2 | 1, bucket, *(size for size in sizes if first <= size <= bucket)}
-        if not self.problem.a_k_major:  # M is the contiguous side: other values are not aligned
-            found = {-(-m // 8) * 8 for m in found}
-        return tuple(sorted(m for m in found if m <= self.max_m))
+    def step_of_m(self) -> int:
+        return 0 if self.problem.a_k_major else 8  # M is the contiguous side: other values are not aligned
 
-    def verify_bitwise(
-        self, run: Callable[[torch.Tensor], torch.Tensor], ms: Sequence[int], finishes: bool = False
-    ) -> bool:
-        """Whether ``run`` gives the last rows of a, so many of them, the bits that are expected of their product, or
-        behind the epilogue if it ``finishes``.
-        """
-        differs = torch.zeros((), dtype=torch.bool, device=self.a.device)
-        whole = self.finished if finishes else self.product
-        for m in ms:
-            out, expected = run(self.a[self.max_m - m :]), whole[self.max_m - m :]
-            differs |= (out.view(torch.int16) != expected.view(torch.int16)).any()
-        return not differs.item()
+    def cases(self, m: int, finishes: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+        yield self.a[self.max_m - m :], (self.finished if finishes else self.product)[self.max_m - m :]
 
     def finishes(self, schedule: "Algorithm | NarrowTile | None") -> bool:
         """Whether a schedule gives what is expected behind the epilogue; behind others it is run."""
@@ -229,9 +343,7 @@ class Autotuner:
         """Memory for m rows of a schedule's result."""
         return self.a.new_empty(m, self.problem.columns if self.finishes(schedule) else self.problem.n)
 
-    def run_triton(
-        self, a: torch.Tensor, b: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_base(self, a: torch.Tensor, b: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         def by_triton(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             return triton_gemm.mm(a, b, self.bias, out)
 
@@ -259,59 +371,7 @@ class Autotuner:
 
         return run
 
-    def runs_and_verifies(self, schedule: "Algorithm | NarrowTile", ms: Sequence[int]) -> bool:
-        """Whether a schedule runs at these values of M with the bits that are expected."""
-        from .cublaslt import Error
-
-        try:
-            return self.verify_bitwise(self.runner(schedule), ms, self.finishes(schedule))
-        except Error:
-            return False
-
-    def tune(self, bucket: int, sizes: Iterable[int], timer: GraphTimer | None) -> TunedSchedule:
-        """The schedule for a bucket: the fastest that verifies if there is a timer, else the first that verifies of
-        cuBLASLt's heuristic.
-
-        Raises:
-            Inconsistent: Triton's kernels give a row other bits at another M.
-        """
-        ms = self.ms_to_verify(bucket, sizes)
-        if not self.verify_bitwise(self.run_triton, ms):
-            raise Inconsistent(
-                f"the GEMM {self.problem} has other bits at one of {ms} rows than at {self.max_m}, with a schedule "
-                "that should not matter: this GPU or this Triton cannot be used"
-            )
-        m = min(bucket, self.max_m)
-        schedules = [*self._candidates(m, tuning=timer is not None), None]
-        times: dict[Any, float] = {}
-        if timer and len(schedules) > 1:
-            times = self._times(m, schedules[:-1], timer)
-            schedules = sorted((one for one in schedules if one in times), key=lambda one: self._cost(one, times[one]))
-        refused = []
-        for schedule in schedules:
-            if schedule is None or self.runs_and_verifies(schedule, ms):
-                break
-            refused.append(schedule)
-            logger.warning(
-                "%s's %s is not used for %s, up to %d rows.",
-                library_of(schedule),
-                schedule.about,
-                self.problem,
-                bucket,
-            )
-        known: dict[str, float] = {}
-        for one in sorted(times.keys() - set(refused), key=times.get):
-            known.setdefault(library_of(one).lower(), times[one])
-        is_tile = isinstance(schedule, NarrowTile)
-        return TunedSchedule(
-            None if is_tile else schedule,
-            ms,
-            tuple(one.about for one in refused),
-            known,
-            schedule if is_tile else None,
-        )
-
-    def _cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
+    def cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
         """What to choose a schedule by. What is run behind cuBLASLt's launch is Triton's."""
         is_cheap = library_of(schedule) == "cuBLASLt" and self.finished is self.product
         return microseconds * _TRITON_GAIN if is_cheap else microseconds
@@ -329,7 +389,7 @@ class Autotuner:
         tiles = sm90_tiles(self.problem, m, Gpu.of(self.problem.device))
         return [tile for tile in tiles if self._key(tile) not in _uncompiled]
 
-    def _candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
+    def candidates(self, m: int, tuning: bool) -> list["Algorithm | NarrowTile"]:
         """Schedules worth trying: the heuristic's for this M and, to time, its favourites for smaller ones and the
         narrow tiles.
 
@@ -350,7 +410,7 @@ class Autotuner:
         """What a kernel is compiled for."""
         return tile, self.problem.dtype, self.problem.spec
 
-    def _times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
+    def times(self, m: int, schedules: Sequence["Algorithm | NarrowTile"], timer: GraphTimer) -> dict[Any, float]:
         """Median microseconds of those schedules that run, and under None of Triton, with what is behind them."""
         a, p = self.a[:m], self.problem
         weights = [self.b, *(self.b.t().clone().t() for _ in range(self._copies() - 1))]
@@ -360,7 +420,7 @@ class Autotuner:
         finished = out if self.finished is self.product else a.new_empty(m, p.columns)
 
         def whole(schedule: "Algorithm | NarrowTile | None", b: torch.Tensor) -> Callable[[], torch.Tensor]:
-            run = self.run_triton if schedule is None else self.runner(schedule)
+            run = self.run_base if schedule is None else self.runner(schedule)
             if self.finishes(schedule):
                 return lambda: run(a, b, finished)
             return lambda: self._finish(run(a, b, out), finished)
@@ -369,9 +429,7 @@ class Autotuner:
         ways = {one: [whole(one, b) for b in weights] for one in (None, *runs)}
         bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
         expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
-        replays = _REPLAYS if expected < 1000 else 2
-        samples = timer.time(list(ways.values()), expected, replays)
-        return dict(zip(ways, map(statistics.median, samples), strict=True))
+        return self.median_times(ways, expected, timer)
 
     def _runs(self, schedule: "Algorithm | NarrowTile", a: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether a schedule can be run here at all."""
@@ -396,11 +454,12 @@ class Autotuner:
 
 
 def tune(
-    problem: GemmProblem,
+    problem: Any,
     matmul: "Matmul | None",
     buckets: Sequence[int],
     sizes: Iterable[int] = (),
     tuning_seconds: float = 0,
+    kind: Callable[..., Tuner] | None = None,
 ) -> dict[int, TunedSchedule]:
     """Schedules by M bucket.
 
@@ -411,14 +470,15 @@ def tune(
         sizes: values of M that must be among those verified, such as the sizes of CUDA graphs.
         tuning_seconds: no more buckets are timed after that long. The largest comes first, because long prompts have
             it, and then the small ones.
+        kind: of tuner, made of the problem, cuBLASLt's matmul and the largest M; None: a GEMM's.
 
     Raises:
-        Inconsistent: see :meth:`Autotuner.tune`.
+        Inconsistent: see :meth:`Tuner.tune`.
         NotCovered: Triton's own kernels cannot be compiled for this GPU, or do not fit into it.
         torch.OutOfMemoryError: the operands do not fit beside what is on the GPU.
     """
     try:
-        return _tune(problem, matmul, buckets, sizes, tuning_seconds)
+        return _tune(problem, matmul, buckets, sizes, tuning_seconds, kind or Autotuner)
     except TritonError as error:
         raise NotCovered(
             f"the GEMM {problem} on {Gpu.of(problem.device).name}",
@@ -428,14 +488,15 @@ def tune(
 
 
 def _tune(
-    problem: GemmProblem,
+    problem: Any,
     matmul: "Matmul | None",
     buckets: Sequence[int],
     sizes: Iterable[int],
     tuning_seconds: float,
+    kind: Callable[..., Tuner],
 ) -> dict[int, TunedSchedule]:
     with torch.cuda.device(problem.device), torch.no_grad():
-        autotuner = Autotuner(problem, matmul, max(buckets))
+        autotuner = kind(problem, matmul, max(buckets))
         timer = GraphTimer(problem.device) if tuning_seconds > 0 else None
         if timer:
             autotuner.compile(buckets)

@@ -9,14 +9,15 @@ from ..common.gpu_environment import gpu_environment, kept_path
 
 
 @cache
-def environment(device: int, library: str) -> dict[str, str]:
+def environment(device: int, library: str, *code: str) -> dict[str, str]:
     """Everything that a measurement is true for: another GPU, driver, library or version of this code has its own.
 
     Args:
         device: index of the GPU.
         library: version of cuBLASLt, or why there is none.
+        code: modules beside those of GEMMs that decide what is measured; such measurements have a file of their own.
     """
-    return gpu_environment(device, "ops/linear", "ops/common") | {"cublaslt": library}
+    return gpu_environment(device, "ops/linear", "ops/common", *code) | {"cublaslt": library}
 
 
 def _path(of: dict[str, str]) -> Path | None:

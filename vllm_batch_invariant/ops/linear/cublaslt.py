@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from nvmath.bindings import cublasLt as lt  # noqa: N813
 
-from .problem import ALIGNMENT, GemmProblem, leading_dim
+from .problem import ALIGNMENT, GemmProblem, ScaledProblem, leading_dim
 
-_DATA_TYPE = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
+_DATA_TYPE = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0, torch.float8_e4m3fn: 28}
 _COMPUTE_FP32 = 68
 _FP32 = _DATA_TYPE[torch.float32]
 _EVERY_REDUCTION = 2**32 - 1
@@ -41,19 +41,23 @@ class Algorithm:
     about: str
 
 
+NO_SCALES = 0, 0
+"""Of operands that are multiplied as they are."""
+
+
 class Matmul:
     """Runs the GEMMs of one problem, or of a problem's slices."""
 
-    def __init__(self, problem: GemmProblem) -> None:
+    def __init__(self, problem: GemmProblem | ScaledProblem) -> None:
         self.problem = problem.k_slice
         self._handle = handle(problem.device)
         self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         self._one_address, self._zero_address = self._one.ctypes.data, self._zero.ctypes.data
-        self._operations: dict[int, int] = {}
-        self._layouts: dict[tuple[int, int, int], int] = {}
+        self._operations: dict[tuple[int, ...], int] = {}
+        self._layouts: dict[tuple[int, int, int, torch.dtype], int] = {}
         self._encoded: dict[bytes, tuple[np.ndarray, int]] = {}
 
-    def algorithms(self, m: int, most: int, workspace: int = 0) -> list[Algorithm]:
+    def algorithms(self, m: int, most: int, workspace: int = 0, scales: tuple[int, int] = NO_SCALES) -> list[Algorithm]:
         """The heuristic's algorithms for M rows, the most promising first.
 
         Args:
@@ -61,6 +65,7 @@ class Matmul:
             most: how many to ask for.
             workspace: bytes. With any, algorithms that split K are asked for, too: what no GEMM is served with, and
                 what the autotuner must be seen to refuse.
+            scales: as of :meth:`run`.
         """
         p = self.problem
         self._make_room()
@@ -80,13 +85,13 @@ class Matmul:
             lt.matmul_preference_set_attribute(preference, attribute, value.ctypes.data, value.nbytes)
         found = np.zeros(most, lt.matmul_heuristic_result_dtype)
         count = np.zeros(1, np.int32)
-        out = self._layout(p.n, m, p.n)
+        out, operands = self._layout(p.n, m, p.n, p.dtype), p.operands
         try:
             lt.matmul_algo_get_heuristic(
                 self._handle,
-                self._operation(0),
-                self._layout(*p.b_layout()),
-                self._layout(*p.a_layout(m)),
+                self._operation(0, scales),
+                self._layout(*p.b_layout(), operands),
+                self._layout(*p.a_layout(m), operands),
                 out,
                 out,
                 preference,
@@ -111,6 +116,7 @@ class Matmul:
         workspace: torch.Tensor | None = None,
         lda: int | None = None,
         ldb: int | None = None,
+        scales: tuple[int, int] = NO_SCALES,
     ) -> None:
         """out = a @ b + bias on the current stream. a: [M, K] and b: [K, N] as the problem has them, out: [M, N].
 
@@ -123,6 +129,7 @@ class Matmul:
             workspace: bytes for an algorithm that needs them.
             lda: :func:`.problem.leading_dim` of a, if known already.
             ldb: the same of b.
+            scales: addresses of the scales of a and of b, where the problem has some.
 
         Raises:
             Error: the library refuses the algorithm for this M; nothing was launched.
@@ -133,20 +140,20 @@ class Matmul:
         if encoded is None:
             array = np.frombuffer(algorithm.opaque, np.uint8).copy()
             encoded = self._encoded[algorithm.opaque] = array, array.ctypes.data
-        layout_out = self._layout(out.shape[1], m, out.shape[1])
+        layout_out, operands = self._layout(out.shape[1], m, out.shape[1], self.problem.dtype), self.problem.operands
         address = out.data_ptr()
         if torch.cuda.current_device() != self.problem.device:
             with torch.cuda.device(self.problem.device):
-                return self.run(algorithm, a, b, bias, out, workspace, lda, ldb)
+                return self.run(algorithm, a, b, bias, out, workspace, lda, ldb, scales)
         # Column-major, as cuBLAS counts, the GEMM is transposed: out.T [N, M] = b.T [N, K] @ a.T [K, M].
         lt.matmul(
             self._handle,
-            self._operation(0 if bias is None else bias.data_ptr()),
+            self._operation(0 if bias is None else bias.data_ptr(), scales),
             self._one_address,
             b.data_ptr(),
-            self._layout(*self.problem.b_layout(leading_dim(b)[0] if ldb is None else ldb)),
+            self._layout(*self.problem.b_layout(leading_dim(b)[0] if ldb is None else ldb), operands),
             a.data_ptr(),
-            self._layout(*self.problem.a_layout(m, leading_dim(a)[0] if lda is None else lda)),
+            self._layout(*self.problem.a_layout(m, leading_dim(a)[0] if lda is None else lda), operands),
             self._zero_address,
             address,
             layout_out,
@@ -170,9 +177,10 @@ class Matmul:
                 lt.matrix_layout_destroy(old)
             self._layouts.clear()
 
-    def _operation(self, bias: int) -> int:
+    def _operation(self, bias: int, scales: tuple[int, int]) -> int:
         """The operation's descriptor for a bias at an address; 0 for none, or for any where nothing is run."""
-        if (descriptor := self._operations.get(bias)) is not None:
+        key = bias, *scales
+        if (descriptor := self._operations.get(key)) is not None:
             return descriptor
         descriptor = lt.matmul_desc_create(_COMPUTE_FP32, _FP32)
         attributes = lt.MatmulDescAttribute
@@ -183,18 +191,25 @@ class Matmul:
         if self.problem.spec.epilogue.has_bias:
             settings[attributes.EPILOGUE] = lt.Epilogue.BIAS
             settings[attributes.BIAS_POINTER] = bias
+        if scales != NO_SCALES:  # a is the library's second matrix
+            settings |= {
+                attributes.A_SCALE_MODE: lt.MatmulMatrixScale.BLK128x128_32F,
+                attributes.B_SCALE_MODE: lt.MatmulMatrixScale.VEC128_32F,
+                attributes.A_SCALE_POINTER: scales[1],
+                attributes.B_SCALE_POINTER: scales[0],
+            }
         for attribute, value in settings.items():
             value = np.array([value], lt.get_matmul_desc_attribute_dtype(attribute))
             lt.matmul_desc_set_attribute(descriptor, attribute, value.ctypes.data, value.nbytes)
-        self._operations[bias] = descriptor
+        self._operations[key] = descriptor
         return descriptor
 
-    def _layout(self, rows: int, columns: int, ld: int) -> int:
+    def _layout(self, rows: int, columns: int, ld: int, dtype: torch.dtype) -> int:
         """The descriptor of a column-major matrix."""
-        key = rows, columns, ld
+        key = rows, columns, ld, dtype
         if (descriptor := self._layouts.get(key)) is not None:
             return descriptor
-        descriptor = lt.matrix_layout_create(_DATA_TYPE[self.problem.dtype], rows, columns, ld)
+        descriptor = lt.matrix_layout_create(_DATA_TYPE[dtype], rows, columns, ld)
         self._layouts[key] = descriptor
         return descriptor
 

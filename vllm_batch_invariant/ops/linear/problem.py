@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..common.dtypes import E4M3
 from ..formats import PLAIN
 from .reduction import LinearReduction
-from .spec import NONE, MatmulSpec, spec_of
+from .spec import NONE, PRODUCT, MatmulSpec, spec_of
 
 ALIGNMENT = 16
 """Bytes: what addresses and strides are multiples of where the tensor memory accelerator (TMA) or cuBLASLt serves."""
@@ -28,6 +29,11 @@ class GemmProblem:
     """Whether K is the contiguous side of a, rather than M."""
     b_k_major: bool = True
     """Whether K is the contiguous side of b, as in a weight [N, K] transposed, rather than N."""
+
+    @property
+    def operands(self) -> torch.dtype:
+        """Of a and of b."""
+        return self.dtype
 
     @property
     def columns(self) -> int:
@@ -57,6 +63,43 @@ class GemmProblem:
         sides = "" if self.a_k_major and self.b_k_major else f" {'NT'[not self.a_k_major]}{'NT'[self.b_k_major]}"
         name = f"N={self.n} K={self.k} {str(self.dtype).removeprefix('torch.')}{sides}"
         return f"{name} {self.spec.name}".rstrip()
+
+
+@dataclass(frozen=True)
+class ScaledProblem:
+    """A product of codes of e4m3 with scales of blocks, [M, K] and a weight [N, K], both packed, for any M."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    """Of the result."""
+    device: int
+    """Index of the GPU."""
+    a_k_major: bool = True
+    b_k_major: bool = True
+    spec: MatmulSpec = PRODUCT
+    """Without a bias."""
+
+    @property
+    def operands(self) -> torch.dtype:
+        """Of both operands."""
+        return E4M3
+
+    @property
+    def k_slice(self) -> "ScaledProblem":
+        """Itself: it has one."""
+        return self
+
+    def a_layout(self, m: int, ld: int | None = None) -> tuple[int, int, int]:
+        """As :meth:`GemmProblem.a_layout`."""
+        return self.k, m, self.k if ld is None else ld
+
+    def b_layout(self, ld: int | None = None) -> tuple[int, int, int]:
+        """As :meth:`GemmProblem.b_layout`."""
+        return self.k, self.n, self.k if ld is None else ld
+
+    def __str__(self) -> str:
+        return f"N={self.n} K={self.k} e4m3 blocks {str(self.dtype).removeprefix('torch.')}"
 
 
 def problem_of(

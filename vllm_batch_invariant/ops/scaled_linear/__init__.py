@@ -2,6 +2,8 @@
 of tensor core.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from ..dispatch import implementation, module_for
@@ -75,10 +77,25 @@ def scaled_linear(
     return out.view(*rows, n)
 
 
-def prepare(weight: torch.Tensor, dtype: torch.dtype) -> None:
+def prepare(
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    in_blocks: bool = False,
+    has_bias: bool = False,
+    max_m: int = 0,
+    sizes: Iterable[int] = (),
+) -> None:
     """See, when a weight [N, K] of codes is loaded, that it can be multiplied with results of ``dtype``, and what
     multiplies it on this machine. Errors as of :func:`scaled_linear`.
+
+    Args:
+        weight: of codes.
+        dtype: of results.
+        in_blocks: whether it has scales of blocks.
+        has_bias: whether a bias is added.
+        max_m: the most rows of codes, for which a GPU may find and verify a faster schedule; 0: it looks for none.
+        sizes: numbers of rows that are verified in any case, such as those of CUDA graphs.
     """
     served = module_for("scaled_linear", weight.device.type)
     ScaledLinearReduction.of(weight.shape[1], dtype, weight.dtype, mma=served.mma_of(weight))
-    served.prepare(weight)
+    served.prepare(weight, dtype, in_blocks, has_bias, max_m, sizes)

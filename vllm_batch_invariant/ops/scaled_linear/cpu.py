@@ -103,7 +103,7 @@ def mma_of(codes: torch.Tensor) -> str:  # noqa: ARG001 - as of every device
     return EXACT
 
 
-def prepare(weight: torch.Tensor) -> None:
+def prepare(weight: torch.Tensor, *_: object) -> None:
     """Find out what multiplies a weight [N, K] of int8; of e4m3 that is known."""
     if weight.dtype == E4M3:
         return

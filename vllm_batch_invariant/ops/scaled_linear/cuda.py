@@ -1,5 +1,7 @@
 """Products of codes on a GPU, in Triton, and of e4m3 on a Hopper in Gluon."""
 
+from collections.abc import Iterable
+
 import torch
 import triton
 
@@ -7,6 +9,7 @@ from ...errors import NotCovered
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import aligned
+from .library import library, problem_of
 from .reduction import E4M3, ScaledLinearReduction
 from .schedule import ScaledLinearSchedule, e4m3_schedule, scaled_linear_schedule
 from .sm90_schedule import Sm90Schedule, serves, sm90_schedule
@@ -36,12 +39,16 @@ def scaled_linear(
         raise NotCovered(
             f"sums of e4m3 of {reduction.mma} on {gpu.name}", f"it has those of {gpu.fp8_mma}", "use those of the GPU"
         )
+    in_gluon = is_e4m3 and not triton.knobs.runtime.interpret
+    if schedule is None and in_gluon and serves(codes, weight, weight_scale, gpu):
+        if reduction.in_blocks and bias is None:
+            found = library.product(codes, scale, weight, weight_scale, reduction.dtype)
+            if found is not None:
+                return found
+        schedule = sm90_schedule(m, n, k, gpu)
     out = torch.empty(m, n, dtype=reduction.dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    in_gluon = is_e4m3 and not triton.knobs.runtime.interpret
-    if schedule is None and in_gluon and serves(codes, weight, weight_scale, gpu):
-        schedule = sm90_schedule(m, n, k, gpu)
     if isinstance(schedule, Sm90Schedule):
         from . import sm90_kernel  # Gluon is needed for this kernel alone
 
@@ -72,5 +79,24 @@ def mma_of(codes: torch.Tensor) -> str | None:
     return Gpu.of(codes.device.index).fp8_mma
 
 
-def prepare(weight: torch.Tensor) -> None:
-    """Nothing has to be found out: no tile moves a bit."""
+def prepare(
+    weight: torch.Tensor, dtype: torch.dtype, in_blocks: bool, has_bias: bool, max_m: int, sizes: Iterable[int]
+) -> None:
+    """See whether cuBLASLt has schedules with the same bits, on a Hopper; no tile here moves a bit."""
+    n, k = weight.shape
+    gpu = Gpu.of(weight.device.index)
+    if weight.dtype != E4M3 or not in_blocks or not gpu.has_wgmma or not weight.is_contiguous():
+        return
+    problem = problem_of(n, k, dtype, weight.device, has_bias)
+    if problem is None:
+        return
+
+    def own(
+        codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        from . import sm90_kernel
+
+        tile = sm90_schedule(len(codes), n, k, gpu)
+        return sm90_kernel.scaled_gemm_sm90(codes, scale, weight, weight_scale, None, out, tile)
+
+    library.prepare(problem, max_m, sizes, own)

@@ -1,0 +1,112 @@
+"""What is asked of cuBLASLt for products of e4m3, when it serves, and what its certificate sees."""
+
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.ops.quantise.written_out import E4M3, e4m3_product, fma, fp32, hopper_sum
+
+pytest.importorskip("triton")
+
+from vllm_batch_invariant.ops.linear import autotune
+from vllm_batch_invariant.ops.linear.problem import ScaledProblem
+from vllm_batch_invariant.ops.scaled_linear import library, scaled_linear
+from vllm_batch_invariant.ops.scaled_linear.library import Library, operand_sets, run_library, side_by_side
+
+PROBLEM = ScaledProblem(160, 512, torch.bfloat16, device=0)
+CPU = torch.device("cpu")
+
+
+def operands(m: int, n: int = 160, k: int = 512) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(m)
+    codes, weight = ((100 * torch.randn(rows, k, generator=draw)).clamp(-448, 448).to(E4M3) for rows in (m, n))
+    scale, weight_scale = (torch.rand(rows, k // 128, generator=draw) for rows in (m, -(-n // 128)))
+    return [codes, scale, weight, weight_scale]
+
+
+@pytest.fixture(autouse=True)
+def first_gpu(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the fixture that stands for another."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def test_codes_and_scales_are_where_the_library_looks_for_them(cublaslt: ModuleType) -> None:
+    for m in (4, 12):
+        given = operands(m)
+        matmul = cublaslt.Matmul(PROBLEM)
+        [algorithm] = matmul.algorithms(m, 1)
+        out = torch.empty(m, PROBLEM.n, dtype=PROBLEM.dtype)
+        made = run_library(matmul, algorithm, *given, out, side_by_side(given[1]))
+        assert_same_bits(made, scaled_linear(*given, None, PROBLEM.dtype), f"{m} rows")
+
+
+@pytest.fixture
+def prepared(cublaslt: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path) -> SimpleNamespace:
+    """A library that serves up to 384 rows by the heuristic's first algorithm, and how often it was tuned."""
+    tuned = []
+
+    def tune(problem, matmul, buckets, sizes, seconds, kind):
+        tuned.append(tuple(buckets))
+        [algorithm] = matmul.algorithms(256, 1)
+        return {bucket: autotune.TunedSchedule(algorithm, (bucket,), (), {"cublaslt": 1.0}) for bucket in buckets}
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_environment", lambda device: {"gpu": "made up"})
+    monkeypatch.setattr(library, "_matmul_of", cublaslt.Matmul)
+    monkeypatch.setattr(autotune, "tune", tune)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    found = Library()
+    found.prepare(PROBLEM, 384, (), lambda *_: pytest.fail("timed"))
+    return SimpleNamespace(library=found, tuned=tuned, lt=cublaslt.lt)
+
+
+def test_many_rows_are_multiplied_by_the_library_and_the_rest_is_left(prepared: SimpleNamespace) -> None:
+    assert prepared.tuned == [(256, 384)]
+    given = operands(260)
+    made = prepared.library.product(*given, torch.bfloat16)
+    assert_same_bits(made, scaled_linear(*given, None, torch.bfloat16))
+    assert prepared.lt.launches == [260]
+    left = {
+        "few rows": operands(128),
+        "rows that are not aligned": operands(261),
+        "more than were verified": operands(388),
+        "another weight": operands(260, n=176),
+        "a part of a weight": [*operands(260)[:2], operands(260, k=1024)[2][:, :512], given[3]],
+    }
+    for what, other in left.items():
+        assert prepared.library.product(*other, torch.bfloat16) is None, what
+    assert prepared.library.product(*given, torch.float16) is None, "another dtype"
+    assert prepared.lt.launches == [260]
+
+
+def test_what_was_found_is_kept_on_disk(prepared: SimpleNamespace) -> None:
+    other = Library()
+    other.prepare(PROBLEM, 384, (), lambda *_: pytest.fail("timed"))
+    assert prepared.tuned == [(256, 384)]
+    given = operands(256)
+    assert_same_bits(other.product(*given, torch.bfloat16), scaled_linear(*given, None, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("number", "mistake", "at_least"),
+    [
+        (0, {"add": lambda sums, s, t, total: fma(fp32(sums * s), t + 0 * s, total)}, 0.1),
+        (0, {"add": lambda sums, s, t, total: fma(fp32(sums * t), s + 0 * t, total)}, 0.1),
+        (0, {"add": lambda sums, s, t, total: fp32(fp32(fp32(s * t) * sums) + total)}, 0.1),
+        (0, {"promote": 32}, 0.5),
+        (1, {"shifted": 1}, 0.5),
+        (2, {"promote": 1 << 20}, 0.3),
+    ],
+    ids=["row's scale first", "column's first", "no fma", "promotion at 32", "next group's scales", "no promotion"],
+)
+def test_a_certificate_sees_other_sums_in_bf16(number: int, mistake: dict, at_least: float) -> None:
+    """And so an algorithm that adds otherwise is refused."""
+    problem = ScaledProblem(48, 1024, torch.bfloat16, device=0)
+    given = list(operand_sets(problem, 8, CPU))[number]
+    if "promote" in mistake and number == 2:  # without scales of groups: those cannot be promoted once
+        given = [given[0], given[1][:, 0], given[2], given[3][:, 0].repeat_interleave(128)[:48]]
+    written = partial(e4m3_product, *given, None, torch.bfloat16, hopper_sum)
+    assert (written() != written(**mistake)).double().mean() > at_least

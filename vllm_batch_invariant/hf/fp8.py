@@ -1,0 +1,140 @@
+"""Which linear layers of a trainer quantise weights and activations to FP8, as an engine's do, and their weights as an
+engine takes them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import NotCovered
+from ..integration.layers import fp8
+from ..integration.layers.fp8 import Source
+from ..integration.parallel import tensor_tree
+from ..ops.quantise.weights import quantise_weight
+
+QUANTIZATIONS = {f"fp8_per_{shared}": Source(shared) for shared in ("block", "channel", "tensor")}
+"""By vLLM's names of what it quantises while it loads weights."""
+_FUSED = (("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")), ("mlp.gate_up_proj", ("gate_proj", "up_proj")))
+_ALONE = ("self_attn.o_proj", "mlp.down_proj")
+_MATMULS = (*_FUSED, *((name, (name.rpartition(".")[2],)) for name in _ALONE))
+"""Of a decoder layer: the engine's name of a linear layer, and Hugging Face's of what it is merged of."""
+
+Layers = dict[str, list[torch.nn.Linear]]
+
+
+def layers_of(model: torch.nn.Module) -> Layers:
+    """A dense model's linear layers but its output head, by the engine's names."""
+    found = {}
+    for number, layer in enumerate(model.model.layers):
+        for name, parts in _MATMULS:
+            inside = layer.get_submodule(name.partition(".")[0])
+            found[f"model.layers.{number}.{name}"] = [getattr(inside, part) for part in parts]
+    return found
+
+
+def install(model: torch.nn.Module, quantization: str | None, unquantised: Sequence[str]) -> None:
+    """Note in every linear layer how the engine's holds its weight.
+
+    Args:
+        model: of a family with a patch.
+        quantization: of :data:`QUANTIZATIONS`, or None.
+        unquantised: names of layers that stay in the model's dtype, the engine's or Hugging Face's.
+
+    Raises:
+        NotCovered: another quantisation, a model with experts, a layer that there is not, a part of one, or sizes of
+            which the engine refuses blocks.
+    """
+    if quantization is None and not unquantised:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.fp8 = None
+        return
+    source = QUANTIZATIONS.get(quantization or "")
+    if source is None:
+        raise NotCovered(
+            f"a trainer with quantization {quantization!r}",
+            "its forward pass quantises as vLLM's FP8 does",
+            f"pass one of {', '.join(QUANTIZATIONS)}, or nothing",
+        )
+    if hasattr(model.config, "num_experts"):
+        raise NotCovered(f"{quantization} in a trainer with experts", "no engine has it", "train a dense model")
+    left = set(unquantised)
+    for name, parts in layers_of(model).items():
+        within = name.rpartition(".")[0]
+        names = [f"{within}.{part}" for part in _parts(name)]
+        asked = {name, *names} & left
+        left -= asked
+        if asked and name not in asked and len(asked) < len(names):
+            raise NotCovered(
+                f"{', '.join(sorted(asked))} in a trainer's dtype beside the rest of {name} in FP8",
+                "the engine multiplies once with all of it",
+                f"name {name}",
+            )
+        if not asked:
+            _check_sizes(source, name, parts)
+        for part in parts:
+            part.fp8 = None if asked else source
+    if left:
+        raise NotCovered(
+            f"the layers {', '.join(sorted(left))} of a trainer left unquantised",
+            "the model has none of these names",
+            "name linear layers of its decoder; its output head and its embeddings are never quantised",
+        )
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return next(parts for layer, parts in _MATMULS if name.endswith(f".{layer}"))
+
+
+def _check_sizes(source: Source, name: str, parts: Sequence[torch.nn.Linear]) -> None:
+    fp8.check_settings(source, name)
+    k, outputs = parts[0].in_features, [part.out_features for part in parts]
+    if source.shared == "block":
+        fp8.check_blocks(name, k, k, outputs, sum(outputs))
+    if name.endswith(_ALONE):
+        fp8.check_slices(tensor_tree.of_inputs(k, name).k_slices, k, name, k)
+
+
+def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """What an engine with the same layers in FP8 says of them, by names; nothing where none are."""
+    found: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    for name, parts in ({} if hasattr(model.config, "num_experts") else layers_of(model)).items():
+        source, weight = parts[0].fp8, parts[0].weight
+        if source is not None:
+            found |= fp8.reductions_of(source, parts[0].in_features, dtype, weight)
+        else:
+            n = sum(part.out_features for part in parts)
+            beside |= fp8.reductions_beside(name, n, parts[0].in_features, dtype, weight.device.type)
+    return found | beside if found else {}
+
+
+def engine_weights(
+    model: torch.nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+    scale: str = "weight_scale_inv",
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A patched model's weights for an engine that loads codes: of layers in FP8 the codes and scales that the
+    trainer's forward pass makes of them; the others as they are.
+
+    An engine that quantises what it loads (``--quantization fp8_per_block``) takes the weights as they are.
+
+    Args:
+        model: of :func:`.patch` with a ``quantization``.
+        weights: names and whole tensors, such as those that ranks have gathered; None: the model's parameters.
+        scale: what the engine's checkpoint calls scales: "weight_scale_inv" of blocks in the format "fp8",
+            "weight_scale" of all others.
+
+    Yields:
+        Names and tensors. Scales are fp32: of blocks [ceil(N / 128), ceil(K / 128)], of rows [N, 1], of a tensor [].
+    """
+    for name, tensor in model.named_parameters() if weights is None else weights:
+        layer, _, kind = name.rpartition(".")
+        source = getattr(model.get_submodule(layer), "fp8", None) if kind == "weight" else None
+        if source is None:
+            yield name, tensor.detach()
+            continue
+        codes, scales = quantise_weight(tensor.detach(), source.shared)
+        yield name, codes
+        yield f"{layer}.{scale}", scales[0] if source.shared == "tensor" else scales
