@@ -529,6 +529,8 @@ class Products:
 
 def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> Products:
     """What :func:`moe` adds, of its operands; all of it is in memory at once."""
+    if experts.reduction.products is not None:
+        raise NotCovered("experts in FP8 on a GPU", "no kernel there has their products", "serve on a CPU")
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     gate_up, down, reduction, places = experts.gate_up, experts.down, experts.reduction, experts.places
     pairs, dtype, activation = ids.numel(), x.dtype, reduction.activation
