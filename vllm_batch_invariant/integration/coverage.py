@@ -564,7 +564,8 @@ COVERED = (
     ),
     Feature(
         "Quantised experts",
-        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU",
+        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; weights and activations "
+        "in FP8, in blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors); on a CPU",
     ),
     Feature(
         "Weights and activations in int8",
