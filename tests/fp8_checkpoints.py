@@ -63,7 +63,7 @@ def compressed(shared: str, activations: dict[str, Any]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }
 
@@ -97,6 +97,8 @@ def write(source: Path, folder: Path, form: Form) -> Path:
         made |= {name.removesuffix("weight") + part: of_layer.contiguous() for part, of_layer in parts.items()}
     shutil.copytree(source, folder)
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config}
+    kept = [name.removesuffix(".weight") for name in made if name.endswith(".mlp.gate.weight")]  # routers
+    skipped = {"modules_to_not_convert": ["lm_head", *kept]} if kept and form.config["quant_method"] == "fp8" else {}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config | skipped}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

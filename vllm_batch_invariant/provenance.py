@@ -4,7 +4,7 @@ PyTorch is imported there and not with the module: receipts are compared where t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -146,10 +146,18 @@ def installed(package: str) -> str:
 
 
 def _plain(reduction: Any) -> dict[str, str | int]:
-    """A reduction's fields, without those that the device has no use for, and the dtype it adds in."""
+    """A reduction's fields, without those that the device has no use for, and the dtype it adds in. Those of a
+    reduction in it have its name before theirs.
+    """
     values = {field.name: getattr(reduction, field.name) for field in fields(reduction)}
     values |= {"accumulate": reduction.accumulate} if hasattr(reduction, "accumulate") else {}
-    return {name: _plain_value(value) for name, value in values.items() if value is not None}
+    found: dict[str, str | int] = {}
+    for name, value in values.items():
+        if is_dataclass(value):
+            found |= {f"{name} {inner}": each for inner, each in _plain(value).items()}
+        elif value is not None:
+            found[name] = _plain_value(value)
+    return found
 
 
 def _plain_value(value: Any) -> str | int:

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 
 from vllm_batch_invariant.integration.layers import fp8, int8
+from vllm_batch_invariant.ops.dispatch import module_for
+from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.quantise import quantise
 
 
@@ -29,3 +32,15 @@ def one_scale_a_step(llm: Any) -> None:
         return made, scales[..., None].expand(*scales.shape, groups).contiguous() if group else scales
 
     fp8.quantise = of_step
+
+
+def one_scale_of_experts(llm: Any) -> None:
+    """The same of what experts alone are given: both products."""
+    moe = module_for("moe", "cuda" if torch.cuda.is_available() else "cpu")
+
+    def of_step(rows: torch.Tensor, reduction: MoeReduction) -> Codes:
+        codes, scales = quantise(rows, rows.abs().max().float().reshape(1) / 448, codes=reduction.products.codes)
+        groups = -(-rows.shape[1] // reduction.products.promote)
+        return Codes(codes, scales[:, None].expand(-1, groups).contiguous(), rows.dtype)
+
+    moe._operand = of_step

@@ -49,15 +49,15 @@ Answers = dict[str, list[Any]]
 class Checkpoints:
     """Folders, written when they are asked for."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, shape: Shape = SHAPE) -> None:
+        self._root, self._shape = root, shape
 
     def of(self, name: str, seed: int = 0) -> str:
         """Of a form, or "plain": the weights in 16 bits that are then quantised."""
         folder = self._root / f"{name} {seed}".replace(" ", "-")
         source = self._root / f"source-{seed}"
         if not source.exists():
-            make_checkpoint(source, SHAPE, seed)
+            make_checkpoint(source, self._shape, seed)
         if not folder.exists() and name != "plain":
             write(source, folder, FORMS[name])
         elif not folder.exists():
@@ -80,8 +80,16 @@ def ask(engine: Engine, name: str) -> list[Any]:
     ]
 
 
-def asked_of(model: str, calls: dict[str, tuple[Any, ...]], more: dict[str, Any], **environment: str) -> Answers:
-    """What an engine answers when it has started, and a request alone after each call of a function of ``reloads``."""
+def asked_of(
+    model: str,
+    calls: dict[str, tuple[Any, ...]],
+    more: dict[str, Any],
+    fault: str = "one_scale_a_step",
+    **environment: str,
+) -> Answers:
+    """What an engine answers when it has started, and a request alone after each call of a function of ``reloads``;
+    and, as "one scale", when a fault of ``quantisers`` is planted.
+    """
 
     def asked(engine: Engine) -> Answers:
         found = {"fresh": ask(engine, "fresh")}
@@ -90,7 +98,7 @@ def asked_of(model: str, calls: dict[str, tuple[Any, ...]], more: dict[str, Any]
         for name, (function, *arguments) in calls.items():
             engine.call(f"{RELOADS}:{function}", *arguments)
             found[name] = [engine.step(name, [TARGET]).requests[0]["completions"]]
-        engine.call("tests.engine.quantisers:one_scale_a_step")
+        engine.call(f"tests.engine.quantisers:{fault}")
         return found | {"one scale": ask(engine, "one scale")}
 
     engine = {"model": model, **LIMITS, **IN_PARTS, **SLEEPS, **more}

@@ -259,6 +259,8 @@ def test_16_bit_weights_are_quantised_while_they_are_loaded_by_what_is_known(
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
+    in_blocks = [name for name in FORMS if found(FORMS[name].config, is_moe=True) == []]
+    assert in_blocks == ["fp8 by blocks", "compressed-tensors by blocks"]
     [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
     assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")
@@ -280,6 +282,8 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
             assert found(W4A16, "cuda", **more) == []
+    [experts] = found(FORMS["fp8 by blocks"].config, "cuda", is_moe=True)
+    assert experts.endswith(" with experts and quantised activations")
     for form in (FORMS["fp8 by blocks"], FORMS["compressed-tensors by rows"]):
         [several] = found(form.config, "cuda", workers=2)
         assert several.endswith(" with quantised activations by several GPUs")

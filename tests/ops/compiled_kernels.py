@@ -58,7 +58,7 @@ from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import FP8_MMA, attends_by_tma, has_tcgen05
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
-from vllm_batch_invariant.ops.formats import MXFP4, PLAIN, Format, integers
+from vllm_batch_invariant.ops.formats import FP8_BLOCK, MXFP4, PLAIN, Format, integers
 from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers
 from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
@@ -68,6 +68,7 @@ from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, 
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts
 from vllm_batch_invariant.ops.moe import cuda as moe
+from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
@@ -371,6 +372,25 @@ def packed_layer(count: int) -> None:
         moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
 
+def experts_in_codes(hidden: int, intermediate: int) -> None:
+    """The products of a layer in FP8, by every tile."""
+    for layer in moe.layer_schedules(torch.bfloat16, Gpu.of(0), scaled=True):
+        groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
+        for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
+            blocks = -(-k // GROUP)
+            x = Codes(torch.zeros(8, k, dtype=torch.uint8).view(E4M3), torch.ones(8, blocks), torch.bfloat16)
+            codes = torch.zeros(4, n, k, dtype=torch.uint8).view(E4M3)
+            weight = StoredExperts(FP8_BLOCK, (codes, torch.ones(4, -(-n // GROUP), blocks)), torch.bfloat16)
+            gate = "silu" if tile is layer.gate_up else ""
+            moe.grouped_gemm(x, weight, None, groups, 8, torch.bfloat16, tile, activation=gate)
+
+
+def every_expert_in_codes() -> None:
+    if Gpu.of(0).fp8_mma:
+        experts_in_codes(2048, 768)
+        experts_in_codes(200, 128)
+
+
 def every_expert() -> None:
     for count, dtype in itertools.product((1, 20, 40, 100, 200, 600, 2000), (*HALVES, torch.float32)):
         experts(count, dtype)
@@ -382,6 +402,7 @@ def every_expert() -> None:
         experts(count, here=8)
     large_experts()
     packed_experts()
+    every_expert_in_codes()
 
 
 def packed_experts() -> None:
@@ -739,6 +760,9 @@ def check_some(more: bool) -> None:
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
+    found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
+    times = [one.promotions for one in found]  # beside those of a gate's activation, where it is not once
+    check("experts in FP8 on a Hopper are wgmma, promoted", min(times) == 1 and times.count(1) >= len(times) // 2)
     check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, in_codes=True)
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)

@@ -220,10 +220,11 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     if ops.type != "cuda" or envs.starts_untried():
         return None
     model, parallel, of_weights = config.model_config, config.parallel_config, config.quant_config
-    several = parallel.tensor_parallel_size > 1 and schemes.quantises_activations(model, of_weights)
+    quantises = schemes.quantises_activations(model, of_weights)
     found = {
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
-        "with quantised activations by several GPUs": several,
+        "with experts and quantised activations": model.is_moe and quantises,
+        "with quantised activations by several GPUs": quantises and parallel.tensor_parallel_size > 1,
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
@@ -571,6 +572,10 @@ COVERED = (
         "on one or two GPUs with 0.33",
     ),
     Feature(
+        "Experts whose weights and activations are FP8",
+        "blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors); on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "Weights and activations in int8",
         "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, "
         "activations with one a token or a given one; on a CPU with vLLM 0.32, on a GPU with 0.33",
@@ -805,8 +810,9 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "On GPUs quantised activations with several workers, weights made FP8 by rows or tensors, and quantised "
-        "weights in stages, as experts of several engines or in exact arithmetic; anywhere with another vLLM or device",
+        "On GPUs quantised activations of experts or with several workers, weights made FP8 by rows or tensors, and "
+        "quantised weights in stages, as experts of several engines or in exact arithmetic; anywhere with another "
+        "vLLM or device",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,

@@ -22,6 +22,8 @@ Tensors = Mapping[str, torch.Tensor]
 LINEAR = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
 """Of gpt-oss: [E, K, N], where a linear layer has [N, K]."""
+_ROUTER = ".mlp.gate.weight"
+"""Of a mixture of experts: a linear layer that vLLM's own method quantises where config.json does not say otherwise."""
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 _BLOCK = 128
 _INPUT_SCALE = 1 / 16
@@ -380,5 +382,9 @@ def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:
     # not over the file, of which the tensors that are left as they were are views
     save_file(packed, str(folder / "packed.safetensors"), metadata={"format": "pt"})
     (folder / "packed.safetensors").replace(weights)
-    whole = json.loads(config.read_text()) | {"quantization_config": form.config}
+    routers = [name.removesuffix(".weight") for name in packed if name.endswith(_ROUTER)]
+    skipped = (
+        {"modules_to_not_convert": ["lm_head", *routers]} if routers and form.config["quant_method"] == "fp8" else {}
+    )
+    whole = json.loads(config.read_text()) | {"quantization_config": form.config | skipped}
     config.write_text(json.dumps(whole, indent=1) + "\n")

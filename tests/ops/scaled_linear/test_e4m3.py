@@ -1,16 +1,15 @@
 """Products of codes of e4m3: those that are written out, for each row by itself, with each kind of sum."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
 from tests.ops.conftest import HOPPER as WITHOUT_FP8
 from tests.ops.quantise.written_out import E4M3, e4m3_product, exact_sum, fma, fp32, hopper_sum
+from tests.ops.scaled_linear.hopper_core import HOPPER, interpret
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import scaled_linear as package
 from vllm_batch_invariant.ops.common.gpu import Gpu
@@ -26,7 +25,6 @@ from vllm_batch_invariant.ops.scaled_linear import (
 )
 from vllm_batch_invariant.ops.scaled_linear.schedule import E4M3_SCHEDULES, e4m3_schedule
 
-HOPPER = replace(WITHOUT_FP8, fp8_mma=WGMMA)
 WRITTEN_OUT = {EXACT: exact_sum, WGMMA: hopper_sum}
 SHAPES = [(1, 1, 1), (3, 70, 33), (5, 130, 300), (17, 40, 256)]
 IN_BLOCKS = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
@@ -38,19 +36,7 @@ def tensor_core_of_the_interpreter(device, monkeypatch) -> Iterator[None]:
     if not device.is_interpreted:
         yield
         return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    from vllm_batch_invariant.ops.scaled_linear.cpu_tensor_core import Operand, wgmma_sums
-
-    def create_dot(self, a, b, d, precision, max_num_imprecise_acc):
-        assert len(a.data) >= 64, "mma.sync"
-        assert max_num_imprecise_acc >= a.data.shape[1] == 128, "another promotion"
-        assert not d.data.any(), "not from zero"
-        sums = wgmma_sums(*(Operand(torch.tensor(one)) for one in (a.data, b.data.T)))
-        return TensorHandle(sums.numpy().astype(np.float32), d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(Gpu, "of", lambda _: HOPPER)
+    interpret(monkeypatch)
     yield
 
 

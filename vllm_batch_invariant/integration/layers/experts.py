@@ -15,6 +15,7 @@ from ...errors import NotCovered
 from ...ops.dispatch import module_for
 from ...ops.formats.record import Format
 from ...ops.moe import Experts, MoeReduction, StoredExperts, route
+from ...ops.scaled_linear import ScaledLinearReduction
 from .. import reviews
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -73,9 +74,13 @@ class BatchInvariantExperts:
     def prepare(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
         """The same for a layer that has weights, which stand for matrices of a dtype."""
         if self.reduction is None:
-            self.reduction = reduction_of(layer, dtype)
+            self.reduction = self.reduction_of(layer, dtype)
             self.router = Router(self.reduction)
         self.weights_are_loaded(layer)
+
+    def reduction_of(self, layer: Any, dtype: torch.dtype) -> MoeReduction:
+        """That of a layer whose weights stand for matrices of a dtype."""
+        return reduction_of(layer, dtype)
 
     def weights_of(self, layer: Any) -> tuple[Any, Any]:
         """What the layer has of both products: tensors [experts, N, K], or :class:`...ops.moe.StoredExperts`."""
@@ -162,7 +167,8 @@ class CudaExperts(BatchInvariantExperts):
             )
         for weight in self.weights_of(layer):
             form = weight.format if isinstance(weight, StoredExperts) else None
-            certify(*weight.shape[1:], weight.dtype, weight.device, self.reduction.activation, form)
+            of_weight = *weight.shape[1:], weight.dtype, weight.device
+            certify(*of_weight, self.reduction.activation, form, self.reduction.products)
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -185,16 +191,25 @@ class CudaExperts(BatchInvariantExperts):
 
 def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
     """What of a layer no engine on a GPU has been compared with."""
-    ran = reduction.activation in ("silu", "swigluoai") or envs.starts_untried()
-    return None if ran else f"the activation {reduction.activation}"
+    if envs.starts_untried():
+        return None
+    if reduction.products is not None:
+        return "weights and activations in FP8"
+    return None if reduction.activation in ("silu", "swigluoai") else f"the activation {reduction.activation}"
 
 
 @cache
 def certify(
-    n: int, k: int, dtype: torch.dtype, device: torch.device, activation: str, form: Format | None = None
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str,
+    form: Format | None = None,
+    products: ScaledLinearReduction | None = None,
 ) -> int:
     """:func:`...ops.moe.cuda.certify`, once for layers of one shape."""
-    return module_for("moe", "cuda").certify(n, k, dtype, device, activation, form)
+    return module_for("moe", "cuda").certify(n, k, dtype, device, activation, form, products)
 
 
 def install_cpu(kind: type[CpuExperts] = CpuExperts) -> None:

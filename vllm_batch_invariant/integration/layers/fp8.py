@@ -6,6 +6,7 @@ while it loads them, ours does, each shard by itself.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -256,13 +257,13 @@ def _method() -> type[Any]:
             if self.source.shared == "block":
                 check_blocks(name, k, input_size, output_partition_sizes, output_size)
             if not self.source.online:
-                named["weight_loader"] = _checking(named["weight_loader"], name)
+                named["weight_loader"] = checking(named["weight_loader"], name)
             sizes = k, output_partition_sizes, input_size, output_size
             self.wrapped.create_weights(layer, *sizes, params_dtype=params_dtype, **named)
             layer.logical_widths, layer.params_dtype = list(output_partition_sizes), params_dtype
             for parameter in layer.parameters(recurse=False):
                 if not self.source.online and not parameter.is_meta:
-                    _fill_with_nan(parameter.data)
+                    fill_with_nan(parameter.data)
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """vLLM's method, also for weights that come again."""
@@ -379,11 +380,14 @@ def check_blocks(name: str, k: int, whole_k: int, outputs: list[int], whole_outp
     )
 
 
-def _checking(load: Callable[..., Any], name: str) -> Callable[..., Any]:
+def checking(load: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A loader of a layer's tensors that takes codes for codes alone."""
 
+    signature = inspect.signature(load)
+
     @functools.wraps(load)
-    def checked(parameter: torch.Tensor, loaded_weight: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    def checked(*arguments: Any, **named: Any) -> Any:
+        parameter, loaded_weight = [*signature.bind(*arguments, **named).arguments.values()][:2]
         if loaded_weight.dtype not in ((E4M3,) if parameter.dtype == E4M3 else _SCALES):
             dtype = str(loaded_weight.dtype).removeprefix("torch.")
             raise NotCovered(
@@ -391,7 +395,7 @@ def _checking(load: Callable[..., Any], name: str) -> Callable[..., Any]:
                 "they would be rounded by another rule",
                 "send codes and scales in the format of the checkpoint",
             )
-        return load(parameter, loaded_weight, *arguments, **named)
+        return load(*arguments, **named)
 
     return checked
 
@@ -415,7 +419,8 @@ def _over_workers(layer: Any, by_rows: bool, largest: torch.Tensor) -> torch.Ten
     return largest
 
 
-def _fill_with_nan(tensor: torch.Tensor) -> None:
+def fill_with_nan(tensor: torch.Tensor) -> None:
+    """Have what is never loaded show."""
     if tensor.dtype == E4M3:
         tensor.view(torch.uint8).fill_(_NAN)
     elif tensor.is_floating_point():

@@ -1,8 +1,9 @@
 """Experts that a checkpoint stores in four or eight bits, with the operation in the place of vLLM's kernels for them.
 
-A format stands for a matrix (:mod:`...ops.formats`), and what is computed are the products with that matrix. vLLM's
-methods load the checkpoint as ever: their parameters stay the only weights that a trainer writes, in the checkpoint's
-layout. What multiplies is made of them, or reads them where they lie.
+A format stands for a matrix (:mod:`...ops.formats`), and what is computed are the products with that matrix; or, where
+vLLM quantises activations too, those of codes with codes (:mod:`...ops.scaled_linear`). vLLM's methods load the
+checkpoint as ever: their parameters stay the only weights that a trainer writes, in the checkpoint's layout. What
+multiplies is made of them, or reads them where they lie.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,15 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from ...ops.dispatch import module_for
 from ...ops.exact.limits import LEAVE_IT
+from ...ops.formats.eight import FP8_BLOCK, SIDE
 from ...ops.formats.fp4 import MXFP4
 from ...ops.formats.integers import integers
 from ...ops.formats.layouts import from_awq, from_compressed_tensors
 from ...ops.formats.record import Format
-from ...ops.moe import StoredExperts
+from ...ops.moe import MoeReduction, StoredExperts
+from ...ops.scaled_linear import E4M3, ScaledLinearReduction
 from ..reviews.patch_points import PatchPoint
+from . import fp8
 from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts
 from .linear import PreparedWeight
 
@@ -47,6 +51,7 @@ class Layout:
         asleep: names of the method's module that stand for others while one is made: they choose kernels, or ask what
             kernels can do.
         turned: whether codes lie as [experts, K, N]; a GPU, which reads them where they lie, has the memory turned.
+        quantises: whether what layers are given is quantised too, to what their codes are multiplied with.
     """
 
     method: PatchPoint
@@ -56,6 +61,7 @@ class Layout:
     problem: Callable[[Any], tuple[str, str] | None]
     asleep: dict[str, Any]
     turned: bool = False
+    quantises: bool = False
 
 
 def _of_all(function: Callable[..., Stored], *parameters: torch.Tensor | None, **named: Any) -> Stored:
@@ -65,7 +71,7 @@ def _of_all(function: Callable[..., Stored], *parameters: torch.Tensor | None, *
     return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
 
 
-def _mxfp4(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) -> Stored:
+def _as_it_lies(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) -> Stored:
     return codes, scales
 
 
@@ -120,6 +126,27 @@ def _of_moe_wna16(method: Any) -> tuple[str, str] | None:
     return None
 
 
+_TO_BLOCKS = f"serve a checkpoint in blocks of {SIDE} x {SIDE}, or the unquantised model"
+
+
+def _of_fp8(method: Any) -> tuple[str, str] | None:
+    if list(method.weight_block_size or ()) != [SIDE, SIDE]:
+        return "in FP8 with a scale a matrix, or of other blocks", _TO_BLOCKS
+    if getattr(method.quant_config, "is_scale_e8m0", False):
+        return "in FP8 with scales of powers of two", _TO_BLOCKS
+    return None
+
+
+def _of_compressed_fp8(method: Any) -> tuple[str, str] | None:
+    given = method.input_quant
+    strategy = str(getattr(given.strategy, "value", given.strategy))
+    if list(method.weight_block_size or ()) != [SIDE, SIDE]:
+        return "in FP8 with a scale a row or a matrix, or of other blocks", _TO_BLOCKS
+    if not given.dynamic or strategy != "group" or given.group_size != SIDE:
+        return f"in FP8 whose activations have no scale a group of {SIDE}", "quantise activations by such groups"
+    return None
+
+
 def _no_kernel(point: PatchPoint, kind: str) -> Callable[..., tuple[Any, None]]:
     """Stands for vLLM's choice of a kernel: none, of a kind for which a method leaves sizes as they are."""
     return lambda *_, **__: (getattr(point.get(), kind), None)
@@ -134,12 +161,17 @@ _INTEGERS = {
     "select_wna16_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.int_wna16",), "WNA16MoEBackend"), "MARLIN"),
     "check_moe_marlin_supports_config": _always,
 }
+_FP8 = {
+    "select_fp8_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.fp8",), "Fp8MoeBackend"), "NONE"),
+    "resolve_fp8_moe_weight_block_shape": lambda config, size, *_: (size, None),
+}
+"""The second would cut the blocks of workers that have none as a whole."""
 LAYOUTS = (
     Layout(
         PatchPoint((f"{_MOE}.mxfp4",), "GptOssMxfp4MoEMethod"),
         ("weight", "weight_scale", ""),
         lambda method, layer: MXFP4,
-        _mxfp4,
+        _as_it_lies,
         _no_problem,
         {"select_mxfp4_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.mxfp4",), "Mxfp4MoeBackend"), "NONE")},
     ),
@@ -180,6 +212,27 @@ LAYOUTS = (
         _moe_wna16,
         _of_moe_wna16,
         _INTEGERS,
+    ),
+    Layout(
+        PatchPoint((f"{_MOE}.fp8",), "Fp8MoEMethod"),
+        ("weight", "weight_scale_inv", ""),
+        lambda method, layer: FP8_BLOCK,
+        _as_it_lies,
+        _of_fp8,
+        _FP8,
+        quantises=True,
+    ),
+    Layout(
+        PatchPoint(
+            (f"{_MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",),
+            "CompressedTensorsW8A8Fp8MoEMethod",
+        ),
+        ("weight", "weight_scale", ""),
+        lambda method, layer: FP8_BLOCK,
+        _as_it_lies,
+        _of_compressed_fp8,
+        _FP8,
+        quantises=True,
     ),
 )
 """Every one that is served; what other methods load is refused where their layers are looked at."""
@@ -239,6 +292,29 @@ class KeptStoredExperts(PreparedWeight):
             self.prepare()
 
 
+class ExpertsAsLoaded:
+    """Codes and scales of one product, which the operation reads where vLLM's loaders write them, and a check when they
+    have.
+    """
+
+    def __init__(self, held: Callable[[], StoredExperts], check: Callable[[StoredExperts], None]) -> None:
+        self._held, self._check = held, check
+
+    @property
+    def experts(self) -> StoredExperts:
+        """Those of now."""
+        return self._held()
+
+    copy = experts
+    """By the name that prepared weights have."""
+
+    def prepare(self) -> None:
+        """Refuse what is no number."""
+        self._check(self._held())
+
+    weight_was_loaded = prepare
+
+
 class QuantisedExperts(BatchInvariantExperts):
     """What ours has in the place of a method of vLLM's for quantised experts: its first base."""
 
@@ -265,6 +341,8 @@ class QuantisedExperts(BatchInvariantExperts):
     ) -> None:
         """As vLLM's method, for sizes that have whole groups."""
         group = self.layout.format(self, layer).group
+        if self.layout.quantises:
+            others["weight_loader"] = fp8.checking(others["weight_loader"], layer.layer_name)
         for what, size in {"inputs": hidden_size, "columns of a worker": intermediate_size_per_partition}.items():
             if size % group:
                 raise NotCovered(
@@ -274,9 +352,22 @@ class QuantisedExperts(BatchInvariantExperts):
                 )
         above: Any = super()
         above.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, **others)
+        if self.layout.quantises:
+            for product in _PRODUCTS:
+                for name in self.layout.names[:2]:
+                    fp8.fill_with_nan(getattr(layer, f"{product}_{name}").data)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: what vLLM would tell a kernel of its own."""
+
+    def reduction_of(self, layer: Any, dtype: torch.dtype) -> MoeReduction:
+        reduction = super().reduction_of(layer, dtype)
+        if not self.layout.quantises:
+            return reduction
+        codes = getattr(layer, self.names[0]).data
+        mma = module_for("scaled_linear", codes.device.type).mma_of(codes)
+        products = ScaledLinearReduction.of(codes.shape[2], dtype, E4M3, in_blocks=True, mma=mma)
+        return replace(reduction, products=products)
 
     def stored(self, layer: Any, product: str) -> StoredExperts:
         """What the format stores of a product, of the layer's parameters as they are now.
@@ -284,16 +375,24 @@ class QuantisedExperts(BatchInvariantExperts):
         Raises:
             NotCovered: numbers that stand for none.
         """
+        made = self.held(layer, product)
+        self.check(layer, product, made)
+        return made
+
+    def held(self, layer: Any, product: str) -> StoredExperts:
+        """The same without a look at the numbers."""
         parameters = (getattr(layer, f"{product}_{name}", None) if name else None for name in self.layout.names)
         tensors = self.layout.stored(self, *(None if one is None else one.data for one in parameters))
-        made = StoredExperts(self.layout.format(self, layer), tensors, layer.params_dtype)
+        return StoredExperts(self.layout.format(self, layer), tensors, layer.params_dtype)
+
+    def check(self, layer: Any, product: str, made: StoredExperts) -> None:
+        """Refuse numbers that stand for none."""
         if flaw := made.format.flaw(made.tensors):
             raise NotCovered(
                 f"{made.format.name} with {flaw} ({product} of {layer.layer_name})",
                 "no matrix has these elements",
                 "download the checkpoint again",
             )
-        return made
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As that of experts that are not quantised."""
@@ -313,7 +412,10 @@ class QuantisedExperts(BatchInvariantExperts):
         return [f"{product}_{self.layout.names[0]}" for product in _PRODUCTS]
 
     def of_products(self, layer: Any, kind: Callable[..., Any]) -> tuple[Any, ...]:
-        """What a kind of prepared weights is of both products."""
+        """What a kind of prepared weights is of both products; where activations are quantised nothing is prepared."""
+        if self.layout.quantises:
+            kinds = ((partial(self.held, layer, of), partial(self.check, layer, of)) for of in _PRODUCTS)
+            return tuple(ExpertsAsLoaded(*of) for of in kinds)
         named = zip(self.names, _PRODUCTS, strict=True)
         return tuple(kind(layer, name, partial(self.stored, layer, product)) for name, product in named)
 

@@ -80,6 +80,11 @@ _WITHOUT_FP4 = frozenset(
 """Those of which vLLM quantises the activations too, where a device multiplies FP4 with FP4: there they are refused. On
 others it multiplies with the weights alone.
 """
+_FP8_OF_EXPERTS = frozenset(
+    Scheme(method, "float8", "block", (128, 128), False, "float8 dynamic group 128")
+    for method in ("compressed-tensors", "fp8")
+)
+"""Those of FP8 in which experts are served, too."""
 COVERED = frozenset(
     [
         *(
@@ -116,10 +121,7 @@ COVERED = frozenset(
             Scheme("fp8", "float8", "tensor", activations=f"float8 {given}")
             for given in ("dynamic token", "static tensor")
         ),
-        *(
-            Scheme(method, "float8", "block", (128, 128), False, "float8 dynamic group 128")
-            for method in ("compressed-tensors", "fp8")
-        ),
+        *_FP8_OF_EXPERTS,
         *(Scheme("online", "float8", shared, size, False, given) for shared, size, given in _ONLINE.values()),
     ]
 )
@@ -163,7 +165,7 @@ def refused(model: Any, config: Any) -> str | None:
     of_fp4 = next((scheme for scheme in schemes if scheme in _WITHOUT_FP4), None)
     if of_fp4 and device_multiplies_fp4():
         return f"quantisation {of_fp4} on a GPU that multiplies FP4, for which vLLM quantises activations"
-    of_experts = next((scheme for scheme in schemes if not _is_integers(scheme)), None)
+    of_experts = next((one for one in schemes if not _is_integers(one) and one not in _FP8_OF_EXPERTS), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
 
 

@@ -1,18 +1,22 @@
 """Mixtures of experts on the CPU: tokens are grouped by expert, and each expert's rows go through the tiles of
-``ops/linear/cpu.py``, where a row's bits do not depend on how many there are or in which order.
+``ops/linear/cpu.py`` or, as codes, of ``ops/scaled_linear/cpu.py``, where a row's bits do not depend on how many there
+are or in which order.
 
 The additions and multiplications beside the GEMMs are PyTorch's of single elements, which IEEE 754 defines.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..linear import cpu as linear
 from ..pointwise import elementwise
+from ..quantise import cpu as quantising
+from ..scaled_linear import cpu as scaled_linear
 from ..softmax import softmax
-from .params import Experts
+from .params import Codes, Experts
 from .reduction import MoeReduction
 from .routes import chain, route_by
 
@@ -44,6 +48,8 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
 
 def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See the operation's package."""
+    if experts.reduction.products is not None:
+        return prepared_moe(x, weights, ids, experts)
     used = set(experts.placed(ids).unique().tolist())
     gate_up, down = (
         [linear.prepare_weight(one) if expert in used else one for expert, one in enumerate(weight)]
@@ -58,23 +64,44 @@ def prepare_experts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """``moe`` with weights from :func:`prepare_experts`: same bits, without the conversion."""
+    """``moe`` with weights from :func:`prepare_experts`: same bits, without the conversion. Those whose products are of
+    codes need none.
+    """
+    reduction = experts.reduction
 
-    def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
-        hidden = linear.prepared_linear(rows, experts.gate_up[number], _of(experts.gate_up_bias, number))
-        activated = _activated(hidden, experts.reduction.activation)
-        return linear.prepared_linear(activated, experts.down[number], _of(experts.down_bias, number))
+    def expert(number: int, rows: Rows) -> torch.Tensor:
+        hidden = _product(rows, experts.gate_up, experts.gate_up_bias, number, reduction)
+        activated = _operand(_activated(hidden, reduction.activation), reduction)
+        return _product(activated, experts.down, experts.down_bias, number, reduction)
 
-    return sum_of_experts(x, weights, experts.placed(ids), len(experts.down), expert)
-
-
-Expert = Callable[[int, torch.Tensor], torch.Tensor]
-"""Gives what the expert of a number makes of rows [tokens, hidden]."""
+    return sum_of_experts(_operand(x, reduction), weights, experts.placed(ids), len(experts.down), expert)
 
 
-def sum_of_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert
-) -> torch.Tensor:
+Rows = torch.Tensor | Codes
+"""[rows, K]"""
+
+
+def _operand(rows: torch.Tensor, reduction: MoeReduction) -> Rows:
+    """Rows as a product takes them."""
+    how = reduction.quantised
+    return rows if how is None else Codes(*quantising.quantise(rows, None, how), rows.dtype)
+
+
+def _product(rows: Rows, weight: Any, bias: torch.Tensor | None, number: int, reduction: MoeReduction) -> torch.Tensor:
+    """That of rows with the weight of the expert of a number."""
+    bias = None if bias is None else bias[number]
+    if isinstance(rows, torch.Tensor):
+        return linear.prepared_linear(rows, weight[number], bias)
+    assert reduction.products is not None
+    of_expert = (tensor[number] for tensor in weight.tensors)
+    return scaled_linear.scaled_linear(rows.codes, rows.scales, *of_expert, bias, reduction.products)
+
+
+Expert = Callable[[int, Any], torch.Tensor]
+"""Gives what the expert of a number makes of rows [tokens, hidden], which are some of those that are summed."""
+
+
+def sum_of_experts(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert) -> torch.Tensor:
     """Each token's weighted sum over its experts, from the first on, rounded once: [tokens, hidden] of x's dtype.
 
     Args:
@@ -84,7 +111,7 @@ def sum_of_experts(
         count: of experts.
         expert: what is called for each of them that has tokens.
     """
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
     for start in range(0, len(x), _TOKENS_AT_ONCE):
         part = slice(start, start + _TOKENS_AT_ONCE)
         terms = _weighted(x[part], weights[part], experts[part], count, expert)
@@ -92,9 +119,7 @@ def sum_of_experts(
     return out
 
 
-def _weighted(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert
-) -> torch.Tensor:
+def _weighted(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert) -> torch.Tensor:
     """[tokens, top_k, hidden] fp32: what each expert makes of its tokens, times the weight; 0 where it is not there."""
     tokens, top_k = experts.shape
     terms = torch.zeros(tokens * top_k, x.shape[1], dtype=weights.dtype)
@@ -105,7 +130,3 @@ def _weighted(
         if len(slots):
             terms[slots] = expert(number, x[slots // top_k]) * weights[slots]
     return terms.view(tokens, top_k, -1)
-
-
-def _of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if bias is None else bias[expert]

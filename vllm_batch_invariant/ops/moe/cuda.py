@@ -24,9 +24,13 @@ from ..linear import triton_gemm
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
 from ..norm.reduction import NormReduction
+from ..quantise import cuda as quantising
+from ..quantise.reduction import E4M3
+from ..scaled_linear import cuda as scaled_linear
+from ..scaled_linear.reduction import GROUP, ScaledLinearReduction
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
-from .params import Experts, StoredExperts
+from .params import Codes, Experts, StoredExperts
 from .reduction import MoeReduction
 from .routes import route_by
 from .triton_kernels import (
@@ -160,6 +164,19 @@ _HOPPER_PACKED = (
     _packed_schedule(64, (128, 8, 1, 2), (128, 8, 1, 2), inf),
 )
 """Of :mod:`.sm90_packed`, for weights of four bits. A tile of 128 pairs waits for its rows of x."""
+_SCALED = (
+    LayerSchedule(GroupedSchedule(16, 64, GROUP, 4, 4), GroupedSchedule(16, 128, GROUP, 4, 4), few_pairs=64),
+    LayerSchedule(GroupedSchedule(16, 64, GROUP, 4, 4), GroupedSchedule(16, 128, GROUP, 4, 4), most=9),
+    LayerSchedule(GroupedSchedule(32, 64, GROUP, 4, 4), GroupedSchedule(32, 128, GROUP, 4, 4), most=22),
+    LayerSchedule(GroupedSchedule(64, 64, GROUP, 4, 3), GroupedSchedule(64, 64, GROUP, 4, 4), most=45),
+    LayerSchedule(
+        GroupedSchedule(128, 64, GROUP, 8, 3, halves=True), GroupedSchedule(128, 128, GROUP, 8, 3, halves=True)
+    ),
+)
+"""Of codes of e4m3; not measured yet. A step is one sum of the tensor core, whose first operand has 64 rows or more:
+with fewer Triton takes neither Hopper's wgmma nor Blackwell's tcgen05.mma, but mma.sync, which adds otherwise. Columns
+have one scale, so that a tile has a divisor of 128 of them. Each fits 99 KiB of shared memory.
+"""
 _OTHERS = {
     2: (
         LayerSchedule(GroupedSchedule(16, 64, 64, 4, 4), GroupedSchedule(16, 64, 128, 4, 4), most=9),
@@ -177,18 +194,29 @@ _OTHERS = {
 
 
 @cache
-def layer_schedules(dtype: torch.dtype, gpu: Gpu, packed: bool = False) -> tuple[LayerSchedule, ...]:
-    """Those that may serve on a GPU; ``packed``: layers that :mod:`.sm90_packed` computes."""
-    if packed:
-        return _HOPPER_PACKED
+def layer_schedules(
+    dtype: torch.dtype, gpu: Gpu, packed: bool = False, scaled: bool = False
+) -> tuple[LayerSchedule, ...]:
+    """Those that may serve on a GPU; ``packed``: layers that :mod:`.sm90_packed` computes; ``scaled``: those whose
+    products are of codes.
+    """
+    if packed or scaled:
+        return _SCALED if scaled else _HOPPER_PACKED
     return _HOPPER if gpu.has_wgmma and dtype.itemsize == 2 else _OTHERS[dtype.itemsize]
 
 
 def layer_schedule(
-    pairs: int, experts: int, intermediate: int, dtype: torch.dtype, gpu: Gpu, packed: bool = False
+    pairs: int,
+    experts: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    gpu: Gpu,
+    packed: bool = False,
+    scaled: bool = False,
 ) -> LayerSchedule:
     """The schedule for so many pairs and experts, in a layer of ``intermediate`` columns here."""
-    return next(one for one in layer_schedules(dtype, gpu, packed) if one.serves(pairs, experts, intermediate))
+    schedules = layer_schedules(dtype, gpu, packed, scaled)
+    return next(one for one in schedules if one.serves(pairs, experts, intermediate))
 
 
 def is_packed(
@@ -311,7 +339,7 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
 
 
 def grouped_gemm(
-    x: torch.Tensor,
+    x: torch.Tensor | Codes,
     weight: torch.Tensor | StoredExperts,
     bias: torch.Tensor | None,
     groups: Groups,
@@ -324,7 +352,8 @@ def grouped_gemm(
     """Each pair's row of x times its expert's weight: [pairs, N]. Rows of pairs that are in no group are not written.
 
     Args:
-        x: [rows, K], packed; a row has pairs // rows pairs, one after the other.
+        x: [rows, K], packed; a row has pairs // rows pairs, one after the other. Codes are multiplied with those of a
+            weight in blocks of 128 x 128.
         weight: [experts, N, K], packed; or with an activation [experts, 2 * N, K]. What is stored in a format that no
             kernel reads (:class:`PackedTile`) is written to memory first.
         bias: [experts, N] or [experts, 2 * N], or None.
@@ -339,8 +368,11 @@ def grouped_gemm(
     n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
-    scales, zeros, form = None, None, None
-    if isinstance(weight, StoredExperts):
+    scales, zeros, form, of_x, group_k = None, None, None, None, 0
+    if isinstance(x, Codes):
+        weight, scales = weight.tensors
+        x, of_x, group_k = aligned(x.codes), aligned(x.scales), GROUP
+    elif isinstance(weight, StoredExperts):
         form = PackedTile.of(weight.format, x.dtype)
         if schedule.packed_ctas and form is not None:
             from . import sm90_packed
@@ -372,6 +404,7 @@ def grouped_gemm(
         groups.num_blocks * triton.cdiv(n, schedule.block_n),
         (
             x,
+            of_x,
             weight,
             scales,
             zeros,
@@ -401,6 +434,7 @@ def grouped_gemm(
         PRECISION=reduction.precision,
         HALVES=schedule.halves,
         FORMAT=form,
+        GROUP=group_k,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         enable_fp_fusion=reduction.enable_fp_fusion,
@@ -533,14 +567,29 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
     gate_up, down, reduction, places = experts.gate_up, experts.down, experts.reduction, experts.places
     pairs, dtype, activation = ids.numel(), x.dtype, reduction.activation
     gpu, form = Gpu.of(x.device.index), down.format if isinstance(down, StoredExperts) else None
-    packed = is_packed(form, *down.shape[1:], dtype, gpu, activation)
-    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, gpu, packed)
+    scaled = reduction.products is not None
+    packed = not scaled and is_packed(form, *down.shape[1:], dtype, gpu, activation)
+    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, gpu, packed, scaled)
     groups = group(ids, len(down), schedule, places)
+    if reduction.products is not None and reduction.products.mma != gpu.fp8_mma:
+        raise NotCovered(
+            f"sums of e4m3 of {reduction.products.mma} on {gpu.name}",
+            f"it has those of {gpu.fp8_mma}",
+            "use those of the GPU",
+        )
+    given = _operand(x, reduction)
     activated = grouped_gemm(
-        x, gate_up, experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
+        given, gate_up, experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
     )
-    expert_out = grouped_gemm(activated, down, experts.down_bias, groups, pairs, dtype, schedule.down)
+    made = _operand(activated, reduction)
+    expert_out = grouped_gemm(made, down, experts.down_bias, groups, pairs, dtype, schedule.down)
     return Products(expert_out, weights, ids, places)
+
+
+def _operand(rows: torch.Tensor, reduction: MoeReduction) -> torch.Tensor | Codes:
+    """Rows as a product takes them; of rows that nobody has written, any."""
+    how = reduction.quantised
+    return rows if how is None else Codes(*quantising.quantise(rows, None, how), rows.dtype)
 
 
 def a_norm_may_add(x: torch.Tensor, reduction: MoeReduction) -> bool:
@@ -627,6 +676,7 @@ def certify(
     device: torch.device,
     activation: str = "silu",
     form: Format | None = None,
+    products: ScaledLinearReduction | None = None,
 ) -> int:
     """Compare every tile with the dense product of the same rows, of operands whose sums cancel: that of the first
     product with and without the activation.
@@ -638,6 +688,7 @@ def certify(
         device: a GPU.
         activation: of the layer.
         form: that the weight is stored in; None: as it is. The dense product is that with the matrix.
+        products: of the layer, if they are of codes. The dense product is that of the operation ``scaled_linear``.
 
     Returns:
         How many elements were compared.
@@ -645,18 +696,29 @@ def certify(
     Raises:
         NotCovered: a tile has other bits.
     """
-    compared = 0
-    for number, schedule in enumerate(_certified_schedules(n, k, dtype, Gpu.of(device.index), activation, form)):
-        for rows, ids, x, weight in _certificate_cases(schedule, min(n, 512), k, dtype, device, form):
+    compared, gpu = 0, Gpu.of(device.index)
+    if products is None:
+        schedules, cases = _certified_schedules(n, k, dtype, gpu, activation, form), _certificate_cases
+    else:
+        schedules, cases = layer_schedules(dtype, gpu, scaled=True), _cases_of_codes
+    for number, schedule in enumerate(schedules):
+        for rows, ids, x, weight in cases(schedule, min(n, 512), k, dtype, device, form):
             groups = group(ids, len(weight), schedule)
             for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):
                 used = _first_rows(weight, weight.shape[1] // 2 * 2 if gate else weight.shape[1])
                 found = grouped_gemm(x, used, None, groups, ids.numel(), dtype, tile, activation=gate)
-                for expert, of_expert in enumerate(used):
+                for expert in range(len(used)):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)
                     if not len(pairs):
                         continue
-                    dense = triton_gemm.accumulate(x[pairs // ids.shape[1]], of_expert.t()).to(dtype)
+                    of_expert = x[pairs // ids.shape[1]]
+                    if isinstance(of_expert, Codes):
+                        assert products is not None
+                        of_weight = (one[expert] for one in used.tensors)
+                        operands = of_expert.codes, of_expert.scales, *of_weight
+                        dense = scaled_linear.scaled_linear(*operands, None, products)
+                    else:
+                        dense = triton_gemm.accumulate(of_expert, used[expert].t()).to(dtype)
                     dense = _activated(dense, gate) if gate else dense
                     if not torch.equal(found[pairs], dense):
                         stored = f" stored as {form.name}" if form is not None else ""
@@ -699,7 +761,7 @@ checkpoints have, which :mod:`.sm90_packed` decodes otherwise.
 
 def _certificate_cases(
     schedule: LayerSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device, form: Format | None
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, Any]]:
+) -> Iterator[tuple[int, torch.Tensor, Any, Any]]:
     """(rows, ids, x, weight) of few and many tokens of three experts, of which one has none."""
     most = schedule.gate_up.block_m + 3
     exponents = {"exponents": form.exponents // (2 if dtype == torch.float16 else 1)} if form else {}
@@ -715,3 +777,32 @@ def _certificate_cases(
         if form is not None and form.name == "mxfp4" and schedule.gate_up.packed_ctas:
             codes, scales = weight.tensors
             yield rows, ids, x * 2.0**-_WIDE, replace(weight, tensors=(codes, scales + _WIDE))
+
+
+def _cases_of_codes(
+    schedule: LayerSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device, form: Format | None
+) -> Iterator[tuple[int, torch.Tensor, Any, Any]]:
+    """The same of codes of e4m3: of sums that cancel, in which an order of additions shows, of scales that all differ,
+    and of one sign, in which a missing promotion does. Each half of the weight has whole blocks.
+    """
+    assert form is not None
+    n, groups = 2 * GROUP, -(-k // GROUP)
+    most, half = schedule.gate_up.block_m + 3, k // 2
+    for rows in (1, min(most, schedule.few_pairs // 2) if schedule.few_pairs else most):
+        ids = torch.tensor([[0, 2], [2, 0]], device=device).repeat(-(-rows // 2), 1)[:rows].contiguous()
+        for kind in ("cancelling", "scales", "one sign"):
+            draw = torch.Generator().manual_seed(rows)
+            x, weight = (
+                torch.randn(*size, k, generator=draw) * 10 ** (2 * torch.rand(*size, k, generator=draw))
+                for size in ((rows,), (3, n))
+            )
+            sizes = (rows, groups), (3, n // GROUP, groups)
+            scales = [10 ** (torch.rand(size, generator=draw) - 3) for size in sizes]
+            if kind == "cancelling":
+                x[:, half : 2 * half], weight[..., half : 2 * half] = -x[:, :half], weight[..., :half]
+                scales = [torch.full(size, 0.0123) for size in sizes]
+            elif kind == "one sign":
+                x, weight = x.abs(), weight.abs()
+            codes, of_weight = (one.clamp(-448, 448).to(device).to(E4M3) for one in (x, weight))
+            of_x, of_blocks = (one.to(device) for one in scales)
+            yield rows, ids, Codes(codes, of_x, dtype), StoredExperts(form, (of_weight, of_blocks), dtype)

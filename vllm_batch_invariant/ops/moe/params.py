@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..formats.eight import FP8_BLOCK, SIDE
 from ..formats.record import Format
 from .reduction import MoeReduction
 
@@ -59,6 +60,38 @@ class StoredExperts:
         for expert, matrix in zip(out, self, strict=True):
             expert.copy_(matrix)
         return out
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """Rows as codes of e4m3 and scales of their groups, as an operand of a product. Indices choose rows.
+
+    Attributes:
+        codes: [rows, K] float8_e4m3fn, packed.
+        scales: [rows, ceil(K / 128)] fp32, packed.
+        dtype: of the rows that they were made of.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.codes.device
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: Any) -> "Codes":
+        chosen = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # PyTorch gathers no e4m3 on every device
+        return Codes(chosen, self.scales[rows], self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +150,27 @@ class Experts:
                 )
         if self.places is None and len(down) != reduction.num_experts:
             raise ValueError(f"moe needs places for {len(down)} of {reduction.num_experts} experts")
+        if reduction.products is not None:
+            self._check_blocks()
         dtypes = {tensor.dtype for tensor in (x, self.gate_up, down)}
         if dtypes != {reduction.dtype} or weights.dtype != reduction.accumulate:
             raise ValueError(
                 f"moe takes tokens and experts in {reduction.dtype} and weights in {reduction.accumulate}, got "
                 f"{x.dtype}, {self.gate_up.dtype}, {down.dtype} and {weights.dtype}"
             )
+
+    def _check_blocks(self) -> None:
+        """Refuse experts whose codes have no products."""
+        if self.down.shape[2] % SIDE:
+            raise ValueError(f"a block of {SIDE} rows has one scale, and gate has {self.down.shape[2]} rows")
+        for name, weight in {"gate_up": self.gate_up, "down": self.down}.items():
+            if not isinstance(weight, StoredExperts) or weight.format is not FP8_BLOCK:
+                raise ValueError(f"moe takes {name} as codes in blocks, where its products are those of codes")
+            codes, scales = weight.tensors
+            experts, n, k = codes.shape
+            wanted = (experts, -(-n // SIDE), -(-k // SIDE))
+            if tuple(scales.shape) != wanted or not weight.format.is_stored_as(weight.tensors, weight.dtype):
+                raise ValueError(
+                    f"moe takes {name} as e4m3 with fp32 scales {list(wanted)}, got {codes.dtype}, {scales.dtype} and "
+                    f"{list(scales.shape)}"
+                )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import NotCovered
+from ..quantise.reduction import E4M3, QuantiseReduction
+from ..scaled_linear.reduction import GROUP, ScaledLinearReduction
 
 SCORING = ("softmax", "sigmoid")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
@@ -24,6 +26,10 @@ class MoeReduction:
     activation gives. What down gives is multiplied by the weight in ``accumulate``, the products are added from the
     best expert on, starting with 0, and the sum is rounded once. With a part of the experts the sum is that of theirs.
 
+    With ``products`` both GEMMs are those of the operation ``scaled_linear``, of codes of e4m3 in blocks. What they are
+    given are the codes of the operation ``quantise``, by groups of 128: those of a token, the same for all its experts,
+    and those of what the activation gives, after it was rounded.
+
     Attributes:
         num_experts: of the layer, wherever they are.
         top_k: experts of a token.
@@ -35,9 +41,11 @@ class MoeReduction:
         scale: a factor of all weights.
         activation: of the gate, with its product by up: "silu" and "gelu" (exact, or by tanh) are rounded to ``dtype``
             before that product, "swigluoai" (clamped, gpt-oss's) is rounded after it.
+        products: of the codes of experts that are stored as e4m3 in blocks of 128 x 128, and of tokens; None: the GEMMs
+            are of matrices.
 
     Raises:
-        NotCovered: by the constructor: a dtype, scores or an activation without a definition.
+        NotCovered: by the constructor: a dtype, scores, an activation or products without a definition.
         ValueError: by the constructor: numbers that do not fit.
     """
 
@@ -50,6 +58,7 @@ class MoeReduction:
     top_groups: int = 1
     scale: float = 1.0
     activation: str = "silu"
+    products: ScaledLinearReduction | None = None
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -64,6 +73,19 @@ class MoeReduction:
                     f"it is defined for {names}",
                     "serve another model, no setting helps",
                 )
+        of = self.products
+        if of is not None and (of.codes != E4M3 or not of.in_blocks or of.dtype != self.dtype):
+            raise NotCovered(
+                f"experts whose products are {of}",
+                f"they are defined for codes of e4m3 in blocks of {GROUP} x {GROUP}, and results of tokens' dtype",
+                "serve another model, no setting helps",
+            )
+        if of is not None and self.activation == "swigluoai":
+            raise NotCovered(
+                "experts in FP8 whose rows are those of gate and up in turn",
+                f"a block of {GROUP} rows has one scale for both",
+                "serve a checkpoint of which the weights alone are quantised",
+            )
         if not 0 < self.top_groups <= self.groups or self.num_experts % self.groups:
             raise ValueError(f"{self.top_groups} of {self.groups} groups of {self.num_experts} experts")
         if not 0 < self.top_k <= self.num_experts // self.groups * self.top_groups:
@@ -76,3 +98,8 @@ class MoeReduction:
     def accumulate(self) -> torch.dtype:
         """The dtype of scores, weights and sums."""
         return torch.float32
+
+    @property
+    def quantised(self) -> QuantiseReduction | None:
+        """How rows become the codes of ``products``; None: they stay."""
+        return None if self.products is None else QuantiseReduction.of_dtype(self.dtype, E4M3, GROUP)

@@ -1,8 +1,13 @@
 """The definition of a mixture of experts, token by token in float64."""
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
+from ..quantise import reference as quantising
+from ..scaled_linear import reference as scaled_linear
+from ..scaled_linear.reduction import E4M3, GROUP
 from .params import Experts
 from .reduction import MoeReduction
 
@@ -28,20 +33,28 @@ def route(
 
 
 def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """See the operation's package; [tokens, hidden] float64, and nothing is rounded on the way."""
+    """See the operation's package; [tokens, hidden] float64, and nothing is rounded on the way but to codes."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(experts.reduction.top_k)).tolist():
         expert = int(experts.placed(ids[token, slot]))
         if expert < 0:
             continue
-        hidden = experts.gate_up[expert].double() @ x[token].double()
+        hidden = _product(x[token].double(), experts.gate_up, expert, experts.reduction)
         if experts.gate_up_bias is not None:
             hidden += experts.gate_up_bias[expert].double()
-        made = experts.down[expert].double() @ _activated(hidden, experts.reduction.activation)
+        activated = _activated(hidden, experts.reduction.activation)
+        made = _product(activated, experts.down, expert, experts.reduction)
         if experts.down_bias is not None:
             made += experts.down_bias[expert].double()
         out[token] += weights[token, slot].double() * made
     return out
+
+
+def _product(row: torch.Tensor, weight: Any, expert: int, reduction: MoeReduction) -> torch.Tensor:
+    if reduction.products is None:
+        return weight[expert].double() @ row
+    codes, scales = quantising.quantise(row.float(), codes=E4M3, group=GROUP)
+    return scaled_linear.scaled_linear(codes.to(E4M3), scales, *(tensor[expert] for tensor in weight.tensors))
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:

@@ -11,8 +11,10 @@ where the activations are, with s(x) = 1 / (1 + exp(-x))::
     swigluoai       round((up + 1) * (gate * s(1.702 gate)))    gate of at most 7, up of -7 to 7
 
 Pairs are grouped by expert into blocks of BLOCK_M. Where a pair lies follows the other tokens; what is computed of it
-is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`. A tile of the
-first product has the same columns of gate and up, so that h stays in registers.
+is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`. Codes of e4m3
+are multiplied as in :mod:`..scaled_linear.triton_kernels`: each 128 elements of K are a sum of the tensor core from
+zero, which is scaled and added in fp32. A tile of the first product has the same columns of gate and up, so that h
+stays in registers.
 """
 
 import triton
@@ -285,6 +287,20 @@ def _dot(x, weight, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _promoted(x, weight, total, scale, SWAP_AB: tl.constexpr, GROUP: tl.constexpr):
+    """fma(scale, x @ weight.T, total), or its transpose: codes x [BLOCK_M, GROUP] and weight [BLOCK_N, GROUP], scale
+    [BLOCK_M] of both.
+    """
+    # All of GROUP in the tensor core: a smaller number would promote sooner, and 0 have the addition in it.
+    if SWAP_AB:
+        sums = tl.dot(weight, x.T, max_num_imprecise_acc=GROUP)
+    else:
+        sums = tl.dot(x, weight.T, max_num_imprecise_acc=GROUP)
+    scale = tl.broadcast_to(scale[None, :] if SWAP_AB else scale[:, None], total.shape)
+    return tl.fma(scale, sums, total)
+
+
+@triton.jit
 def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
     bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)  # [BLOCK_N]
     return acc + (bias[:, None] if SWAP_AB else bias[None, :])
@@ -292,10 +308,10 @@ def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
+    x_ptr, x_scales_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
     PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
-    PRECISION: tl.constexpr, FORMAT: tl.constexpr,
+    PRECISION: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of :func:`grouped_gemm_kernel`: pairs [BLOCK_M] of an expert, BLOCK_N columns from ``first_n`` on."""
     GATED: tl.constexpr = ACTIVATION != ""
@@ -306,6 +322,11 @@ def _tile(
     first = expert * (2 * N if GATED else N)  # of the expert's rows of the weight
     rows, up_row = (2 * offs_n, 1) if IN_TURN else (offs_n, N)  # of the gate, and how far behind those of up are
     x_ptrs = x_ptr + (pairs // PAIRS_OF_A_ROW)[:, None] * K + offs_k[None, :]
+    if GROUP:  # BLOCK_K is that, and a divisor of it is BLOCK_N
+        groups = tl.cdiv(K, GROUP)
+        x_scales_ptr += pairs // PAIRS_OF_A_ROW * groups
+        blocks = tl.cdiv(2 * N if GATED else N, GROUP)  # of rows that share a scale, of an expert
+        scales_ptr += (expert * blocks + first_n // GROUP) * groups
     row = ((expert * N if IN_TURN else first) + first_n).to(tl.int32)
     offs_weight = (first + rows)[:, None] * K + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
@@ -328,7 +349,11 @@ def _tile(
             tile = weight.load([row, start_k])  # [BLOCK_N, BLOCK_K]
         else:
             tile = tl.load(weight + offs_weight + start_k, mask=weight_mask, other=0.0)
-        acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
+        if GROUP:
+            of_x = tl.load(x_scales_ptr + start_k // GROUP, mask=mask_m, other=0.0)  # [BLOCK_M]
+            acc = _promoted(x, tile, acc, of_x * tl.load(scales_ptr + start_k // GROUP), SWAP_AB, GROUP)
+        else:
+            acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
         if GATED:
             if FORMAT is not None:
                 tile = decoded_tile(
@@ -341,7 +366,11 @@ def _tile(
                 tile = weight.load([row + N, start_k])
             else:
                 tile = tl.load(weight + offs_weight + (up_row * K + start_k), mask=weight_mask, other=0.0)
-            up = _dot(x, tile, up, SWAP_AB, PRECISION)
+            if GROUP:
+                of_up = tl.load(scales_ptr + N // GROUP * groups + start_k // GROUP)
+                up = _promoted(x, tile, up, of_x * of_up, SWAP_AB, GROUP)
+            else:
+                up = _dot(x, tile, up, SWAP_AB, PRECISION)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if HAS_BIAS:
         acc = _add_bias(acc, bias_ptr + first, rows, mask_n, SWAP_AB)
@@ -356,6 +385,7 @@ def _tile(
 @triton.jit(do_not_specialize=["num_pairs"])
 def grouped_gemm_kernel(
     x_ptr,
+    x_scales_ptr,
     weight,
     scales_ptr,
     zeros_ptr,
@@ -382,11 +412,13 @@ def grouped_gemm_kernel(
     PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW. With FORMAT, a :class:`..formats.triton_decode.PackedTile`, ``weight`` has the codes of
-    that format, and there are scales, and zero points or None.
+    that format, and there are scales, and zero points or None. With GROUP both x and weight are codes of e4m3, with
+    x_scales [rows, ceil(K / GROUP)] and scales [experts, ceil(N / GROUP), ceil(K / GROUP)].
 
     With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
     turn, and out is the activation of both. With FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for
@@ -418,14 +450,15 @@ def grouped_gemm_kernel(
             mask_half = half < tl.load(next_ptr + expert)
             pairs_of_half = tl.load(pairs_ptr + half, mask=mask_half, other=0).to(tl.int64)
             _tile(
-                x_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half, mask_half, expert, first_n, N,
-                K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP_AB,
-                PRECISION, FORMAT,
+                x_ptr, x_scales_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half, mask_half, expert,
+                first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                SWAP_AB, PRECISION, FORMAT, GROUP,
             )  # fmt: skip
             return
     _tile(
-        x_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
+        x_ptr, x_scales_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
         PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT,
+        GROUP,
     )  # fmt: skip
 
 

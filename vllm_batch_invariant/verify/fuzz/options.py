@@ -126,18 +126,24 @@ class Place:
         return self.has_k_slices and self.activations != "token" and (not self.activations or self.has_groups)
 
     @property
-    def _shared_outputs(self) -> tuple[int, int, int]:
+    def _shared_outputs(self) -> tuple[int, ...]:
         """Outputs of the layers whose outputs workers share: queries, keys or values, and a half of an MLP's first."""
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
         size = self.model.get("head_dim") or hidden // heads
         kv_heads = self.model.get("num_key_value_heads") or heads
-        return heads * size, kv_heads * size, self.model.get("intermediate_size") or 0
+        return heads * size, kv_heads * size, *self._intermediate
 
     @property
-    def _shared_inputs(self) -> tuple[int, int]:
+    def _shared_inputs(self) -> tuple[int, ...]:
         """Inputs of the layers whose inputs workers share."""
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
-        return heads * (self.model.get("head_dim") or hidden // heads), self.model.get("intermediate_size") or 0
+        return heads * (self.model.get("head_dim") or hidden // heads), *self._intermediate
+
+    @property
+    def _intermediate(self) -> tuple[int, ...]:
+        """Between the layers of an MLP, and of an expert where that is another number."""
+        whole, of_expert = (self.model.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
+        return (whole, of_expert) if of_expert else (whole,)
 
 
 def _sides(config: Mapping[str, Any]) -> Iterator[int]:

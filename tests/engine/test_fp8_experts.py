@@ -1,0 +1,84 @@
+"""An engine of experts in FP8, weights and activations, gives a request the same tokens and logprobs with any others,
+in chunks and from a warm prefix cache; and when weights are replaced, those of an engine that was started with them.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_experts import OF_TWO_WORKERS
+from tests.engine.test_fp8 import BLOCKS, CHUNK, SHAPE, Answers, Checkpoints, asked_of
+from vllm_batch_invariant.integration.reviews import patch_points
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not patch_points.LINEAR_CHOICE.is_there(), reason="refused with this vLLM"),
+]
+
+OF_EXPERTS = replace(SHAPE, experts=6, top_k=2, expert_intermediate=256, dense_layers=0)
+"""Experts of the first layer decide keys of the second, which are made beside other requests."""
+COMPRESSED = "compressed-tensors by blocks"
+WAYS = ("by_reload_weights", "by_hand")
+FAULT = "one_scale_of_experts"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("fp8-experts"), OF_EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoints: Checkpoints) -> tuple[Answers, Answers]:
+    """An engine of vLLM's format, which prefills in chunks and whose weights are replaced; and one that was started
+    with the other weights in the format of compressed-tensors, and prefills a prompt at once.
+    """
+    calls: dict[str, tuple[Any, ...]] = {}
+    for way in WAYS:
+        calls |= {f"{way} other": (way, checkpoints.of(BLOCKS, 1)), f"{way} back": (way, checkpoints.of(BLOCKS))}
+    settings = {"max_num_batched_tokens": CHUNK}, {"max_num_batched_tokens": 512}
+    arguments = (checkpoints.of(BLOCKS), calls, settings[0]), (checkpoints.of(COMPRESSED, 1), {}, settings[1])
+    if torch.cuda.is_available():
+        first, other = (asked_of(*of_engine, FAULT) for of_engine in arguments)
+        return first, other
+    with ThreadPoolExecutor(2) as pool:
+        first, other = (pool.submit(asked_of, *of_engine, FAULT) for of_engine in arguments)
+        return first.result(), other.result()
+
+
+def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_the_cache(engines) -> None:
+    for answers in engines:
+        alone, warm, among_others = answers["fresh"]
+        assert alone == warm == among_others
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_codes_and_scales_that_come_again_serve(engines: tuple[Answers, Answers], way: str) -> None:
+    """As those of the other engine do: of the same numbers by another name, and not in chunks."""
+    first, other = engines
+    assert first[f"{way} other"][0] == other["fresh"][0] != first["fresh"][0]
+    assert first[f"{way} back"][0] == first["fresh"][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs keep what they captured")
+def test_one_scale_of_all_tokens_of_experts_is_found(engines: tuple[Answers, Answers]) -> None:
+    """So the comparisons above see what depends on company."""
+    for answers in engines:
+        alone, _, among_others = answers["one scale"]
+        assert alone != among_others
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("shared", ["by columns", "whole"])
+def test_workers_that_share_experts_leave_a_request_its_bits(checkpoints: Checkpoints, shared: str) -> None:
+    """In chunks and, with weights by another name, at once."""
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": shared == "whole"}
+    chunks = {"max_num_batched_tokens": CHUNK}
+    of_two = asked_of(checkpoints.of(BLOCKS), {}, parallel | chunks, FAULT, **OF_TWO_WORKERS)
+    at_once = asked_of(checkpoints.of(COMPRESSED), {}, parallel, FAULT, **OF_TWO_WORKERS)
+    alone, warm, among_others = of_two["fresh"]
+    assert alone == warm == among_others
+    assert alone == at_once["fresh"][0]
