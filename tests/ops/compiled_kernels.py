@@ -188,6 +188,11 @@ class Compiled:
         """As :func:`reduced_layouts` says."""
         return self._of("reduced_layouts", lambda: reduced_layouts(self.kernel.asm["ttgir"]))
 
+    @property
+    def dot_operands(self) -> list[str]:
+        """As :func:`dot_operands` says."""
+        return self._of("dot_operands", lambda: dot_operands(self.kernel.asm["ttgir"]))
+
     def resources(self) -> tuple[int, int]:
         """Registers and bytes of stack of a thread, as the assembler says."""
         registers, stack = self._of("resources", self._resources)
@@ -706,20 +711,30 @@ def check_sm90_attention(heads: Heads, page: int, verbose: bool) -> None:
     check_all(what, found, verbose)
 
 
-def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> None:
+def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> list[Compiled]:
+    """Check what a GPU attends by, and return it."""
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(gpu, decode_and_prefill, heads, page, **options)
     check_all(what, found, False)
     for problem in problems_of_attention(gpu, heads, page, found, "in_codes" in options):
         check(f"{what}: {problem}", False)
+    return [one for one in found if one.name == "attention_kernel"]
+
+
+def check_attention_over_codes(gpu: int, heads: Heads, page: int) -> None:
+    """Tensor cores add the same products in a step as over numbers, else no bits would be those of the cache's numbers,
+    and decode's not those of prefill.
+    """
+    over_numbers, over_codes = (check_attention(gpu, heads, page, **options) for options in ({}, {"in_codes": True}))
+    wanted, found = ([one.dot_operands for one in made] for made in (over_numbers, over_codes))
+    what = f"attention on sm_{gpu}, {heads}, pages of {page}, multiplies codes in the order of numbers"
+    check(f"{what}{[*zip(wanted, found, strict=True)] * (wanted != found)}", wanted == found and all(wanted))
 
 
 def problems_of_attention(
     gpu: int, heads: Heads, page: int, found: list[Compiled], in_codes: bool = False
 ) -> list[str]:
-    """Where decode takes another instruction than prefill, and where it takes more memory than it is reckoned with;
-    codes take less.
-    """
+    """Where decode takes another instruction than prefill, and where it takes more memory than it is reckoned with."""
     problems = []
     attention = [one for one in found if one.name == "attention_kernel"]
     kinds = sorted({kind for one in attention for kind in one.instructions})
@@ -730,8 +745,8 @@ def problems_of_attention(
         if small.block_m == 16 and one.warps == small.num_warps < 8 and one.stages > 1:
             padded = triton.next_power_of_2(heads.size)
             by_tma = attends_by_tma(gpu // 10)
-            expected = decode_bytes(small.block_m, one.stages, 64, padded, by_tma)
-            if not 0 <= expected - one.shared <= (4096 if (page == 64 or not by_tma) and not in_codes else expected):
+            expected = decode_bytes(small.block_m, one.stages, 64, padded, by_tma, in_codes)
+            if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma or in_codes else expected):
                 problems.append(f"{one.shared} bytes where {expected} are reckoned with")
     return problems
 
@@ -757,13 +772,16 @@ def check_some(more: bool) -> None:
     check("a sum of 128 products is promoted once, in Gluon", found[0].promotions == 5 / 4)
     check_all("exact products on a Hopper", launch_on(90, hopper_products, 9, True, False, HOPPER_SCHEDULES[:1]), False)
     CUDABackend.make_cubin = lambda *_: b""  # what follows is read in PTX, and the assembler takes most of the time
-    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    check_attention_over_codes(120, Heads(8, 2, 256, torch.bfloat16), 64)
+    check_attention_over_codes(90, Heads(8, 2, 64, torch.bfloat16), 64)
+    check_attention_over_codes(90, Heads(8, 2, 80, torch.float16), 16)
+    check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
+    check_all("written caches", launch_on(90, written_caches, 2), False)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
     times = [one.promotions for one in found]  # beside those of a gate's activation, where it is not once
     check("experts in FP8 on a Hopper are wgmma, promoted", min(times) == 1 and times.count(1) >= len(times) // 2)
-    check_attention(120, Heads(8, 2, 256, torch.bfloat16), 64, in_codes=True)
     for gpu in (90, 120):
         found = launch_on(gpu, gradients_of_attention, Heads(8, 2, 128, torch.bfloat16), 100)
         check_all(f"gradients of attention on sm_{gpu}", found, False)
@@ -781,6 +799,20 @@ def reduced_layouts(ir: str) -> list[str]:
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
     found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
+
+
+def dot_operands(ir: str) -> list[str]:
+    """Of each dot of a kernel's TTGIR, in their order, what says which products a tensor core adds in a step: how many
+    adjacent elements along K a thread has of both operands, none of one in shared memory, and the instruction.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
+    found = []
+    for types in re.findall(r"\b(?:tt\.dot|warp_group_dot|tc_gen5_mma) .*? : (.*)$", ir, re.MULTILINE):
+        layout = "".join(layouts[name] for name in re.findall(r"-> tensor<[^#]*(#\w+)>", types))
+        instruction = re.findall(r"versionMajor = \d+|instrShape = \[.*?]", layout)
+        widths = [width or "shared" for width in re.findall(r"(?:kWidth = (\d+)|memdesc<\w+)[^*]*", types)]
+        found.append(", ".join((*widths, *instruction)))
+    return found
 
 
 def check_norms_behind_sums(widths: Sequence[int]) -> None:
@@ -1140,7 +1172,8 @@ def main() -> None:
     if not parsed.gluon:
         global OUTCOMES
         finds = (
-            Compiled, spills_in_loops, frees_one_place, reads_before_wait, waits_for_each, reduced_layouts, promotions
+            Compiled, spills_in_loops, frees_one_place, reads_before_wait, waits_for_each, reduced_layouts, promotions,
+            dot_operands,
         )  # fmt: skip
         OUTCOMES = Outcomes(RECORDED, finds, anew=parsed.more)
         compile_when_asked()

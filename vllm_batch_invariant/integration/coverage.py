@@ -810,9 +810,8 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "On GPUs quantised activations of experts or with several workers, weights made FP8 by rows or tensors, and "
-        "quantised weights in stages, as experts of several engines or in exact arithmetic; anywhere with another "
-        "vLLM or device",
+        "Quantised weights with another vLLM or device; on GPUs in stages, as experts of several engines, in exact "
+        "arithmetic, made FP8 by rows or tensors, or with quantised activations of experts or by several workers",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,

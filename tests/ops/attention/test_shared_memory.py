@@ -16,23 +16,38 @@ from vllm_batch_invariant.ops.attention.shared_memory import fitted
 REDUCTION = AttentionReduction.of_device("cuda")
 
 
-def stages(monkeypatch: pytest.MonkeyPatch, size: int, major: int, room: int, dtype: torch.dtype) -> int:
+def stages(
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    major: int,
+    room: int,
+    dtype: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> int:
     gpu = SimpleNamespace(major=major, shared_memory_per_block_optin=room)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     schedule = planning.decode_schedule(size, dtype)
-    found = fitted(schedule, planning.AttentionShape(8, 2, size, dtype, REDUCTION), torch.device("cpu"))
+    found = fitted(schedule, planning.AttentionShape(8, 2, size, dtype, REDUCTION, stored), torch.device("cpu"))
     assert found == replace(schedule, num_stages=found.num_stages)
     return found.num_stages
 
 
 @pytest.mark.parametrize(
-    ("major", "room", "expected"),
-    [(8, 166_912, 2), (8, 101_376, 2), (9, 232_448, 2), (10, 232_448, 2), (12, 101_376, 2), (9, 1024, 1)],
+    ("major", "room", "expected", "of_codes"),
+    [
+        (8, 166_912, 2, 2),
+        (8, 101_376, 2, 1),
+        (9, 232_448, 2, 2),
+        (10, 232_448, 2, 2),
+        (12, 101_376, 2, 1),
+        (9, 1024, 1, 1),
+    ],
     ids=["A100", "L4", "H100", "B200", "RTX 5090", "no room"],
 )
-def test_heads_of_256_have_fewer_stages_where_memory_is_short(major, room, expected, monkeypatch) -> None:
+def test_heads_of_256_have_fewer_stages_where_memory_is_short(major, room, expected, of_codes, monkeypatch) -> None:
     for size in (160, 256):
         assert stages(monkeypatch, size, major, room, torch.bfloat16) == expected
+        assert stages(monkeypatch, size, major, room, torch.bfloat16, torch.float8_e4m3fn) == of_codes
         assert stages(monkeypatch, size, major, room, torch.float32) == 1
 
 
@@ -40,4 +55,6 @@ def test_smaller_heads_have_all_their_stages_everywhere(monkeypatch) -> None:
     """No GPU that can serve has so little that they would not fit, so none is asked."""
     for size in (64, 80, 128):
         for dtype in (torch.bfloat16, torch.float16):
-            assert stages(monkeypatch, size, 12, 0, dtype) == planning.decode_schedule(size, dtype).num_stages == 3
+            for stored in (None, torch.float8_e4m3fn):
+                found = stages(monkeypatch, size, 12, 0, dtype, stored)
+                assert found == planning.decode_schedule(size, dtype).num_stages == 3

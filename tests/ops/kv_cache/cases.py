@@ -15,7 +15,7 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
     middles = (codes[1:127] + codes[:126]) / 2
     near = torch.cat([codes, middles, -middles]).view(torch.int32)
     near = torch.cat([near - 1, near, near + 1]).view(torch.float32)
-    near = torch.cat([near, torch.tensor([448.0, 464.0, 465.0, 1e30, torch.inf, -torch.inf, torch.nan])])
+    near = torch.cat([near, torch.tensor([448.0, 464.0, 465.0, 1e30, torch.inf, -torch.inf, torch.nan, -torch.nan])])
     return torch.nn.functional.pad(near, (0, -len(near) % (KV_HEADS * SIZE))).view(-1, KV_HEADS, SIZE)
 
 

@@ -12,12 +12,15 @@ LEAST = 101_376
 _BARRIERS = 1024
 
 
-def decode_bytes(block_m: int, num_stages: int, key_tile: int, padded_head_size: int, tma: bool) -> int:
-    """Shared memory that a block of decode-like work takes with two or more stages, or up to 4 KiB more; 16-bit
-    elements.
+def decode_bytes(
+    block_m: int, num_stages: int, key_tile: int, padded_head_size: int, tma: bool, holds_codes: bool = False
+) -> int:
+    """Shared memory that a block of decode-like work takes with two or more stages, or up to 4 KiB more; queries of 16
+    bits.
 
     All stages but one hold a tile of keys and one of values. Of the last, the compiler holds what it loads by the
-    tensor memory accelerator or what it turns for the tensor cores. The rows and their weights lie there, too.
+    tensor memory accelerator or what it turns for the tensor cores; or the numbers of both tiles' codes. The rows and
+    their weights lie there, too.
 
     Args:
         block_m: rows of the block.
@@ -25,10 +28,11 @@ def decode_bytes(block_m: int, num_stages: int, key_tile: int, padded_head_size:
         key_tile: keys.
         padded_head_size: elements of a head, a power of two.
         tma: whether tiles may be loaded by the tensor memory accelerator.
+        holds_codes: whether they are codes of eight bits.
     """
     pair = 2 * 2 * key_tile * padded_head_size
-    last = pair // 2 if tma else pair // 4
-    return (num_stages - 1) * pair + last + 2 * block_m * (padded_head_size + key_tile) + _BARRIERS
+    stored, last = (pair // 2, pair) if holds_codes else (pair, pair // 2 if tma else pair // 4)
+    return (num_stages - 1) * stored + last + 2 * block_m * (padded_head_size + key_tile) + _BARRIERS
 
 
 def fitted(schedule: Schedule, shape: AttentionShape, device: torch.device) -> Schedule:
@@ -38,7 +42,8 @@ def fitted(schedule: Schedule, shape: AttentionShape, device: torch.device) -> S
     """
 
     def needed(num_stages: int, tma: bool) -> int:
-        return decode_bytes(schedule.block_m, num_stages, shape.key_tile, shape.padded_head_size, tma)
+        holds_codes = shape.cache_dtype is not None
+        return decode_bytes(schedule.block_m, num_stages, shape.key_tile, shape.padded_head_size, tma, holds_codes)
 
     if schedule.num_stages == 1 or needed(schedule.num_stages, True) <= LEAST:
         return schedule

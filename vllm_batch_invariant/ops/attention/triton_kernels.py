@@ -22,7 +22,7 @@ arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 import triton
 import triton.language as tl
 
-from ..common.triton_e4m3 import from_e4m3
+from ..common.triton_e4m3 import as_loaded, from_e4m3
 from ..common.triton_names import aggregate, value
 from .splits import finite_max, is_end_of_split, merge_splits, normalize, split_of, start_of
 from .walk import (
@@ -151,8 +151,12 @@ def load_pages(kv, tile_start):
 
 @triton.jit
 def _numbers(kv, tile, DTYPE: tl.constexpr):
-    """What is stored as numbers of DTYPE."""
-    return from_e4m3(tile, DTYPE, kv.CONVERTS_E4M3) if kv.HOLDS_CODES else tile
+    """What is stored as numbers of DTYPE, for a dot."""
+    if kv.HOLDS_CODES:
+        tile = from_e4m3(tile, DTYPE, kv.CONVERTS_E4M3)
+        if DTYPE.primitive_bitwidth == 16:
+            tile = as_loaded(tile)
+    return tile
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Keys and values in the pages of an engine's cache, which attention reads and other operations write."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +35,11 @@ class CacheSlots:
 
 def codes_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Codes in e4m3 of keys or values, by PyTorch: ``round(min(max(x / scale, -448), 448))``, the division in fp32 and
-    rounded, of two nearest numbers the one with the even code.
+    rounded, of two nearest numbers the one with the even code; 0x7f of any NaN.
     """
-    return (x.float() / scale.reshape(())).clamp(-LARGEST, LARGEST).to(E4M3)
+    numbers = (x.float() / scale.reshape(())).clamp(-LARGEST, LARGEST)
+    # A NaN's sign follows the processor: an x86 keeps it in arithmetic, an NVIDIA GPU clears it.
+    return torch.where(numbers.isnan(), math.nan, numbers).to(E4M3)
 
 
 def is_aligned(cache: torch.Tensor) -> bool:

@@ -14,8 +14,9 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
 
         code = round(min(max(x / s, -448), 448))
 
-    where the division is rounded, and ``round`` is to the nearest number of e4m3, of two the even one; NaN remains.
-    That is what vLLM's kernels compute, but for the last bit of a division that is not IEEE 754's.
+    where the division is rounded, and ``round`` is to the nearest number of e4m3, of two the even one. The code of NaN
+    is 0x7f, whatever its sign. That is what vLLM's kernels compute, but for the last bit of a division that is not
+    IEEE 754's.
 
     Args:
         key: [tokens, kv_heads, head_size] fp32, bf16 or fp16, heads packed; tokens may be any stride apart.

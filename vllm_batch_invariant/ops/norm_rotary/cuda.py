@@ -106,8 +106,8 @@ def _norm_rotary_kernel(
         cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * NORM.length
         first, second = _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM)
     if group < QUERY_GROUPS:
-        out_ptrs = query_out_ptr + token * (NUM_HEADS * NORM.length) + offs
-        _store_halves(out_ptrs, first, second, mask, NORM)
+        query_ptrs = query_out_ptr + token * (NUM_HEADS * NORM.length) + offs
+        _store_halves(query_ptrs, first, second, mask, NORM)
     elif PAGE_SIZE > 0:
         slot = tl.load(slots_ptr + token, mask=token < num_slots, other=-1)
         mask = tl.broadcast_to(head[:, None] < tl.where(slot < 0, 0, num_heads), offs.shape)
