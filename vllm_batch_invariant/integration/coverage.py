@@ -824,7 +824,7 @@ REFUSED = (
     ),
     Feature(
         "A KV cache in fp8 on a GPU; in exact arithmetic, by FlexAttention, with another vLLM or device",
-        "its bits were not all those of its numbers there, or no kernel reads it",
+        "no GPU has run it since its products are added in the order of its numbers, or no kernel reads it",
         "leave --kv-cache-dtype out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
         _fp8_kv_cache_elsewhere,
         arguments=(KV_CACHE,),
