@@ -110,11 +110,11 @@ def packed(
     if strided:
         counts = [part.shape[1] for part in parts]
         parts = list(torch.cat(parts, dim=1).split(counts, dim=1))
-    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int().to(parts[0].device)
     call = PagedAttention(
         parts[0],
         PackedKeys.of(*parts[1:], starts if first_rows is None else first_rows),
-        lengths.int() if seq_lens is None else seq_lens,
+        lengths.int().to(parts[0].device) if seq_lens is None else seq_lens,
         starts,
         AttentionSpec(heads.size**-0.5, causal=causal, **options),
         reduction or AttentionReduction(split_size),
