@@ -18,7 +18,7 @@ import torch
 from benchmarks.record import Setting
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
-from vllm_batch_invariant.ops.attention.params import ADDED
+from vllm_batch_invariant.ops.attention.params import causal_options
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.linear import linear
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
@@ -74,13 +74,11 @@ def rows(device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def attention(device: str, part: slice = slice(None)) -> Iterator[tuple[str, torch.Tensor]]:
     """Prefill, chunks and decode of requests of some lengths, by each implementation of the device; a part of them."""
-    kernel = DEVICES[device].attention
+    kernel, options_of_heads = DEVICES[device].attention, causal_options(HEADS[0][0])
     cases = [
         *product((kernel,), HEADS[:1], SIZES, DTYPES[:2], ({},)),
         *product((kernel, "flex"), HEADS, (128,), DTYPES[:1], ({},)),
-        *product(
-            (kernel,), HEADS[:1], (128,), DTYPES[:1], ({name: one.example(HEADS[0][0])} for name, one in ADDED.items())
-        ),
+        *product((kernel,), HEADS[:1], (128,), DTYPES[:1], [{name: one} for name, one in options_of_heads.items()]),
     ]
     for by, (query_heads, kv_heads), size, dtype, options in cases[part]:
         heads = Heads(query_heads, kv_heads, size, dtype)

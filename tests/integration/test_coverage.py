@@ -228,13 +228,15 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         "is_moe": False,
         "is_multimodal_model": False,
     }
+    chunks = SimpleNamespace(enable_chunked_prefill=changes.get("chunks", False))
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model | {name: changes[name] for name in changes if name in model}),
         parallel_config=SimpleNamespace(**parallel | {name: changes[name] for name in changes if name in parallel}),
+        scheduler_config=chunks,
     )
     rows = [row for name, row in ROWS.items() if "ooling" in name or "runners" in name or "late interaction" in name]
-    assert len(rows) == 5
+    assert len(rows) == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNTRIED.name, "1")
         patch.setattr(patch_points, "installed_version", lambda: version)
@@ -251,7 +253,14 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         ({"runner_type": "render"}, ["the render runner"]),
         ({"version": "0.26.0"}, ["the pooling runner with vLLM 0.26.0"]),
         ({"device": "cuda", "version": "0.32.0"}, ["the pooling runner with vLLM 0.32.0"]),
-        ({"attn_type": "encoder_only"}, ["attention of the kind encoder_only"]),
+        ({"attn_type": "encoder_only"}, []),
+        ({"attn_type": "encoder_decoder"}, ["attention of the kind encoder_decoder"]),
+        ({"attn_type": "encoder_only", "chunks": True}, ["an encoder with prompts in chunks"]),
+        ({"attn_type": "encoder_only", "tensor_parallel_size": 2}, ["an encoder with tensor parallelism 2"]),
+        (
+            {"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0"},
+            ["attention of the kind encoder_only on a GPU"],
+        ),
         ({"score_type": "late-interaction"}, ["scores of late interaction"]),
         ({"pipeline_parallel_size": 2}, ["a pooling model with pipeline parallelism 2"]),
         ({"data_parallel_size": 2}, ["a pooling model with data parallelism 2"]),

@@ -37,7 +37,7 @@ from triton.runtime.jit import JITFunction
 
 import vllm_batch_invariant.ops.attention as attention_package
 from scripts.frozen import stripped
-from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, packed, paged
 from tests.ops.exact.launches import EVERY_KIND, hopper_products
 from tests.ops.exact.ptx import forbidden
 from tests.ops.variants import Outcomes, compile_when_asked
@@ -49,7 +49,7 @@ from vllm_batch_invariant.ops.all_reduce.peers import Peers
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
-from vllm_batch_invariant.ops.attention.params import ADDED
+from vllm_batch_invariant.ops.attention.params import causal_options
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
 from vllm_batch_invariant.ops.common.compile_errors import reason
@@ -325,6 +325,14 @@ def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
     attend(heads, page, 300, 1, 2, **options)
     attend(heads, page, 300, 2, 2, **options)
     attend(heads, page, 300, 200, **options)
+
+
+def both_directions(heads: Heads) -> None:
+    """Sequences of few tokens and of many that see both sides, over keys without pages and over pages."""
+    for window in ({}, {"sliding_window": 100}):
+        for length in (2, 200):
+            packed([Request(heads, length, 1)], "triton", reduction=REDUCTION, **window)
+        attend(heads, 64, 200, 200, causal=False, **window)
 
 
 def written_caches(count: int) -> None:
@@ -896,13 +904,14 @@ def sm90_attention_variants() -> None:
 
 
 def triton_attention_variants() -> None:
-    every_option = {name: one.example(8) for name, one in ADDED.items()}
+    every_option = causal_options(8)
     for page, size in itertools.product((16, 64), (64, 128, 256)):
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True)
     for name, value in every_option.items():
         launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)
+    launch_on(90, both_directions, Heads(8, 2, 128, torch.bfloat16))
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.float32), 16)
 
 
@@ -1090,8 +1099,9 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         for page in (16, 64) if by_tma else (16,):
             attention.append((heads, page, launch(decode_and_prefill, heads, page)))
     elif heads := OPTIONS.get(name):
-        every_option = {name: one.example(8) for name, one in ADDED.items()}
+        every_option = causal_options(8)
         attention.append((heads, 16, launch(decode_and_prefill, heads, 16, **every_option)))
+        attention.append((heads, 1, launch(both_directions, heads)))
     elif heads := HOPPER.get(name):
         for page in (16, 32, 64, 128):
             launch(sm90_attention, heads, page)

@@ -14,9 +14,10 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from tests.ops.attention.cases import Heads
+from tests.ops.attention.cases import Heads, Request, packed
 from tests.ops.compiled_kernels import (
     NO_DRIVER,
+    REDUCTION,
     SHARED_MEMORY,
     VARIANTS,
     all_reduces,
@@ -92,6 +93,7 @@ def attention_batch(count: int) -> None:
         attend(heads, 16, count, 1, min(count, 8))
         attend(heads, 64, 300 + count, count)
         attend(heads, 16, count, 1, min(count, 8), in_codes=True)
+        packed([Request(heads, count, 1)] * min(count, 8), "triton", reduction=REDUCTION)
     if NO_DRIVER.capability == 90:
         sm90.compiles.cache_clear()
         covers, sm90.covers = sm90.covers, lambda *_: True

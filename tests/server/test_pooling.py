@@ -1,13 +1,16 @@
-"""A server of a model that embeds gives a text the same embedding and the same scores beside others."""
+"""A server of a model that embeds, or scores pairs, gives a text the same embedding and scores beside others."""
 
+import string
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import transformers
 
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.harness.server import serve
@@ -25,22 +28,56 @@ ASKED: dict[str, Callable[[str], dict[str, Any]]] = {
 """What is asked about a text, by route."""
 
 
-@pytest.fixture(scope="module")
-def client(model: Path) -> Iterator[httpx.Client]:
+@contextmanager
+def served(model: Path, *arguments: str) -> Iterator[httpx.Client]:
     version = pytest.importorskip("vllm").__version__
     if not version.startswith(RAN.pooling["cuda" if torch.cuda.is_available() else "cpu"]):
         pytest.skip(f"pooling with vLLM {version} is refused")
-    arguments = ["--runner", "pooling", "--convert", "embed", "--max-model-len", "1024"]
     environment = {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (
-        serve(str(model), arguments, environment) as running,
+        serve(str(model), [*arguments, "--max-model-len", "1024"], environment) as running,
         httpx.Client(base_url=running.base_url[:-3], trust_env=False, timeout=120) as http,
     ):
         yield http
 
 
+@pytest.fixture(scope="module")
+def client(model: Path) -> Iterator[httpx.Client]:
+    with served(model, "--runner", "pooling", "--convert", "embed") as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A BERT that scores pairs, whose tokens are letters."""
+    if torch.cuda.is_available():
+        pytest.skip("encoders have not run on a GPU")
+    folder = tmp_path_factory.mktemp("bert")
+    letters = [one for one in string.printable if not one.isspace() and not one.isupper()]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{one}" for one in letters)]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=1024).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=384, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=6,
+        max_position_embeddings=1024, initializer_range=0.2, num_labels=1,
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    with served(folder, "--dtype", "float32") as http:
+        yield http
+
+
 @pytest.mark.parametrize("route", ASKED)
 def test_a_text_gets_the_same_alone_and_beside_others(route: str, client: httpx.Client) -> None:
+    compare(route, client)
+
+
+@pytest.mark.parametrize("route", ["/score", "/rerank"])
+def test_a_pair_has_the_same_score_alone_and_beside_others(route: str, cross_encoder: httpx.Client) -> None:
+    compare(route, cross_encoder)
+
+
+def compare(route: str, client: httpx.Client) -> None:
     def asked(text: str) -> Any:
         answer = client.post(route, json=ASKED[route](text))
         assert answer.status_code == 200, answer.text

@@ -21,6 +21,8 @@ TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-s
 EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
 KV_CACHE = "--kv-cache-dtype"
 HEAD_SIZES = tuple(range(64, 257, 16))
+ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
+"""On a CPU."""
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
@@ -324,9 +326,29 @@ def _pooling_elsewhere(config: Config) -> str | None:
     return _when(experts, "a mixture of experts that pools on a GPU")
 
 
+def _is_encoder(config: Config) -> bool:
+    return _pools(config) and config.model_config.attn_type == "encoder_only"
+
+
 def _both_directions_of_a_pooling_model(config: Config) -> str | None:
     kind = config.model_config.attn_type if _pools(config) else "decoder"
+    ops = devices.of_config(config).ops
+    if _is_encoder(config):
+        return _when(ops.type != "cpu", f"attention of the kind {kind} on {ops.name}")
     return _when(kind != "decoder", f"attention of the kind {kind}")
+
+
+def _beside_an_encoder(config: Config) -> str | None:
+    """What has not been run with models whose tokens see those after them."""
+    if not _is_encoder(config):
+        return None
+    workers = config.parallel_config.tensor_parallel_size
+    found = {
+        "prompts in chunks": config.scheduler_config.enable_chunked_prefill,
+        f"tensor parallelism {workers}": workers > 1,
+    }
+    first = _first(found)
+    return _when(first, f"an encoder with {first}")
 
 
 def _late_interaction(config: Config) -> str | None:
@@ -356,7 +378,8 @@ def _latent_attention(config: Config) -> str | None:
 
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
-    return None if size in HEAD_SIZES else f"attention heads of size {size}"
+    sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else HEAD_SIZES
+    return None if size in sizes else f"attention heads of size {size}"
 
 
 def _kind_of_attention(config: Config) -> str | None:
@@ -599,7 +622,8 @@ COVERED = (
     ),
     Feature(
         "Attention",
-        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks",
+        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
+        "encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
     Feature(
         "Scheduling",
@@ -615,7 +639,13 @@ COVERED = (
         "decoder-only models with causal attention that classify, score, reward or embed: on a CPU with vLLM 0.32, by "
         "one worker or several; on one GPU with vLLM 0.33",
     ),
-    Feature("Poolers", "the last token, all tokens, their mean, or marked tokens (STEP)"),
+    Feature(
+        "Encoders",
+        "BERT, RoBERTa, XLM-RoBERTa, ModernBERT that embed or classify texts, pairs of them (`/score`, `/rerank`) or "
+        "tokens; Gemma 3 and Qwen3 with bidirectional attention that embed, as EmbeddingGemma: on a CPU "
+        "with vLLM 0.32, by one worker",
+    ),
+    Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo and GLM-4.5, suffixes, custom drafters, Medusa on a CPU: "
@@ -979,10 +1009,17 @@ REFUSED = (
         _pooling_elsewhere,
     ),
     Feature(
-        "Pooling models with bidirectional attention (BERT and other encoders, cross-encoders made of them)",
-        "the mode's attention is causal",
-        "serve a decoder-only model, such as Qwen3-Embedding or Qwen3-Reranker",
+        "Pooling models with bidirectional attention on other devices than CPUs; those of other kinds than encoders",
+        "no other device has run them",
+        "serve it on a CPU with vLLM 0.32, or a decoder-only model, such as Qwen3-Embedding or Qwen3-Reranker",
         _both_directions_of_a_pooling_model,
+    ),
+    Feature(
+        "Pooling models with bidirectional attention, with prompts in chunks or by several workers",
+        "a token sees those after it, which come in a later chunk; several workers have not been run",
+        "leave --enable-chunked-prefill and --tensor-parallel-size out",
+        _beside_an_encoder,
+        arguments=(TENSOR,),
     ),
     Feature(
         "Scores of late interaction (ColBERT)",
@@ -1005,7 +1042,7 @@ REFUSED = (
     ),
     Feature(
         "Other head sizes",
-        f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16",
+        f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16, encoders on a CPU also 32 and 48",
         "serve another model, no setting helps",
         _head_size,
         ("cpu", "cuda"),
@@ -1092,6 +1129,8 @@ _OF_A_FOLDER = (_attention_of_another_device, _latent_attention, _head_size)
 """What finds the features that the variables and a model's config.json tell."""
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 """Types of models that vLLM computes by latent attention if they have a rank for it."""
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+"""Types of models whose tokens see those after them."""
 _OTHER_HEADS = ("hidden_size_per_head", "attention_head_dim", "kv_lora_rank", "global_head_dim", "layer_types")
 """Fields of models whose heads are not all as large as the other fields say, or only vLLM knows."""
 
@@ -1114,6 +1153,8 @@ def check_folder(device_type: str, text: Mapping[str, Any]) -> None:
     model = SimpleNamespace(
         use_mla=text.get("model_type") in _LATENT and text.get("kv_lora_rank") is not None,
         get_head_size=lambda: size if known else HEAD_SIZES[0],
+        runner_type="pooling",
+        attn_type="encoder_only" if text.get("model_type") in _ENCODERS else "decoder",
     )
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), model_config=model)
     for feature in REFUSED:

@@ -10,15 +10,17 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import (
     AttentionReduction,
     AttentionSpec,
+    PackedKeys,
     PagedAttention,
     PagedCache,
     paged_attention,
 )
-from vllm_batch_invariant.ops.attention.params import ADDED
+from vllm_batch_invariant.ops.attention import attend as attend_call
+from vllm_batch_invariant.ops.attention.params import causal_options
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
 
-__all__ = ["Chunk", "Heads", "Request", "attend", "call_of", "exact", "features", "in_chunks", "paged"]
+__all__ = ["Chunk", "Heads", "Request", "attend", "call_of", "exact", "features", "in_chunks", "packed", "paged"]
 
 FEATURES = {
     "plain": {},
@@ -34,7 +36,7 @@ FEATURES = {
     },
 }
 """Options of layers with four query heads."""
-FEATURES |= {name: {name: one.example(4)} for name, one in ADDED.items() if name not in FEATURES["all"]}
+FEATURES |= {name: {name: value} for name, value in causal_options(4).items() if name not in FEATURES["all"]}
 features = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 
 
@@ -79,3 +81,43 @@ def in_chunks(request: Request, size: int, start: int = 0, **options: object) ->
     """Rows from position ``start`` on, computed in chunks of ``size``."""
     starts = range(start, request.length, size)
     return torch.cat([attend([Chunk(request, at, min(at + size, request.length))], **options)[0] for at in starts])
+
+
+def packed(
+    requests: list[Request],
+    implementation: str = "numba",
+    split_size: int = 256,
+    strided: bool = False,
+    padding: int = 0,
+    reduction: AttentionReduction | None = None,
+    causal: bool = False,
+    seq_lens: torch.Tensor | None = None,
+    first_rows: torch.Tensor | None = None,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """The output rows of each request over the keys and values of its own tokens, computed together.
+
+    Args:
+        strided: queries, keys and values are parts of one tensor.
+        padding: rows behind the last request, whose output is given last.
+        seq_lens: others than those that the requests have.
+        first_rows: [requests + 1] at which keys begin, others than queries do.
+    """
+    heads, lengths = requests[0].heads, torch.tensor([request.length for request in requests])
+    parts = [torch.cat([getattr(one, name) for one in requests]) for name in ("query", "key", "value")]
+    if padding:
+        parts = [torch.cat([part, torch.full_like(part[:1].expand(padding, -1, -1), math.nan)]) for part in parts]
+    if strided:
+        counts = [part.shape[1] for part in parts]
+        parts = list(torch.cat(parts, dim=1).split(counts, dim=1))
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int().to(parts[0].device)
+    call = PagedAttention(
+        parts[0],
+        PackedKeys.of(*parts[1:], starts if first_rows is None else first_rows),
+        lengths.int().to(parts[0].device) if seq_lens is None else seq_lens,
+        starts,
+        AttentionSpec(heads.size**-0.5, causal=causal, **options),
+        reduction or AttentionReduction(split_size),
+    )
+    out = attend_call(call, implementation)
+    return list(out.split([*lengths.tolist(), *([padding] if padding else [])]))

@@ -437,9 +437,15 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_what_an_implementation_does_not_compute_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(ADDED) == [field.name for field in fields(AttentionSpec) if field.name not in ("scale", "causal")]
+    assert list(ADDED) == [field.name for field in fields(AttentionSpec) if field.name != "scale"]
     chunks = [newest(Request(SMALL, 40, 1))]
-    for name, implementation in (("sinks", "exact"), ("alibi_slopes", "exact"), ("sliding_window", "numba")):
+    for name, implementation in (
+        ("sinks", "exact"),
+        ("alibi_slopes", "exact"),
+        ("sliding_window", "numba"),
+        ("causal", "flex"),
+        ("causal", "exact"),
+    ):
         monkeypatch.setattr("vllm_batch_invariant.ops.attention.cpu.SERVES", ("sinks", "logits_soft_cap"))
         value = ADDED[name].example(4)
         with pytest.raises(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.attention.cases import Chunk, Heads, Request, exact, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, exact, packed, paged
 from vllm_batch_invariant.ops.attention import (
     AttentionReduction,
     AttentionSpec,
@@ -177,6 +177,22 @@ MIXED = [newest(150, 150), newest(777, 7, 2), newest(2600, 1, 3)]
 )
 def test_every_way_to_spread_work_and_every_option_is_near_float64(chunks, options):
     assert (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item() < ATOL
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 40}, {"sliding_window": 40, "logits_soft_cap": 2.0}], ids=str
+)
+def test_sequences_that_see_both_sides_have_the_same_bits_alone_and_among_others(options):
+    """Over keys without pages and over pages, of blocks that are whole and of such that programs share."""
+    asked = [Request(HEADS, length, length) for length in (150, 3, 1, 330, 65)]
+    together = packed(asked, "triton", reduction=REDUCTION, **options)
+    for number in (3, 0, 1):
+        alone = packed([asked[number]], "triton", reduction=REDUCTION, **options)[0]
+        assert_same_bits(alone, together[number], f"{asked[number].length} tokens")
+    in_pages = attend([Chunk(one, 0, one.length) for one in asked], causal=False, **options)
+    assert_same_bits(in_pages, torch.cat(together), "in pages")
+    expected = torch.cat(packed(asked, "reference", reduction=REDUCTION, **options))
+    assert (in_pages.double() - expected.double()).abs().max().item() < ATOL
 
 
 def of_codes(chunk: Chunk, k_factor: float, v_factor: float) -> Chunk:

@@ -167,8 +167,8 @@ def test_every_kind_of_layer_is_compared(attending):
 
 
 def test_what_is_compared_is_the_layer_with_all_that_it_adds_and_sinks_of_its_own(monkeypatch):
-    layer = AttentionSpec(0.5, 300, 30.0, torch.full((4,), 0.5), torch.zeros(4))
-    assert {"scale", "causal", *layer.added} == {field.name for field in fields(AttentionSpec)}
+    layer = AttentionSpec(0.5, 300, 30.0, torch.full((4,), 0.5), torch.zeros(4), causal=False)
+    assert {"scale", *layer.added} == {field.name for field in fields(AttentionSpec)}
     asked: list[PagedAttention] = []
     monkeypatch.setattr(certificate, "paged_attention", lambda call, *_: asked.append(call))
     operands = certificate.by_scores(SHAPE, torch.device("cpu"), 16)
@@ -179,11 +179,6 @@ def test_what_is_compared_is_the_layer_with_all_that_it_adds_and_sinks_of_its_ow
     assert call.spec.scale == operands.scale
     assert torch.unique(call.spec.sinks).numel() == 4
     call.check()
-
-
-def test_attention_that_is_not_causal_is_refused():
-    with pytest.raises(NotCovered, match="not causal"):
-        AttentionSpec(1.0, causal=False)
 
 
 @pytest.mark.parametrize("chunk", [name for name, _ in ways(2)])

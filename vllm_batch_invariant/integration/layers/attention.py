@@ -1,17 +1,20 @@
-"""Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits."""
+"""Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits.
+Layers of encoders have no cache: all tokens of a sequence come in one step, and see each other.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from ... import envs
 from ...errors import NotCovered
 from ...ops import kv_cache as cache_operation
-from ...ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache, attend
+from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, PagedCache, attend
 from ...ops.common.kv_cache import E4M3, CacheSlots
-from ..coverage import DTYPES, HEAD_SIZES
+from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES
 from ..reviews import claims
 from ..reviews.schemes import FP8_CACHES
 
@@ -35,11 +38,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        if common_attn_metadata.causal is not True:
+        if common_attn_metadata.causal is not True and not (self._of_encoder and common_attn_metadata.causal is False):
             raise NotCovered(
-                "attention that is not causal", "its masks are not in the reduction", "serve a decoder-only text model"
+                "attention that is not causal over a KV cache",
+                "a row may see a key that is not there yet",
+                "serve a decoder-only text model, or an encoder",
             )
         return Metadata(
             common_attn_metadata.num_actual_tokens,
@@ -69,6 +75,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     """One attention layer."""
 
     reduction = AttentionReduction.of_device("cpu")
+    attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
+    """Kinds of layers that it serves."""
     supports_quant_query_input = False
     """Else vLLM would quantise queries beside a cache in fp8."""
     _scales: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -88,16 +96,21 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         sinks: torch.Tensor | None = None,
         **unknown: object,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
+        if attn_type not in self.attn_types:
             raise NotCovered(
-                f"{attn_type} attention", "only causal decoder attention has a reduction", "serve a decoder-only model"
+                f"{attn_type} attention",
+                f"the mode has {' and '.join(self.attn_types)} attention here",
+                "serve a decoder-only model",
             )
+        self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
+        """Whether all tokens of a sequence see each other, without a cache."""
         if kv_sharing_target_layer_name is not None:
             raise NotCovered(
                 "layers that share a KV cache", "the mode has not been run with them", "serve a model without them"
             )
-        if head_size not in HEAD_SIZES:
-            sizes = f"{HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16"
+        served = ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
+        if head_size not in served:
+            sizes = f"{served[0]} to {served[-1]} in steps of 16"
             raise NotCovered(
                 f"attention heads of size {head_size}", f"the kernels have sizes {sizes}", "serve another model"
             )
@@ -110,13 +123,19 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self._slopes, slopes = alibi_slopes, None
         if alibi_slopes is not None:
             slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.spec = AttentionSpec(float(scale), sliding_window, logits_soft_cap or None, slopes, sinks)
+        self.spec = AttentionSpec(
+            float(scale), sliding_window, logits_soft_cap or None, slopes, sinks, causal=not self.is_of_encoder
+        )
         """What the layer asks."""
         self.num_heads, self.head_size, self.scale = num_heads, head_size, self.spec.scale
         self.num_kv_heads = num_kv_heads or num_heads
         if kv_cache_dtype not in ("auto", *DTYPES, *FP8_CACHES):
             raise NotCovered(
                 f"a KV cache in {kv_cache_dtype}", "the kernels do not read it", "pass --kv-cache-dtype fp8 or auto"
+            )
+        if self.is_of_encoder and kv_cache_dtype in FP8_CACHES:
+            raise NotCovered(
+                f"an encoder with a KV cache in {kv_cache_dtype}", "it has no KV cache", "leave --kv-cache-dtype out"
             )
         self.kv_cache_dtype = kv_cache_dtype
         self.implementation = envs.ATTENTION.read()
@@ -158,7 +177,11 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
+        """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding. An
+        encoder has no pages.
+        """
+        if self.is_of_encoder:
+            return
         cache_operation.write(key, value, self._slots(layer, kv_cache, slot_mapping))
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:  # of some devices
@@ -171,7 +194,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,  # read from the cache
+        key: torch.Tensor,  # read from the cache, but for an encoder's
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: Metadata | None,
@@ -179,7 +202,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the step's rows over their requests' pages; vLLM's warm-up passes no metadata."""
+        """Attention of the step's rows over their requests' pages, an encoder's over each other; a warm-up passes no
+        metadata.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotCovered(
                 "attention with quantised output", "its scale may follow the batch", "serve the unquantised model"
@@ -187,7 +212,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         if attn_metadata is None:
             return output
         rows = attn_metadata.num_actual_tokens
-        cache = self._cache_of_step(layer, kv_cache, attn_metadata)
+        if self.is_of_encoder:
+            cache: PagedCache = PackedKeys.of(key[:rows], value[:rows], attn_metadata.query_start_loc)
+        else:
+            cache = self._cache_of_step(layer, kv_cache, attn_metadata)
         self._attend(query[:rows], cache, attn_metadata, output[:rows])
         return output
 
@@ -249,7 +277,7 @@ class FixedSplitBackendMixin:
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
+        return attn_type in cls.get_impl_cls().attn_types
 
     @staticmethod
     def get_impl_cls() -> type[FixedSplitAttention]:

@@ -1,9 +1,29 @@
 """The attention backend on the CPU."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+from vllm.v1.attention.backend import AttentionType
+
+from ... import envs
+from ...errors import NotCovered
 from ..reviews import patch_points
-from .attention import ExactAttention, FixedSplitBackendMixin
+from .attention import ExactAttention, FixedSplitAttention, FixedSplitBackendMixin
+
+
+class CpuFixedSplitAttention(FixedSplitAttention):
+    """One attention layer of a decoder or of an encoder."""
+
+    attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        if self.is_of_encoder and self.implementation not in ("auto", "numba"):
+            raise NotCovered(
+                f"an encoder with {envs.ATTENTION.name}={self.implementation}",
+                "that implementation sees no keys after a token",
+                f"leave {envs.ATTENTION.name} out",
+            )
+
 
 _Base: Any = patch_points.CPU_BACKEND.get()
 
@@ -11,10 +31,14 @@ _Base: Any = patch_points.CPU_BACKEND.get()
 class Backend(FixedSplitBackendMixin, _Base):
     """In the place of vLLM's CPU backend, which its CPU platform chooses whatever is asked for."""
 
+    @staticmethod
+    def get_impl_cls() -> type[FixedSplitAttention]:
+        return CpuFixedSplitAttention
+
 
 class ExactBackend(Backend):
     """The same in exact arithmetic."""
 
     @staticmethod
-    def get_impl_cls() -> type[ExactAttention]:
+    def get_impl_cls() -> type[FixedSplitAttention]:
         return ExactAttention

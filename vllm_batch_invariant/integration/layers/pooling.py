@@ -7,10 +7,12 @@ vLLM adds up by atomic additions on a GPU, and the norm of an embedding.
 
 from collections.abc import Iterator
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from .. import reviews
 from ..reviews import patch_points
 
 CALLED = ("pooling", "head", "pooler", "projector", "classifier", "activation")
@@ -81,7 +83,15 @@ def parts(pooler: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def problem_of(pooler: Any) -> str | None:
-    """Why a pooler, or a head of one, is refused; None if all that it calls are layers, which are looked at."""
+    """Why a pooler, or a head of one, is refused; None if all that it calls are layers, which are looked at, or
+    functions of a known layer, which call others of its layers.
+    """
     called = {name: getattr(pooler, name, None) for name in CALLED}
-    strange = [name for name, value in called.items() if value is not None and not isinstance(value, torch.nn.Module)]
+    strange = [name for name, value in called.items() if value is not None and not _is_looked_at(value)]
     return f"its {strange[0]} is a function" if strange else None
+
+
+def _is_looked_at(called: Any) -> bool:
+    if isinstance(called, FunctionType):
+        return reviews.is_known(reviews.layers().known, called.__module__, called.__qualname__.partition(".")[0])
+    return isinstance(called, torch.nn.Module)

@@ -8,13 +8,14 @@ import torch
 
 from ...errors import NotCovered
 from ..devices import known
-from .params import AttentionSpec, PagedAttention, PagedCache
+from .params import AttentionSpec, PackedKeys, PagedAttention, PagedCache
 from .reduction import AttentionReduction
 
 __all__ = [
     "IMPLEMENTATIONS",
     "AttentionReduction",
     "AttentionSpec",
+    "PackedKeys",
     "PagedAttention",
     "PagedCache",
     "attend",
@@ -35,10 +36,11 @@ _MODULES = {
 def attend(
     call: PagedAttention, implementation: str = "auto", out: torch.Tensor | None = None, plan: Any = None
 ) -> torch.Tensor:
-    """Causal attention of each request's newest tokens over its paged keys and values, which are already written.
+    """Attention of each request's newest tokens over its paged keys and values, which are already written, or of all of
+    its tokens over their own.
 
-    A query row's bits depend on its own request's query, keys and values up to its position, and on the reduction: not
-    on the other requests, the page size, the pages, how the request was cut into chunks, or the number of threads.
+    A query row's bits depend on its own query, the keys and values that it sees, and the reduction: not on the other
+    requests, the page size, the pages, how the request was cut into chunks, or the number of threads.
     Unwritten slots and pages may hold anything. Bits of two implementations are not comparable. No gradient is
     recorded.
 
@@ -123,5 +125,11 @@ def _implementation(name: str, device: str, call: PagedAttention) -> ModuleType:
             f"a KV cache in fp8 by '{chosen}'",
             "that implementation does not read it",
             "leave --kv-cache-dtype out, or choose another implementation",
+        )
+    if isinstance(call.cache, PackedKeys) and not getattr(module, "READS_PACKED", False):
+        raise NotCovered(
+            f"keys without pages by '{chosen}'",
+            "that implementation does not read them",
+            "serve a decoder-only model, or choose another implementation",
         )
     return module

@@ -6,10 +6,10 @@ import torch
 
 from ..common.numba_rows import threads
 from . import cpu_kernel
-from .cpu_kernel import READS_E4M3, SERVES
-from .params import PagedAttention
+from .cpu_kernel import READS_E4M3, READS_PACKED, SERVES
+from .params import PackedKeys, PagedAttention
 
-__all__ = ["READS_E4M3", "SERVES", "paged_attention"]
+__all__ = ["READS_E4M3", "READS_PACKED", "SERVES", "paged_attention"]
 
 BLOCK_M = 64
 """Query rows of a work item, (token, query head of the KV head) pairs."""
@@ -19,14 +19,21 @@ SERIAL_BELOW = 1 << 12
 """(query token, key, KV head) triples under which waking threads costs more than they save."""
 
 
-def _cache(cache: torch.Tensor, scale: torch.Tensor | None) -> cpu_kernel.Cache:
+_NO_PAGES = 1 << 40
+"""Slots of a page that begins at a request's first key, more than it has keys."""
+
+
+def _cache(cache: torch.Tensor, scale: torch.Tensor | None, packed: bool) -> cpu_kernel.Cache:
     if cache.stride(3) != 1:
         cache = cache.contiguous()
     strides = cache.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, strides, strict=True))
     data = cache.detach().as_strided((span,), (1,)).view(torch.uint8).numpy()
     factor = np.float32(1.0 if scale is None else scale.item())
-    return cpu_kernel.Cache(data, np.array(strides[:3]), cache.element_size(), cache.dtype == torch.float16, factor)
+    steps = np.array(strides[:3])
+    if packed:  # a page is a row, and the next slot is in the next row
+        steps[2] = steps[0]
+    return cpu_kernel.Cache(data, steps, cache.element_size(), cache.dtype == torch.float16, factor)
 
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
@@ -34,10 +41,18 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     heads, kv_heads = params.query.shape[1], params.cache.kv_heads
     queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
     tile_tokens = max(1, BLOCK_M // queries_per_kv)
-    keys, values = _cache(params.cache.keys, params.cache.k_scale), _cache(params.cache.values, params.cache.v_scale)
+    cache, packed = params.cache, isinstance(params.cache, PackedKeys)
+    keys, values = _cache(cache.keys, cache.k_scale, packed), _cache(cache.values, cache.v_scale, packed)
     score_mod = cpu_kernel.ScoreMod.of(params.spec, heads, keys)
     work = cpu_kernel.deal(
-        params.starts, params.lengths, kv_heads, tile_tokens, score_mod.window, threads(), SERIAL_BELOW
+        params.starts,
+        params.lengths,
+        kv_heads,
+        tile_tokens,
+        score_mod.window,
+        score_mod.causal,
+        threads(),
+        SERIAL_BELOW,
     )
     query = params.query[: params.tokens].float().contiguous()
     result = torch.empty_like(query)
@@ -47,8 +62,8 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         result.numpy(),
         keys,
         values,
-        np.ascontiguousarray(params.cache.table),
-        params.cache.page_size,
+        np.ascontiguousarray(cache.table),
+        _NO_PAGES if packed else cache.page_size,
         score_mod,
         split_size,
         queries_per_kv,

@@ -41,8 +41,8 @@ from .cpu_simd import (
 )
 from .params import AttentionSpec
 
-SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
-READS_E4M3 = True
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
+READS_E4M3 = READS_PACKED = True
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -74,6 +74,8 @@ class ScoreMod(NamedTuple):
     """0 for none."""
     sinks: np.ndarray
     """[query_heads] fp32, empty for none."""
+    causal: bool
+    """Else a window reaches as far after a position as before it."""
 
     @classmethod
     def of(cls, spec: AttentionSpec, heads: int, keys: Cache) -> "ScoreMod":
@@ -86,6 +88,7 @@ class ScoreMod(NamedTuple):
             alibi_slopes.numpy(),
             spec.sliding_window or 0,
             sinks.numpy(),
+            spec.causal,
         )
 
 
@@ -93,7 +96,9 @@ class Work(NamedTuple):
     """The work items of a call, dealt out to threads."""
 
     items: np.ndarray
-    """[items, 5] int64: request, first token in the query, tokens, position of the first of them, KV head."""
+    """[items, 6] int64: request, first token in the query, tokens, position of the first of them, KV head, and the end
+    of the keys that one of them sees.
+    """
     indptr: np.ndarray
     """[threads + 1] int64, the first item of each thread."""
 
@@ -305,12 +310,11 @@ def _add_values_rows(scratch, first, keys, rows, split_size):
 @njit
 def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_size, item, queries_per_kv, scratch):
     """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
-    query_start, query_len, q_pos, kv_head = item
+    query_start, query_len, q_pos, kv_head, kv_end = item
     head_size, width = query.shape[2], scratch.width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
     rows = query_len * queries_per_kv
     even_rows = rows + rows % 2
-    kv_end = q_pos + query_len
     window = score_mod.window
     first_key = max(0, q_pos - window + 1) if window > 0 else 0
     block_n = scratch.tile.size // width
@@ -329,7 +333,10 @@ def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_si
             # An odd last row is paired with a copy of its own range, whose result nobody reads.
             row_pos = q_pos + min(row, rows - 1) // queries_per_kv
             visible[row, 0] = _clip(row_pos - window + 1 - start, 0, split_end - start) if window > 0 else 0
-            visible[row, 1] = _clip(row_pos + 1 - start, 0, split_end - start)
+            row_end = row_pos + 1
+            if not score_mod.causal:
+                row_end = row_pos + window if window > 0 else kv_end
+            visible[row, 1] = _clip(row_end - start, 0, split_end - start)
         first_tile = start + max(0, first_key - start) // block_n * block_n
 
         for tile_start in range(first_tile, split_end, block_n):
@@ -396,15 +403,15 @@ def _attend(
     for thread in prange(work.indptr.size - 1):
         scratch = _new_scratch(block_m, query.shape[2], block_n, split_size)
         for i in range(work.indptr[thread], work.indptr[thread + 1]):
-            request, query_start, query_len, q_pos, kv_head = work.items[i]
+            request, query_start, query_len, q_pos, kv_head, kv_end = work.items[i]
             pages = block_table[request]
-            item = query_start, query_len, q_pos, kv_head
+            item = query_start, query_len, q_pos, kv_head, kv_end
             _attend_item(
                 query, out, keys, values, pages, page_size, score_mod, split_size, item, queries_per_kv, scratch
             )
 
 
-def _deal(starts, lengths, kv_heads, tile_tokens, window, threads, serial_below):
+def _deal(starts, lengths, kv_heads, tile_tokens, window, causal, threads, serial_below):
     """The :class:`Work` of a call.
 
     The items are dealt out from the longest to the shortest, there and back, so that shares are about equal; all to one
@@ -413,7 +420,7 @@ def _deal(starts, lengths, kv_heads, tile_tokens, window, threads, serial_below)
     count = 0
     for request in range(lengths.size):
         count += (starts[request + 1] - starts[request] + tile_tokens - 1) // tile_tokens * kv_heads
-    items = np.empty((count, 5), dtype=np.int64)
+    items = np.empty((count, 6), dtype=np.int64)
     cost = np.empty(count, dtype=np.int64)
     i = 0
     for request in range(lengths.size):
@@ -421,15 +428,19 @@ def _deal(starts, lengths, kv_heads, tile_tokens, window, threads, serial_below)
         for query_start in range(starts[request], end, tile_tokens):
             query_len = min(tile_tokens, end - query_start)
             q_pos = lengths[request] - (end - query_start)
-            kv_len = q_pos + query_len
+            kv_end = q_pos + query_len
+            if not causal:
+                kv_end = min(lengths[request], kv_end - 1 + window) if window > 0 else lengths[request]
+            kv_len = kv_end
             if window > 0:
-                kv_len = min(kv_len, window + query_len - 1)
+                kv_len = min(kv_len, kv_end - q_pos + window - 1)
             for kv_head in range(kv_heads):
                 items[i, 0] = request
                 items[i, 1] = query_start
                 items[i, 2] = query_len
                 items[i, 3] = q_pos
                 items[i, 4] = kv_head
+                items[i, 5] = kv_end
                 cost[i] = -kv_len * query_len
                 i += 1
     if -cost.sum() < serial_below:

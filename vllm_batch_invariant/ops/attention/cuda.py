@@ -15,13 +15,13 @@ from ..common.kv_cache import is_aligned
 from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
 from . import sm90
-from .params import PagedAttention
+from .params import PackedKeys, PagedAttention
 from .plan import Plan, Planner
 from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
-SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
-READS_E4M3 = True
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
+READS_E4M3 = READS_PACKED = True
 _LOG2_E = math.log2(math.e)
 
 
@@ -63,8 +63,10 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
 
 def _plan_alone(call: PagedAttention) -> Plan:
     """A plan for one call, with memory of its own."""
-    tokens, keys = len(call.query), call.cache.block_table.numel() * call.cache.page_size
-    plain = not call.spec.added
+    packed = isinstance(call.cache, PackedKeys)
+    tokens = len(call.query)
+    keys = len(call.cache.keys) if packed else call.cache.block_table.numel() * call.cache.page_size
+    plain = not (packed or call.spec.added)
     planner = Planner(AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys, plain)
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
@@ -93,12 +95,13 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
     else:
         schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
-    block_table, query = _packed(cache.block_table.to(device)), _packed(call.query)
+    paged, query = not isinstance(cache, PackedKeys), _packed(call.query)
+    block_table = _packed(cache.block_table.to(device)) if paged else None
     key_cache, value_cache = _packed(cache.keys), _packed(cache.values)
     if cache.holds_codes:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     descriptors = [_tensor_descriptor(one, shape.key_tile, shape.padded_head_size) for one in (key_cache, value_cache)]
-    use_tma = None not in descriptors
+    use_tma = paged and None not in descriptors
     alibi_slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(device, torch.float32) * _LOG2_E
     sinks = None if spec.sinks is None else spec.sinks.to(device, torch.float32) * _LOG2_E
     written = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -123,7 +126,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             spec.scale * _LOG2_E,
             (spec.logits_soft_cap or 0.0) * _LOG2_E,
             spec.sliding_window or 0,
-            block_table.stride(0),
+            0 if block_table is None else block_table.stride(0),
             *query.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
@@ -131,12 +134,14 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         ),
         on=query,
         USE_TMA=use_tma,
+        PAGED=paged,
         HOLDS_CODES=cache.holds_codes,
         CONVERTS_E4M3=cache.holds_codes and converts_e4m3(torch.cuda.get_device_capability(device)),
         USE_SOFT_CAP=spec.logits_soft_cap is not None,
         USE_ALIBI=alibi_slopes is not None,
         USE_WINDOW=spec.sliding_window is not None,
         USE_SINKS=sinks is not None,
+        CAUSAL=spec.causal,
         PREFILL_LIKE=prefill_like,
         MAY_SHARE=not prefill_like or plan.may_share_prefill,
         NUM_KV_HEADS=shape.kv_heads,

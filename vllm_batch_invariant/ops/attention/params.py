@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Added:
-    """What a field of a layer adds to plain causal attention."""
+    """What a field of a layer makes of plain causal attention."""
 
     words: str
     """With the field's value."""
@@ -31,14 +31,20 @@ ADDED = {
     "logits_soft_cap": Added("soft-cap {:g}", lambda _: 30.0),
     "alibi_slopes": Added("ALiBi", lambda heads: torch.linspace(0.0, 0.5, heads)),
     "sinks": Added("sinks", lambda heads: torch.linspace(-2.0, 4.0, heads)),
+    "causal": Added("keys of both directions", lambda _: False),
 }
 """By the name of the field. An implementation says in ``SERVES`` which of them it has, and others are refused by it."""
+
+
+def causal_options(heads: int) -> dict[str, Any]:
+    """An example of each option of causal attention, for so many query heads."""
+    return {name: one.example(heads) for name, one in ADDED.items() if name != "causal"}
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
     """What a layer's attention is, whatever the batch. Two are equal that ask the same, where of sinks, of which every
-    layer has its own values, only counts that there are some.
+    layer has its own values, only counts that there are some. A query sees one interval of its sequence's keys.
 
     Attributes:
         scale: factor of the scores.
@@ -47,11 +53,11 @@ class AttentionSpec:
         alibi_slopes: [query_heads], ``slope * (key position - query position)`` is added to the capped score.
         sinks: [query_heads], a score for each row's softmax that has no value: it is added to the row's sum of weights
             once, after all splits. Neither scaled nor capped.
-        causal: whether a query sees no key after its position.
+        causal: whether a query sees no key after its position; else it sees all of its sequence, or with a window
+            p - sliding_window + 1 to p + sliding_window - 1.
 
     Raises:
         ValueError: by the constructor: a number that does not fit.
-        NotCovered: by the constructor: attention that is not causal.
     """
 
     scale: float
@@ -68,10 +74,6 @@ class AttentionSpec:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
         if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
             raise ValueError(f"logits_soft_cap must be above 0 or None, got {self.logits_soft_cap}")
-        if not self.causal:
-            raise NotCovered(
-                "attention that is not causal", "no kernel has its masks", "serve a decoder-only text model"
-            )
 
     @cached_property
     def _asked(self) -> tuple[Any, ...]:
@@ -189,6 +191,26 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
+class PackedKeys(PagedCache):
+    """Keys and values that no cache holds: those of a step's own tokens, request after request as its queries lie.
+
+    ``keys`` and ``values`` are [tokens, kv_heads, 1, head_size], any strides, and ``block_table`` [requests, 1] has the
+    row of each request's first key, which the others follow.
+    """
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, query_start_loc: torch.Tensor) -> "PackedKeys":
+        """Of [tokens, kv_heads, head_size] and the [requests + 1] at which requests begin."""
+        return cls(keys.unsqueeze(2), values.unsqueeze(2), query_start_loc[:-1, None])
+
+    def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`PagedCache.gather`, views."""
+        first = int(self.table[request, 0])
+        rows = slice(first + positions.start, first + positions.stop)
+        return self.keys[rows, :, 0].transpose(0, 1), self.values[rows, :, 0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
 class PagedAttention:
     """The newest tokens of each request and what they see; to be checked before use.
 
@@ -230,6 +252,13 @@ class PagedAttention:
         window = self.spec.sliding_window
         return 0 if window is None else max(0, position - window + 1)
 
+    def last_key(self, position: int, length: int) -> int:
+        """The last position that a query at ``position`` of so many keys sees."""
+        if self.spec.causal:
+            return position
+        window = self.spec.sliding_window
+        return length - 1 if window is None else min(length - 1, position + window - 1)
+
     def requests(self) -> Iterator[tuple[int, slice, range]]:
         """(request, its rows, their positions) of each request that has a query."""
         for request, length in enumerate(self.lengths.tolist()):
@@ -238,9 +267,10 @@ class PagedAttention:
                 yield request, slice(start, stop), range(length - (stop - start), length)
 
     def split_positions(self, split: int, query_positions: range) -> range:
-        """The positions of a split that some of the queries see."""
+        """The positions of a split that some of the queries see, a request's last ones."""
         start, stop = self.reduction.start_of(split), self.reduction.start_of(split + 1)
-        return range(max(start, self.first_key(query_positions[0])), min(stop, query_positions[-1] + 1))
+        last = self.last_key(query_positions[-1], query_positions.stop)
+        return range(max(start, self.first_key(query_positions[0])), min(stop, last + 1))
 
     def equal_splits(self) -> int:
         """The size of the splits, for an implementation that takes one.
@@ -326,6 +356,9 @@ class PagedAttention:
                 f"query_start_loc must ascend from 0 to at most {self.query.shape[0]}, the rows of query, "
                 f"got {self.starts.tolist()}"
             )
+        if isinstance(self.cache, PackedKeys):
+            self._check_packed(query_lens)
+            return
         room = self.cache.table.shape[1] * self.cache.page_size
         wrong = (query_lens > 0) & ((self.lengths < query_lens) | (self.lengths > room))
         if wrong.any():
@@ -335,6 +368,15 @@ class PagedAttention:
                 f"to {room} (the positions of its row of block_table)"
             )
         self._check_pages(query_lens)
+
+    def _check_packed(self, query_lens: np.ndarray) -> None:
+        if (self.lengths != query_lens).any() or self.tokens > len(self.cache.keys):
+            raise ValueError(
+                f"keys without pages must be those of the queries, of {self.tokens} tokens in requests of "
+                f"{query_lens.tolist()}, got {len(self.cache.keys)} in requests of {self.lengths.tolist()}"
+            )
+        if (self.cache.table[:, 0] != self.starts[:-1]).any():
+            raise ValueError("keys without pages must begin where the queries of their request do")
 
     def _check_pages(self, query_lens: np.ndarray) -> None:
         table, pages, page_size = self.cache.table, self.cache.num_pages, self.cache.page_size

@@ -5,8 +5,8 @@ import torch
 from .merge import merge_splits
 from .params import PagedAttention
 
-SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
-READS_E4M3 = True
+SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
+READS_E4M3 = READS_PACKED = True
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:
@@ -15,7 +15,8 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
     for request, rows, query_positions in call.requests():
         query = call.query[rows].to(precision).transpose(0, 1)
         partials = []
-        for split in call.reduction.splits(call.first_key(query_positions[0]), query_positions[-1]):
+        last = call.last_key(query_positions[-1], query_positions.stop)
+        for split in call.reduction.splits(call.first_key(query_positions[0]), last):
             positions = call.split_positions(split, query_positions)
             key, value = (
                 part.to(precision).repeat_interleave(queries_per_kv, dim=0)
@@ -44,9 +45,11 @@ def _attend_split(
     spec = call.spec
     q_pos, k_pos = (torch.tensor(positions, device=query.device) for positions in (query_positions, key_positions))
     distance = q_pos[:, None] - k_pos[None, :]
-    visible = distance >= 0
-    if spec.sliding_window is not None:
-        visible &= distance < spec.sliding_window
+    first = torch.tensor([call.first_key(position) for position in query_positions], device=query.device)
+    last = torch.tensor(
+        [call.last_key(position, query_positions.stop) for position in query_positions], device=query.device
+    )
+    visible = (k_pos >= first[:, None]) & (k_pos <= last[:, None])
     qk = spec.scale * (query @ key.transpose(1, 2))
     if call.cache.k_scale is not None:
         qk = qk * call.cache.k_scale.to(qk)

@@ -66,7 +66,8 @@ class KVCache:
 
     k: value  # pointer, or descriptor
     v: value
-    block_table_ptr: tl.tensor  # of the request
+    block_table_ptr: value  # of the request, or None
+    first_row: tl.tensor  # of the request's keys, where they have no pages
     stride_k_page: value
     stride_k_head: value
     stride_k_slot: value
@@ -77,6 +78,7 @@ class KVCache:
     first_key: value  # that some row sees
     kv_end: tl.tensor
     USE_TMA: tl.constexpr
+    PAGED: tl.constexpr
     HOLDS_CODES: tl.constexpr
     CONVERTS_E4M3: tl.constexpr
     KEY_TILE: tl.constexpr
@@ -95,6 +97,7 @@ class ScoreMod:
     USE_SOFT_CAP: tl.constexpr
     USE_ALIBI: tl.constexpr
     USE_WINDOW: tl.constexpr
+    CAUSAL: tl.constexpr
 
 
 @aggregate
@@ -142,6 +145,8 @@ def load_pages(kv, tile_start):
     """
     if kv.USE_TMA:
         page = tl.load(kv.block_table_ptr + tile_start // kv.PAGE_SIZE, mask=tile_start < kv.kv_end, other=0)
+    elif not kv.PAGED:
+        page = (kv.first_row + tile_start + tl.arange(0, kv.KEY_TILE)).to(tl.int64)  # of one key each
     else:
         offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
         needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
@@ -193,7 +198,7 @@ def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def score_mod(qk, rows, offs_n, mod, MASKED: tl.constexpr):
+def score_mod(qk, rows, offs_n, kv_end, mod, MASKED: tl.constexpr):
     """Scores [BLOCK_M, KEY_TILE] of dots: still without the scale where a layer has neither soft-cap nor ALiBi."""
     if mod.USE_SOFT_CAP or mod.USE_ALIBI:
         qk = qk * mod.qk_scale_log2
@@ -203,7 +208,12 @@ def score_mod(qk, rows, offs_n, mod, MASKED: tl.constexpr):
     if mod.USE_ALIBI:
         qk -= rows.slope[:, None] * distance.to(tl.float32)
     if MASKED:
-        visible = distance >= 0
+        if mod.CAUSAL:
+            visible = distance >= 0
+        else:
+            visible = offs_n[None, :] < kv_end
+            if mod.USE_WINDOW:
+                visible &= distance > -mod.window
         if mod.USE_WINDOW:
             visible &= distance < mod.window
         qk = tl.where(visible, qk, -float("inf"))
@@ -230,7 +240,7 @@ def attend_tile(state, rows, kv, mod, page, tile_start, MASKED: tl.constexpr):
     k, v = load_kv_tile(kv, page, tile_start, MASKED, rows.q.dtype)
     offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
     qk = tl.dot(rows.q, k, input_precision="ieee")  # [BLOCK_M, KEY_TILE]
-    qk = score_mod(qk, rows, offs_n, mod, MASKED)
+    qk = score_mod(qk, rows, offs_n, kv.kv_end, mod, MASKED)
     if mod.USE_SOFT_CAP or mod.USE_ALIBI:
         state = online_softmax_update(state, qk, 1.0, v)
     else:
@@ -419,12 +429,14 @@ def attention_kernel(
     stride_o_token,
     stride_o_head,
     USE_TMA: tl.constexpr,
+    PAGED: tl.constexpr,
     HOLDS_CODES: tl.constexpr,
     CONVERTS_E4M3: tl.constexpr,
     USE_SOFT_CAP: tl.constexpr,
     USE_ALIBI: tl.constexpr,
     USE_WINDOW: tl.constexpr,
     USE_SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PREFILL_LIKE: tl.constexpr,
     MAY_SHARE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -443,8 +455,9 @@ def attention_kernel(
 
     Args:
         k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors; uint8 with HOLDS_CODES.
+            Without PAGED pages of one key, those of the tokens of the query.
         k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
-        block_table_ptr: [requests, pages], ``stride_table`` apart.
+        block_table_ptr: [requests, pages], ``stride_table`` apart; None without PAGED.
         work_indptr: the first item of each CTA, and the end; for prefill-like work the number of items, each of them
             for all KV heads.
         partial_m_ptr, partial_l_ptr, partial_acc_ptr: as in :class:`Partials`, ``PARTIAL_ROWS`` of a block;
@@ -460,7 +473,7 @@ def attention_kernel(
         # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
         qk_scale_log2 = qk_scale_log2 * tl.load(k_scale_ptr)
         v_scale = tl.load(v_scale_ptr)
-    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW)
+    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL)
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
     )
@@ -471,8 +484,10 @@ def attention_kernel(
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
         work = load_work(work_ptr, item, NUM_KV_HEADS, PREFILL_LIKE)
-        own_table_ptr = block_table_ptr + work.request * stride_table
-        keys = keys_of_block(work, window, BLOCK_M, QUERIES_PER_KV, SPLIT_SEGMENTS, KEY_TILE, USE_WINDOW)
+        own_table_ptr = block_table_ptr
+        if PAGED:
+            own_table_ptr = block_table_ptr + work.request * stride_table
+        keys = keys_of_block(work, window, BLOCK_M, QUERIES_PER_KV, SPLIT_SEGMENTS, KEY_TILE, USE_WINDOW, CAUSAL)
         begin, end = keys.begin_split, keys.end_split
         tile_start = max(start_of(begin, SPLIT_SEGMENTS), keys.first // KEY_TILE * KEY_TILE)
         tile_end = min(start_of(end, SPLIT_SEGMENTS), keys.end)
@@ -492,9 +507,9 @@ def attention_kernel(
             slope = tl.load(slopes_ptr + head)
         rows = Rows(q, q_pos, slope, stored)
         kv = KVCache(
-            k_cache, v_cache, own_table_ptr, stride_k_page, stride_k_head, stride_k_slot, stride_v_page, stride_v_head,
-            stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, HOLDS_CODES, CONVERTS_E4M3, KEY_TILE, PAGE_SIZE,
-            HEAD_DIM, PADDED_HEAD_DIM,
+            k_cache, v_cache, own_table_ptr, work.query_start, stride_k_page, stride_k_head, stride_k_slot,
+            stride_v_page, stride_v_head, stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, PAGED,
+            HOLDS_CODES, CONVERTS_E4M3, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
         if PREFILL_LIKE:

@@ -33,7 +33,7 @@ class Keys:
     """What a block of rows sees."""
 
     first: value  # key that some row sees
-    unmasked_end: value  # of those that every row sees; 0 with a window
+    unmasked_end: value  # of whole tiles that every row sees; 0 with a window
     end: tl.tensor
     begin_split: tl.tensor  # of those that are the item's
     end_split: tl.tensor
@@ -56,7 +56,7 @@ def items_of_program(work_indptr, NUM_KV_HEADS: tl.constexpr, PREFILL_LIKE: tl.c
 @triton.jit
 def keys_of_block(
     work, window, BLOCK_M: tl.constexpr, QUERIES_PER_KV: tl.constexpr, SPLIT_SEGMENTS: tl.constexpr,
-    KEY_TILE: tl.constexpr, USE_WINDOW: tl.constexpr,
+    KEY_TILE: tl.constexpr, USE_WINDOW: tl.constexpr, CAUSAL: tl.constexpr = True,
 ):  # fmt: skip
     """The :class:`Keys` that some row of the block sees."""
     last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
@@ -64,6 +64,13 @@ def keys_of_block(
     first_key = 0
     first_token = work.first_row // QUERIES_PER_KV
     unmasked_end = (work.context_len + first_token + 1) // KEY_TILE * KEY_TILE
+    if not CAUSAL:
+        kv_len = work.context_len + work.query_len
+        if USE_WINDOW:
+            kv_end = min(kv_end - 1 + window, kv_len)
+        else:
+            kv_end = kv_len
+            unmasked_end = kv_end // KEY_TILE * KEY_TILE
     if USE_WINDOW:
         first_key = max(work.context_len + first_token - window + 1, 0)
         unmasked_end = 0

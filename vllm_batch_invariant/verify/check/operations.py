@@ -308,7 +308,8 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
         is_ours, device = isinstance(impl, FixedSplitAttention), _parameter(model).device
         how: tuple[Any, ...]
         if is_ours:
-            dtype = heads.dtype if impl.holds_codes else key_cache_of(layer).dtype
+            has_numbers = not (impl.holds_codes or impl.is_of_encoder)
+            dtype = key_cache_of(layer).dtype if has_numbers else heads.dtype
             heads = replace(heads, dtype=dtype)
             spec, how = impl.spec.to(device), (impl.reduction, impl.implementation, impl.holds_codes)
         else:
@@ -327,6 +328,13 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             why = "a kernel of vLLM, which the cases of the engine test"
             for guarantee in ("batch", "schedule"):
                 yield replace(certificate, guarantee=guarantee, untested=why, not_applicable=True)
+            continue
+        if impl.is_of_encoder:
+            encode = partial(_encode, spec, impl.reduction, impl.implementation, device)
+            compared, difference = _encoder_in_batches(encode, heads, rows)
+            yield replace(certificate, compared=compared, difference=difference)
+            why = "an encoder, whose prompts do not come in chunks"
+            yield replace(certificate, guarantee="schedule", untested=why, not_applicable=True)
             continue
         page_size = key_cache_of(layer).shape[2]
         attend = partial(_attend, spec, impl.reduction, impl.implementation, impl.holds_codes, device, page_size)
@@ -358,6 +366,43 @@ def _attend(
     cache = PagedCache(*tensors)
     call = PagedAttention(query, cache.coded() if holds_codes else cache, lengths, starts, spec, reduction)
     return list(attend(call, implementation).split([chunk.stop - chunk.start for chunk in chunks]))
+
+
+def _encode(
+    spec: "AttentionSpec",
+    reduction: "AttentionReduction",
+    implementation: str,
+    device: torch.device,
+    requests: list[Request],
+) -> list[torch.Tensor]:
+    """The output rows of each request over its own keys, computed together, as a layer of an encoder computes them."""
+    from ...ops.attention import PackedKeys, PagedAttention, attend
+
+    parts = ("query", "key", "value")
+    query, keys, values = (torch.cat([getattr(one, name) for one in requests]).to(device) for name in parts)
+    lengths = torch.tensor([request.length for request in requests], dtype=torch.int32, device=device)
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+    call = PagedAttention(query, PackedKeys.of(keys, values, starts), lengths, starts, spec, reduction)
+    return list(attend(call, implementation).split(lengths.tolist()))
+
+
+def _encoder_in_batches(
+    encode: Callable[[list[Request]], list[torch.Tensor]], heads: Heads, rows: Sequence[int]
+) -> tuple[int, str]:
+    """All tokens of each of two requests, alone and in batches with others of other lengths."""
+    probes = [Request(heads, length, length) for length in (37, 530)]
+    alone = [encode([probe])[0] for probe in probes]
+    others = [Request(heads, 1 + 7 * seed % 301, seed) for seed in range(max(rows))]
+    compared, difference = 0, ""
+    for size in rows:
+        for probe, expected in zip(probes, alone, strict=True):
+            for place in sorted({0, size // 2, size - 1}):
+                batch = others[: size - 1]
+                batch.insert(place, probe)
+                found = bitwise_comparison(encode(batch)[place], expected)
+                compared += found.elements
+                difference = difference or _words(found, f"at place {place} of {size} requests")
+    return compared, difference
 
 
 def _attention_in_batches(
