@@ -224,6 +224,7 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
     model = {
         "runner_type": "pooling",
         "attn_type": "decoder",
+        "architecture": "BertModel",
         "score_type": "bi-encoder",
         "is_moe": False,
         "is_multimodal_model": False,
@@ -254,6 +255,10 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         ({"version": "0.26.0"}, ["the pooling runner with vLLM 0.26.0"]),
         ({"device": "cuda", "version": "0.32.0"}, ["the pooling runner with vLLM 0.32.0"]),
         ({"attn_type": "encoder_only"}, []),
+        (
+            {"attn_type": "encoder_only", "architecture": "NomicBertModel"},
+            ["attention of the kind encoder_only of NomicBertModel"],
+        ),
         ({"attn_type": "encoder_decoder"}, ["attention of the kind encoder_decoder"]),
         ({"attn_type": "encoder_only", "chunks": True}, ["an encoder with prompts in chunks"]),
         ({"attn_type": "encoder_only", "tensor_parallel_size": 2}, ["an encoder with tensor parallelism 2"]),

@@ -334,7 +334,12 @@ def _both_directions_of_a_pooling_model(config: Config) -> str | None:
     kind = config.model_config.attn_type if _pools(config) else "decoder"
     ops = devices.of_config(config).ops
     if _is_encoder(config):
-        return _when(ops.type != "cpu", f"attention of the kind {kind} on {ops.name}")
+        model = getattr(config.model_config, "architecture", RAN.encoders[0])  # a folder may not tell it
+        found = {
+            f"attention of the kind {kind} on {ops.name}": ops.type != "cpu",
+            f"attention of the kind {kind} of {model}": model not in RAN.encoders,
+        }
+        return _first(found)
     return _when(kind != "decoder", f"attention of the kind {kind}")
 
 
@@ -1009,8 +1014,9 @@ REFUSED = (
         _pooling_elsewhere,
     ),
     Feature(
-        "Pooling models with bidirectional attention on other devices than CPUs; those of other kinds than encoders",
-        "no other device has run them",
+        "Pooling models with bidirectional attention on other devices than CPUs; other ones than BERT, RoBERTa, "
+        "XLM-RoBERTa, ModernBERT, Gemma 3 and Qwen3; those of other kinds than encoders",
+        "they have not been run",
         "serve it on a CPU with vLLM 0.32, or a decoder-only model, such as Qwen3-Embedding or Qwen3-Reranker",
         _both_directions_of_a_pooling_model,
     ),

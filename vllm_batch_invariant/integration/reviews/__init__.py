@@ -219,6 +219,7 @@ class Ran:
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         mtp_models: types of models whose layers for more tokens have run.
+        encoders: models whose tokens see those after them that have pooled.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
@@ -230,6 +231,7 @@ class Ran:
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
+    encoders: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
