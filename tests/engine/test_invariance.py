@@ -181,8 +181,8 @@ def test_the_log_says_what_serves_each_operation(main: Result) -> None:
     assert main.log.count("Batch-invariant mode is on") == 1
     assert "Matmuls" in main.log
     assert "sampling without a seed" in main.log
-    kind = "_cuda.CudaFixedSplitAttention" if torch.cuda.is_available() else ".FixedSplitAttention"
-    assert main.kernels["impl"] == [f"vllm_batch_invariant.integration.layers.attention{kind}"]
+    kind = "cuda.CudaFixedSplitAttention" if torch.cuda.is_available() else "cpu.CpuFixedSplitAttention"
+    assert main.kernels["impl"] == [f"vllm_batch_invariant.integration.layers.attention_{kind}"]
     assert all(name.startswith("vllm_batch_invariant.") for name in main.kernels.get("cpu_linear", []))
     assert not any(name.endswith("layernorm.RMSNorm") for name in main.kernels["modules"])
 

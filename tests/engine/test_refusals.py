@@ -50,7 +50,7 @@ REFUSED = {
     ),
     "bidirectional attention": (
         EMBEDS | {"hf_overrides": {"is_causal": False}},
-        "attention of the kind encoder_only",
+        "attention of the kind encoder_only of Qwen3ForCausalLM",
     ),
     "embeddings of long prompts in parts": (
         EMBEDS | {"pooler_config": {"pooling_type": "MEAN", "enable_chunked_processing": True}},

@@ -179,6 +179,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
         ),
         model_config=SimpleNamespace(
             architecture=model.get("architectures", [""])[0],
+            runner_type="generate",
             hf_text_config=SimpleNamespace(**model),
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
