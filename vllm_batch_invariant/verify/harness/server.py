@@ -115,8 +115,10 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, p
 
 
 def _stop(process: subprocess.Popen[bytes], patience: float = 20) -> None:
+    # what is started in the background, or by nohup, ignores interrupts, and so does its server
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
     try:
         process.wait(patience)
     except subprocess.TimeoutExpired:
