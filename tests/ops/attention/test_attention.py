@@ -13,21 +13,14 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec
 from vllm_batch_invariant.ops.attention.merge import merge_splits
 from vllm_batch_invariant.ops.attention.params import ADDED
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = Heads(query=4, kv=2, size=16)
 GROUP_OF_SEVEN = Heads(query=14, kv=2, size=64, dtype=torch.bfloat16)
 TOLERANCE = {torch.float32: (2e-6, 4e-6), torch.bfloat16: (2**-8, 1e-4), torch.float16: (2**-11, 1e-5)}
 """Relative and absolute: one rounding to the dtype, and fp32 sums of a few hundred terms of size one."""
 
 both = pytest.mark.parametrize("implementation", ["numba", "flex"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Thousands of small calls: waiting for other threads would be most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def whole(request: Request) -> Chunk:

@@ -12,6 +12,8 @@ from tests.ops.attention.cases import Chunk, Heads, Request, attend, packed
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = Heads(query=4, kv=2, size=32)
 LENGTHS = (1, 63, 300, 2, 65, 257, 520, 1)
 """Around the borders of tiles and splits."""
@@ -29,15 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 both = pytest.mark.parametrize("implementation", ["numba", "reference"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """As in :mod:`.test_attention`."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def requests(lengths: Sequence[int] = LENGTHS, heads: Heads = SMALL) -> list[Request]:
