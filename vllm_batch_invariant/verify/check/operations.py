@@ -391,18 +391,7 @@ def _encoder_in_batches(
 ) -> tuple[int, str]:
     """All tokens of each of two requests, alone and in batches with others of other lengths."""
     probes = [Request(heads, length, length) for length in (37, 530)]
-    alone = [encode([probe])[0] for probe in probes]
-    others = [Request(heads, 1 + 7 * seed % 301, seed) for seed in range(max(rows))]
-    compared, difference = 0, ""
-    for size in rows:
-        for probe, expected in zip(probes, alone, strict=True):
-            for place in sorted({0, size // 2, size - 1}):
-                batch = others[: size - 1]
-                batch.insert(place, probe)
-                found = bitwise_comparison(encode(batch)[place], expected)
-                compared += found.elements
-                difference = difference or _words(found, f"at place {place} of {size} requests")
-    return compared, difference
+    return _in_batches(encode, probes, _others(heads, rows), rows)
 
 
 def _attention_in_batches(
@@ -412,18 +401,30 @@ def _attention_in_batches(
     probes = [
         Chunk(request, request.length - 1, request.length) for request in (Request(heads, n, n) for n in (37, 530))
     ]
-    alone = [attend([probe])[0] for probe in probes]
-    others = [Request(heads, 1 + 7 * seed % 301, seed) for seed in range(max(rows))]
     concurrent = [
-        Chunk(other, max(0, other.length - (1, 1, 5, 40)[i % 4]), other.length) for i, other in enumerate(others)
+        Chunk(other, max(0, other.length - (1, 1, 5, 40)[i % 4]), other.length)
+        for i, other in enumerate(_others(heads, rows))
     ]
+    return _in_batches(attend, probes, concurrent, rows)
+
+
+def _others(heads: Heads, rows: Sequence[int]) -> list[Request]:
+    """Requests of other lengths, as many as the largest batch has."""
+    return [Request(heads, 1 + 7 * seed % 301, seed) for seed in range(max(rows))]
+
+
+def _in_batches(
+    give: Callable[[list[Any]], list[torch.Tensor]], probes: Sequence[Any], others: list[Any], rows: Sequence[int]
+) -> tuple[int, str]:
+    """What is given of each probe, alone and at some places of batches of so many rows with others."""
+    alone = [give([probe])[0] for probe in probes]
     compared, difference = 0, ""
     for size in rows:
         for probe, expected in zip(probes, alone, strict=True):
             for place in sorted({0, size // 2, size - 1}):
-                batch = concurrent[: size - 1]
+                batch = others[: size - 1]
                 batch.insert(place, probe)
-                found = bitwise_comparison(attend(batch)[place], expected)
+                found = bitwise_comparison(give(batch)[place], expected)
                 compared += found.elements
                 difference = difference or _words(found, f"at place {place} of {size} requests")
     return compared, difference
