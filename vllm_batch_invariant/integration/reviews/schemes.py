@@ -171,10 +171,7 @@ def refused(model: Any, config: Any) -> str | None:
 
 def of_the_batch(model: Any, config: Any) -> str | None:
     """Activations of a quantised model with one scale for all tokens of a step; None: it has none."""
-    method = _method(model, config)
-    if method is None:
-        return None
-    found = next((scheme for scheme in _schemes(method, config) if _follows_batch(scheme)), None)
+    found = next((scheme for scheme in _of_model(model, config) if _follows_batch(scheme)), None)
     return f"quantisation {found}" if found else None
 
 
