@@ -40,12 +40,18 @@ def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[float, float]]:
         impl = getattr(layer, "impl", None)
         if isinstance(impl, FixedSplitAttention):
             impl.kv_cache_dtype = "auto"
-            vars(impl).pop("do_kv_cache_update", None)
+            for name in ("do_kv_cache_update", "slots_of_step"):
+                vars(impl).pop(name, None)
             layer.kv_cache = torch.zeros(cache_of(layer).shape, dtype=torch.bfloat16, device=cache_of(layer).device)
             found.append((layer._k_scale.item(), layer._v_scale.item()))
             if rounds:
                 impl.do_kv_cache_update = partial(_write_rounded, impl.do_kv_cache_update)
+                impl.slots_of_step = _none  # else a fused operation would write keys and values as they come
     return found
+
+
+def _none(layer: Any) -> None:
+    """No slots: the layer of attention writes."""
 
 
 def _write_rounded(write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> None:
