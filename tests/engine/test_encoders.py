@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import SETTINGS, Engine, arguments_of, some_exhaustive, tokens
+from tests.engine.engines import OF_DEVICE, SETTINGS, Engine, arguments_of, some_exhaustive, tokens
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.integration.reviews import patch_points
 
 pytestmark = pytest.mark.engine
 
@@ -63,7 +65,7 @@ def _embedding(row: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
 
 def of_pair(model: Any, ids: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
     """Logits of a pair of texts, of which the second begins somewhere."""
-    begins = wanted.get("extra_kwargs", {}).get("compressed_token_type_ids", ids.shape[1])
+    begins = SECOND if "extra_kwargs" in wanted else ids.shape[1]
     types = (torch.arange(ids.shape[1]) >= begins).long()[None]
     with_types = {"token_type_ids": types} if model.config.model_type == "bert" else {}
     return model(input_ids=ids, **with_types).logits[0]
@@ -90,10 +92,16 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+SECOND = 20
+"""Where the second text of a pair begins."""
+OF_SECOND = (
+    SECOND if patch_points.installed_version().startswith("0.32.") else [SECOND, SIZES["max_position_embeddings"]]
+)
+"""The same as vLLM's server tells its engine; since 0.33 a range."""
 EMBEDDINGS = ({"task": "embed", "use_activation": False}, {"task": "embed"}, {"task": "token_embed"})
 CLASSES = (
     {"task": "classify", "use_activation": False},
-    {"task": "classify", "use_activation": False, "extra_kwargs": {"compressed_token_type_ids": 20}},
+    {"task": "classify", "use_activation": False, "extra_kwargs": {"compressed_token_type_ids": OF_SECOND}},
     {"task": "classify"},
 )
 TOKEN_CLASSES = ({"task": "token_classify", "use_activation": False}, {"task": "token_classify"})
@@ -169,12 +177,13 @@ QUICK = ("BERT of pairs",)
 """That run also where each minute counts."""
 
 
+ON_GPU = torch.cuda.is_available()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def pools() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("encoders have not run on a GPU")
     version = pytest.importorskip("vllm").__version__
-    if not version.startswith(RAN.pooling["cpu"]):
+    if not version.startswith(RAN.pooling["cuda" if ON_GPU else "cpu"]):
         pytest.skip(f"pooling with vLLM {version} is refused")
 
 
@@ -217,8 +226,9 @@ def given_by(case: Case, folder: Path, shared: Path, flag: str, dtype: str = "fl
         shutil.copy(file, folder)
     limits = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "dtype": dtype}
     settings = {"enforce_eager": True} if flag == "0" else {}
-    arguments = arguments_of(limits | case.settings | settings)
-    with Engine(str(folder), arguments, flag, SETTINGS, patience=400) as engine:
+    arguments = arguments_of(limits | case.settings | settings | OF_DEVICE)
+    environment = SETTINGS | ({UNTRIED.name: "1"} if ON_GPU else {})
+    with Engine(str(folder), arguments, flag, environment, patience=400) as engine:
         found = {
             name: (engine.call("tests.engine.pooled:pooled", requests, "cache"), where)
             for name, (requests, where) in runs(case).items()

@@ -235,11 +235,12 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         model_config=SimpleNamespace(**model | {name: changes[name] for name in changes if name in model}),
         parallel_config=SimpleNamespace(**parallel | {name: changes[name] for name in changes if name in parallel}),
         scheduler_config=chunks,
+        use_v2_model_runner=changes.get("use_v2_model_runner", True),
     )
     rows = [row for name, row in ROWS.items() if "ooling" in name or "runners" in name or "late interaction" in name]
     assert len(rows) == 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(UNTRIED.name, "1")
+        patch.setenv(UNTRIED.name, "1" if changes.get("untried", True) else "0")
         patch.setattr(patch_points, "installed_version", lambda: version)
         return [what for row in rows if (what := row.found(config))]
 
@@ -263,8 +264,23 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         ({"attn_type": "encoder_only", "chunks": True}, ["an encoder with prompts in chunks"]),
         ({"attn_type": "encoder_only", "tensor_parallel_size": 2}, ["an encoder with tensor parallelism 2"]),
         (
-            {"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0"},
-            ["attention of the kind encoder_only on a GPU"],
+            {"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0", "use_v2_model_runner": False},
+            ["an encoder with vLLM's first model runner"],
+        ),
+        ({"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0"}, []),
+        (
+            {"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0", "untried": False},
+            ["BertModel on a GPU"],
+        ),
+        (
+            {
+                "attn_type": "encoder_only",
+                "device": "cuda",
+                "version": "0.33.0",
+                "architecture": "Gemma3TextModel",
+                "untried": False,
+            },
+            [],
         ),
         ({"score_type": "late-interaction"}, ["scores of late interaction"]),
         ({"pipeline_parallel_size": 2}, ["a pooling model with pipeline parallelism 2"]),

@@ -336,8 +336,11 @@ def _both_directions_of_a_pooling_model(config: Config) -> str | None:
     if _is_encoder(config):
         model = getattr(config.model_config, "architecture", RAN.encoders[0])  # a folder may not tell it
         found = {
-            f"attention of the kind {kind} on {ops.name}": ops.type != "cpu",
+            f"attention of the kind {kind} on {ops.name}": ops.type not in ("cpu", "cuda"),
             f"attention of the kind {kind} of {model}": model not in RAN.encoders,
+            f"{model} on a GPU": ops.type == "cuda"
+            and model in RAN.encoders_on_cpus_alone
+            and not envs.starts_untried(),
         }
         return _first(found)
     return _when(kind != "decoder", f"attention of the kind {kind}")
@@ -351,6 +354,7 @@ def _beside_an_encoder(config: Config) -> str | None:
     found = {
         "prompts in chunks": config.scheduler_config.enable_chunked_prefill,
         f"tensor parallelism {workers}": workers > 1,
+        "vLLM's first model runner": devices.of_config(config).ops.type == "cuda" and not config.use_v2_model_runner,
     }
     first = _first(found)
     return _when(first, f"an encoder with {first}")
@@ -383,7 +387,8 @@ def _latent_attention(config: Config) -> str | None:
 
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
-    sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else HEAD_SIZES
+    has_more = _is_encoder(config) and (devices.of_config(config).ops.type == "cpu" or envs.starts_untried())
+    sizes = ENCODER_HEAD_SIZES if has_more else HEAD_SIZES
     return None if size in sizes else f"attention heads of size {size}"
 
 
@@ -647,8 +652,8 @@ COVERED = (
     Feature(
         "Encoders",
         "BERT, RoBERTa, XLM-RoBERTa, ModernBERT that embed or classify texts, pairs of them (`/score`, `/rerank`) or "
-        "tokens; Gemma 3 and Qwen3 with bidirectional attention that embed, as EmbeddingGemma: on a CPU "
-        "with vLLM 0.32, by one worker",
+        "tokens; Gemma 3 and Qwen3 with bidirectional attention that embed, as EmbeddingGemma: by one "
+        "worker on a CPU with vLLM 0.32, all but BERT also on one GPU with 0.33",
     ),
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
@@ -1014,16 +1019,18 @@ REFUSED = (
         _pooling_elsewhere,
     ),
     Feature(
-        "Pooling models with bidirectional attention on other devices than CPUs; other ones than BERT, RoBERTa, "
-        "XLM-RoBERTa, ModernBERT, Gemma 3 and Qwen3; those of other kinds than encoders",
+        "Pooling models with bidirectional attention but BERT, RoBERTa, XLM-RoBERTa, ModernBERT, Gemma 3 and Qwen3; "
+        "BERT on a GPU; those of other kinds than encoders",
         "they have not been run",
-        "serve it on a CPU with vLLM 0.32, or a decoder-only model, such as Qwen3-Embedding or Qwen3-Reranker",
+        "serve it on a CPU with vLLM 0.32, or a decoder-only model, such as Qwen3-Embedding; "
+        "VLLM_BATCH_INVARIANT_UNTRIED=1 starts BERT on a GPU",
         _both_directions_of_a_pooling_model,
     ),
     Feature(
-        "Pooling models with bidirectional attention, with prompts in chunks or by several workers",
-        "a token sees those after it, which come in a later chunk; several workers have not been run",
-        "leave --enable-chunked-prefill and --tensor-parallel-size out",
+        "Pooling models with bidirectional attention, with prompts in chunks, by several workers or by vLLM's first "
+        "model runner on a GPU",
+        "a token sees those after it, which come in a later chunk; the others have not been run",
+        "leave --enable-chunked-prefill, --tensor-parallel-size and VLLM_USE_V2_MODEL_RUNNER out",
         _beside_an_encoder,
         arguments=(TENSOR,),
     ),

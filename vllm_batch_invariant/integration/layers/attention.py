@@ -77,6 +77,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     reduction = AttentionReduction.of_device("cpu")
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
     """Kinds of layers that it serves."""
+    serves_encoders: ClassVar[tuple[str, ...]] = ()
+    """Implementations whose rows may see keys after them."""
     supports_quant_query_input = False
     """Else vLLM would quantise queries beside a cache in fp8."""
     _scales: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -139,6 +141,12 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         self.kv_cache_dtype = kv_cache_dtype
         self.implementation = envs.ATTENTION.read()
+        if self.is_of_encoder and self.implementation not in ("auto", *self.serves_encoders):
+            raise NotCovered(
+                f"an encoder with {envs.ATTENTION.name}={self.implementation}",
+                "that implementation sees no keys after a token",
+                f"leave {envs.ATTENTION.name} out",
+            )
 
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""
@@ -265,7 +273,7 @@ class FixedSplitBackendMixin:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
+        return list(ENCODER_HEAD_SIZES)  # a decoder's are checked where its layers are made
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -4,8 +4,6 @@ from typing import Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionType
 
-from ... import envs
-from ...errors import NotCovered
 from ..reviews import patch_points
 from .attention import ExactAttention, FixedSplitAttention, FixedSplitBackendMixin
 
@@ -14,15 +12,7 @@ class CpuFixedSplitAttention(FixedSplitAttention):
     """One attention layer of a decoder or of an encoder."""
 
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        if self.is_of_encoder and self.implementation not in ("auto", "numba"):
-            raise NotCovered(
-                f"an encoder with {envs.ATTENTION.name}={self.implementation}",
-                "that implementation sees no keys after a token",
-                f"leave {envs.ATTENTION.name} out",
-            )
+    serves_encoders: ClassVar[tuple[str, ...]] = ("numba",)
 
 
 _Base: Any = patch_points.CPU_BACKEND.get()

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
 from ... import envs
 from ...ops.attention import AttentionReduction, PagedCache
@@ -56,6 +56,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         from ...ops.attention.plan import Planner
 
         shape, requests, tokens, keys = self._sizes(layers)
+        if self._of_encoder:  # Triton's kernel alone serves it; a sequence comes whole, by one kind of blocks
+            return Planner(shape, self._device, requests, tokens, max_keys=tokens, plain=False)
         kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
         certificate = certify(shape, self._device, self._spec.block_size, kinds, max(self.verify, default=1))
         plain = any(not kind.added for kind in kinds)
@@ -121,6 +123,8 @@ class CudaFixedSplitAttention(FixedSplitAttention):
     """One attention layer, whose cache is written by vLLM's kernel: a copy, row by row. Codes are written by ours."""
 
     reduction = AttentionReduction.of_device("cuda", envs.ATTENTION.read())
+    attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    serves_encoders: ClassVar[tuple[str, ...]] = ("triton",)
 
     def do_kv_cache_update(
         self,
@@ -131,7 +135,7 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write the step's keys and values to their pages, before anything reads them. A negative slot is padding."""
-        if self.holds_codes:
+        if self.holds_codes or self.is_of_encoder:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         caches = [cache.transpose(1, 2) for cache in split_cache(kv_cache)]
@@ -139,6 +143,8 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:
+        if self.is_of_encoder:
+            return None
         _, _, kv_cache, slots = patch_points.ATTENTION_CONTEXT.get()(layer.layer_name)
         return None if slots is None else self._slots(layer, kv_cache, slots)
 

@@ -220,6 +220,7 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
+        encoders_on_cpus_alone: those of them that no GPU has run.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
@@ -232,6 +233,7 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
+    encoders_on_cpus_alone: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
