@@ -328,11 +328,15 @@ def decode_and_prefill(heads: Heads, page: int, **options: object) -> None:
 
 
 def both_directions(heads: Heads) -> None:
-    """Sequences of few tokens and of many that see both sides, over keys without pages and over pages."""
+    """Sequences of few tokens and of many that see both sides, over keys without pages and over pages, and tokens that
+    see a range.
+    """
     for window in ({}, {"sliding_window": 100}):
         for length in (2, 200):
             packed([Request(heads, length, 1)], "triton", reduction=REDUCTION, **window)
         attend(heads, 64, 200, 200, causal=False, **window)
+        for tokens in (2, 200):
+            attend(heads, 64, 200, tokens, ranges=torch.zeros(tokens, 2, dtype=torch.int32), **window)
 
 
 def written_caches(count: int) -> None:

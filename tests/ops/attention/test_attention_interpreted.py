@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.attention.cases import Chunk, Heads, Request, exact, packed, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, call_of, exact, packed, paged
+from tests.ops.attention.test_ranges import ranges_of
 from vllm_batch_invariant.ops.attention import (
     AttentionReduction,
     AttentionSpec,
@@ -21,6 +22,7 @@ from vllm_batch_invariant.ops.attention import (
 )
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import Kernels, Plan, Planner
+from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.common.kv_cache import E4M3
 from vllm_batch_invariant.ops.devices import DEVICES
@@ -193,6 +195,25 @@ def test_sequences_that_see_both_sides_have_the_same_bits_alone_and_among_others
     assert_same_bits(in_pages, torch.cat(together), "in pages")
     expected = torch.cat(packed(asked, "reference", reduction=REDUCTION, **options))
     assert (in_pages.double() - expected.double()).abs().max().item() < ATOL
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 40}], ids=str)
+def test_tokens_that_see_all_of_their_image_have_the_same_bits_in_chunks_and_among_others(options):
+    request, images = Request(HEADS, 330, 7), ((5, 7), (60, 140), (200, 329))
+
+    def rows(chunks: list[Chunk]) -> torch.Tensor:
+        return attend(chunks, ranges=torch.cat([ranges_of(one.stop, images)[one.start :] for one in chunks]), **options)
+
+    whole = rows([Chunk(request, 0, 330)])
+    for start, stop in ((0, 8), (60, 330), (200, 330)):
+        among = [newest(150, 150), Chunk(request, start, stop), newest(65, 1)]
+        found = rows(among)[150:-1]
+        assert_same_bits(found, whole[start:stop], f"{start} to {stop} among others")
+        assert_same_bits(rows(among[1:2]), found, f"{start} to {stop} alone")
+    call = call_of(paged([Chunk(request, 0, 330)]), REDUCTION, scale=HEADS.size**-0.5, **options)
+    expected = torch.empty_like(whole, dtype=torch.float64)
+    reference_attention(replace(call, ranges=ranges_of(330, images)), expected, torch.float64)
+    assert (whole.double() - expected).abs().max().item() < ATOL
 
 
 def of_codes(chunk: Chunk, k_factor: float, v_factor: float) -> Chunk:

@@ -83,6 +83,7 @@ def paged_attention(
     query_start_loc: torch.Tensor,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     *,
     reduction: AttentionReduction,
     implementation: str = "auto",
@@ -94,7 +95,7 @@ def paged_attention(
     those of :class:`AttentionSpec`.
     """
     cache = PagedCache(key_cache, value_cache, block_table, None, k_scale, v_scale)
-    call = PagedAttention(query, cache, seq_lens, query_start_loc, AttentionSpec(**spec), reduction)
+    call = PagedAttention(query, cache, seq_lens, query_start_loc, AttentionSpec(**spec), reduction, ranges)
     return attend(call, implementation, out, plan)
 
 
@@ -125,6 +126,12 @@ def _implementation(name: str, device: str, call: PagedAttention) -> ModuleType:
             f"a KV cache in fp8 by '{chosen}'",
             "that implementation does not read it",
             "leave --kv-cache-dtype out, or choose another implementation",
+        )
+    if call.ranges is not None and not getattr(module, "SEES_RANGES", False):
+        raise NotCovered(
+            f"ranges of keys after a token by '{chosen}'",
+            "that implementation sees no keys after a token",
+            "serve a model without them, or choose another implementation",
         )
     if isinstance(call.cache, PackedKeys) and not getattr(module, "READS_PACKED", False):
         raise NotCovered(

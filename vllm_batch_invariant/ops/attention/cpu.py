@@ -6,10 +6,10 @@ import torch
 
 from ..common.numba_rows import threads
 from . import cpu_kernel
-from .cpu_kernel import READS_E4M3, READS_PACKED, SERVES
+from .cpu_kernel import READS_E4M3, READS_PACKED, SEES_RANGES, SERVES
 from .params import PackedKeys, PagedAttention
 
-__all__ = ["READS_E4M3", "READS_PACKED", "SERVES", "paged_attention"]
+__all__ = ["READS_E4M3", "READS_PACKED", "SEES_RANGES", "SERVES", "paged_attention"]
 
 BLOCK_M = 64
 """Query rows of a work item, (token, query head of the KV head) pairs."""
@@ -47,6 +47,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     work = cpu_kernel.deal(
         params.starts,
         params.lengths,
+        params.own_ranges,
         kv_heads,
         tile_tokens,
         score_mod.window,
@@ -65,6 +66,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         np.ascontiguousarray(cache.table),
         _NO_PAGES if packed else cache.page_size,
         score_mod,
+        params.own_ranges,
         split_size,
         queries_per_kv,
         block_m=(tile_tokens * queries_per_kv + 1) // 2 * 2,

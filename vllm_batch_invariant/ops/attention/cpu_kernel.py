@@ -42,7 +42,7 @@ from .cpu_simd import (
 from .params import AttentionSpec
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
-READS_E4M3 = READS_PACKED = True
+READS_E4M3 = READS_PACKED = SEES_RANGES = True
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -300,7 +300,8 @@ def _add_values_rows(scratch, first, keys, rows, split_size):
         high_a = _clip(scratch.visible[row, 1] - first, 0, keys)
         low_b = _clip(scratch.visible[row + 1, 0] - first, 0, keys)
         high_b = _clip(scratch.visible[row + 1, 1] - first, 0, keys)
-        # What a row sees begins and ends no earlier than for the row before: first alone, together, second alone.
+        # What a row sees begins and ends no earlier than for the row before, which ranges keep: first alone, together,
+        # second alone.
         both = min(low_b, high_a)
         _add_values(p, idx, tile, low_a, both, width, acc, row)
         _add_values_pair(p, idx, split_size, tile, both, high_a, width, acc, row)
@@ -308,7 +309,9 @@ def _add_values_rows(scratch, first, keys, rows, split_size):
 
 
 @njit
-def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_size, item, queries_per_kv, scratch):
+def _attend_item(
+    query, out, keys, values, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv, scratch
+):
     """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
     query_start, query_len, q_pos, kv_head, kv_end = item
     head_size, width = query.shape[2], scratch.width
@@ -317,6 +320,8 @@ def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_si
     even_rows = rows + rows % 2
     window = score_mod.window
     first_key = max(0, q_pos - window + 1) if window > 0 else 0
+    if ranges.size > 0:
+        first_key = min(first_key, ranges[query_start, 0])
     block_n = scratch.tile.size // width
     for row in range(rows):
         for d in range(head_size):
@@ -331,11 +336,16 @@ def _attend_item(query, out, keys, values, pages, page_size, score_mod, split_si
         split_end = min(start + split_size, kv_end)
         for row in range(even_rows):
             # An odd last row is paired with a copy of its own range, whose result nobody reads.
-            row_pos = q_pos + min(row, rows - 1) // queries_per_kv
-            visible[row, 0] = _clip(row_pos - window + 1 - start, 0, split_end - start) if window > 0 else 0
+            token = min(row, rows - 1) // queries_per_kv
+            row_pos = q_pos + token
+            row_first = row_pos - window + 1 if window > 0 else 0
             row_end = row_pos + 1
             if not score_mod.causal:
                 row_end = row_pos + window if window > 0 else kv_end
+            if ranges.size > 0:
+                row_first = min(row_first, ranges[query_start + token, 0])
+                row_end = max(row_end, ranges[query_start + token, 1] + 1)
+            visible[row, 0] = _clip(row_first - start, 0, split_end - start)
             visible[row, 1] = _clip(row_end - start, 0, split_end - start)
         first_tile = start + max(0, first_key - start) // block_n * block_n
 
@@ -394,11 +404,13 @@ def _new_scratch(block_m, head_size, block_n, split_size):
 
 
 def _attend(
-    query, out, keys, values, block_table, page_size, score_mod, split_size, queries_per_kv, block_m, block_n, work
-):
+    query, out, keys, values, block_table, page_size, score_mod, ranges, split_size, queries_per_kv, block_m, block_n,
+    work,
+):  # fmt: skip
     """Each thread works through its share of the work items with scratch of its own.
 
-    query and out: [tokens, query_heads, head_size] fp32; work from :func:`deal`; ``block_m`` is even.
+    query and out: [tokens, query_heads, head_size] fp32; ranges: [tokens, 2] int64, or empty; work from :func:`deal`;
+    ``block_m`` is even.
     """
     for thread in prange(work.indptr.size - 1):
         scratch = _new_scratch(block_m, query.shape[2], block_n, split_size)
@@ -407,11 +419,11 @@ def _attend(
             pages = block_table[request]
             item = query_start, query_len, q_pos, kv_head, kv_end
             _attend_item(
-                query, out, keys, values, pages, page_size, score_mod, split_size, item, queries_per_kv, scratch
+                query, out, keys, values, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv, scratch
             )
 
 
-def _deal(starts, lengths, kv_heads, tile_tokens, window, causal, threads, serial_below):
+def _deal(starts, lengths, ranges, kv_heads, tile_tokens, window, causal, threads, serial_below):
     """The :class:`Work` of a call.
 
     The items are dealt out from the longest to the shortest, there and back, so that shares are about equal; all to one
@@ -431,6 +443,8 @@ def _deal(starts, lengths, kv_heads, tile_tokens, window, causal, threads, seria
             kv_end = q_pos + query_len
             if not causal:
                 kv_end = min(lengths[request], kv_end - 1 + window) if window > 0 else lengths[request]
+            if ranges.size > 0:
+                kv_end = max(kv_end, ranges[query_start + query_len - 1, 1] + 1)
             kv_len = kv_end
             if window > 0:
                 kv_len = min(kv_len, kv_end - q_pos + window - 1)

@@ -21,7 +21,7 @@ from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
-READS_E4M3 = READS_PACKED = True
+READS_E4M3 = READS_PACKED = SEES_RANGES = True
 _LOG2_E = math.log2(math.e)
 
 
@@ -38,7 +38,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     planner = plan.planner
     if call.reduction != plan.reduction:
         raise ValueError(f"a plan for {plan.reduction!r} does not fit a call with {call.reduction!r}")
-    by_sm90 = planner.sm90 and sm90.takes(call, out)
+    by_sm90 = planner.sm90 and call.ranges is None and sm90.takes(call, out)
     if plan.prefill_ctas and by_sm90:
         work = sm90.PrefillWork(
             planner.prefill_count,
@@ -66,7 +66,7 @@ def _plan_alone(call: PagedAttention) -> Plan:
     packed = isinstance(call.cache, PackedKeys)
     tokens = len(call.query)
     keys = len(call.cache.keys) if packed else call.cache.block_table.numel() * call.cache.page_size
-    plain = not (packed or call.spec.added)
+    plain = not (packed or call.spec.added) and call.ranges is None
     planner = Planner(AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys, plain)
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
@@ -123,6 +123,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             sinks,
             cache.k_scale,
             cache.v_scale,
+            None if call.ranges is None else call.ranges.contiguous(),
             spec.scale * _LOG2_E,
             (spec.logits_soft_cap or 0.0) * _LOG2_E,
             spec.sliding_window or 0,

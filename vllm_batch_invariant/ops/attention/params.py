@@ -223,6 +223,9 @@ class PagedAttention:
             Empty ones are skipped.
         spec: of the layer.
         reduction: what decides the bits.
+        ranges: [tokens, 2] int32 or None: the first and the last position of a range around each row, which it sees
+            beside what ``spec`` has it see: that of its image, say. It is the same for every position in it, and a row
+            without one has its own position twice. A range's tokens come in one call.
     """
 
     query: torch.Tensor
@@ -231,6 +234,7 @@ class PagedAttention:
     query_start_loc: torch.Tensor
     spec: AttentionSpec
     reduction: AttentionReduction
+    ranges: torch.Tensor | None = None
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -247,15 +251,22 @@ class PagedAttention:
         """Rows that hold a token; the rest is padding."""
         return int(self.starts[-1])
 
-    def first_key(self, position: int) -> int:
-        """The first position that a query at ``position`` sees."""
-        window = self.spec.sliding_window
-        return 0 if window is None else max(0, position - window + 1)
+    @cached_property
+    def own_ranges(self) -> np.ndarray:
+        """``ranges`` on the host; [0, 2] where there are none."""
+        ranges = np.empty((0, 2), np.int32) if self.ranges is None else self.ranges.cpu().numpy()
+        return np.ascontiguousarray(ranges, dtype=np.int64)
 
-    def last_key(self, position: int, length: int) -> int:
-        """The last position that a query at ``position`` of so many keys sees."""
+    def first_key(self, position: int, row: int) -> int:
+        """The first position that a query at ``position`` sees, which is row ``row`` of the call."""
+        window = self.spec.sliding_window
+        first = 0 if window is None else max(0, position - window + 1)
+        return first if self.ranges is None else min(first, int(self.own_ranges[row, 0]))
+
+    def last_key(self, position: int, row: int, length: int) -> int:
+        """The last position of so many keys that it sees."""
         if self.spec.causal:
-            return position
+            return position if self.ranges is None else max(position, int(self.own_ranges[row, 1]))
         window = self.spec.sliding_window
         return length - 1 if window is None else min(length - 1, position + window - 1)
 
@@ -266,11 +277,11 @@ class PagedAttention:
             if stop > start:
                 yield request, slice(start, stop), range(length - (stop - start), length)
 
-    def split_positions(self, split: int, query_positions: range) -> range:
+    def split_positions(self, split: int, rows: slice, query_positions: range) -> range:
         """The positions of a split that some of the queries see, a request's last ones."""
         start, stop = self.reduction.start_of(split), self.reduction.start_of(split + 1)
-        last = self.last_key(query_positions[-1], query_positions.stop)
-        return range(max(start, self.first_key(query_positions[0])), min(stop, last + 1))
+        last = self.last_key(query_positions[-1], rows.stop - 1, query_positions.stop)
+        return range(max(start, self.first_key(query_positions[0], rows.start)), min(stop, last + 1))
 
     def equal_splits(self) -> int:
         """The size of the splits, for an implementation that takes one.
@@ -324,6 +335,7 @@ class PagedAttention:
                 "attention takes seq_lens [requests], block_table [requests, max_pages] and query_start_loc "
                 f"[requests + 1], got {list(self.seq_lens.shape)}, {table} and {starts}"
             )
+        self._check_ranges()
         for name, given in (
             ("seq_lens", self.seq_lens),
             ("block_table", self.cache.block_table),
@@ -331,6 +343,27 @@ class PagedAttention:
         ):
             if given.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"{name} must be int32 or int64, got {given.dtype}")
+
+    def _check_ranges(self) -> None:
+        if self.ranges is None:
+            return
+        if self.ranges.shape != (len(self.query), 2) or self.ranges.dtype != torch.int32 or not self.spec.causal:
+            raise ValueError(
+                f"ranges must be int32 [{len(self.query)}, 2], of causal attention, got {self.ranges.dtype} "
+                f"{list(self.ranges.shape)}, causal {self.spec.causal}"
+            )
+
+    def _check_places_of_ranges(self) -> None:
+        for request, rows, positions in self.requests():
+            of_request, position = self.own_ranges[rows], np.arange(positions.start, positions.stop)
+            fits = (of_request[:, 0] >= 0) & (of_request[:, 0] <= position)
+            fits &= (position <= of_request[:, 1]) & (of_request[:, 1] < positions.stop)
+            if not fits.all():
+                row = int((~fits).argmax())
+                raise ValueError(
+                    f"the range of position {position[row]} of request {request} is {of_request[row].tolist()}: it "
+                    f"must hold that position and end before {positions.stop}"
+                )
 
     def _check_scales(self) -> None:
         cache, expected = self.cache, (torch.float32, 1, self.cache.keys.device)
@@ -356,6 +389,8 @@ class PagedAttention:
                 f"query_start_loc must ascend from 0 to at most {self.query.shape[0]}, the rows of query, "
                 f"got {self.starts.tolist()}"
             )
+        if self.ranges is not None:
+            self._check_places_of_ranges()
         if isinstance(self.cache, PackedKeys):
             self._check_packed(query_lens)
             return

@@ -6,7 +6,7 @@ from .merge import merge_splits
 from .params import PagedAttention
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
-READS_E4M3 = READS_PACKED = True
+READS_E4M3 = READS_PACKED = SEES_RANGES = True
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:
@@ -15,14 +15,18 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
     for request, rows, query_positions in call.requests():
         query = call.query[rows].to(precision).transpose(0, 1)
         partials = []
-        last = call.last_key(query_positions[-1], query_positions.stop)
-        for split in call.reduction.splits(call.first_key(query_positions[0]), last):
-            positions = call.split_positions(split, query_positions)
+        seen = [
+            (call.first_key(position, row), call.last_key(position, row, query_positions.stop))
+            for row, position in enumerate(query_positions, rows.start)
+        ]
+        intervals = torch.tensor(seen, device=query.device)
+        for split in call.reduction.splits(seen[0][0], seen[-1][1]):
+            positions = call.split_positions(split, rows, query_positions)
             key, value = (
                 part.to(precision).repeat_interleave(queries_per_kv, dim=0)
                 for part in call.cache.gather(request, positions)
             )
-            partials.append(_attend_split(call, query, key, value, query_positions, positions))
+            partials.append(_attend_split(call, query, key, value, intervals, query_positions, positions))
         if call.spec.sinks is not None:
             sinks = call.spec.sinks.to(query)[:, None].expand(query.shape[:2])
             partials.append((torch.zeros_like(query), sinks))
@@ -38,17 +42,17 @@ def _attend_split(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    intervals: torch.Tensor,
     query_positions: range,
     key_positions: range,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised output and LSE [heads, rows] of query [heads, rows, head_size] over one split [heads, keys, ...]."""
+    """Normalised output and LSE [heads, rows] of query [heads, rows, head_size] over one split [heads, keys, ...], of
+    which a row sees what is in its interval [rows, 2].
+    """
     spec = call.spec
     q_pos, k_pos = (torch.tensor(positions, device=query.device) for positions in (query_positions, key_positions))
     distance = q_pos[:, None] - k_pos[None, :]
-    first = torch.tensor([call.first_key(position) for position in query_positions], device=query.device)
-    last = torch.tensor(
-        [call.last_key(position, query_positions.stop) for position in query_positions], device=query.device
-    )
+    first, last = intervals.unbind(1)
     visible = (k_pos >= first[:, None]) & (k_pos <= last[:, None])
     qk = spec.scale * (query @ key.transpose(1, 2))
     if call.cache.k_scale is not None:

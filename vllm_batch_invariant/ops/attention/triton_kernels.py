@@ -58,6 +58,8 @@ class Rows:
     q_pos: tl.tensor  # [BLOCK_M]
     slope: tl.tensor  # [BLOCK_M]
     stored: tl.tensor  # [BLOCK_M], whether a row exists and is one of those in a partial result
+    range_first: tl.tensor  # [BLOCK_M], of positions that a row sees beside those of the layer
+    range_last: tl.tensor  # [BLOCK_M]
 
 
 @aggregate
@@ -98,6 +100,7 @@ class ScoreMod:
     USE_ALIBI: tl.constexpr
     USE_WINDOW: tl.constexpr
     CAUSAL: tl.constexpr
+    USE_RANGES: tl.constexpr
 
 
 @aggregate
@@ -216,6 +219,8 @@ def score_mod(qk, rows, offs_n, kv_end, mod, MASKED: tl.constexpr):
                 visible &= distance > -mod.window
         if mod.USE_WINDOW:
             visible &= distance < mod.window
+        if mod.USE_RANGES:
+            visible |= (offs_n[None, :] >= rows.range_first[:, None]) & (offs_n[None, :] <= rows.range_last[:, None])
         qk = tl.where(visible, qk, -float("inf"))
     return qk
 
@@ -414,6 +419,7 @@ def attention_kernel(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    ranges_ptr,
     qk_scale_log2,
     soft_cap,
     window,
@@ -457,6 +463,7 @@ def attention_kernel(
         k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors; uint8 with HOLDS_CODES.
             Without PAGED pages of one key, those of the tokens of the query.
         k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
+        ranges_ptr: [tokens, 2] int32 of causal attention, or None: a token sees these positions, too.
         block_table_ptr: [requests, pages], ``stride_table`` apart; None without PAGED.
         work_indptr: the first item of each CTA, and the end; for prefill-like work the number of items, each of them
             for all KV heads.
@@ -473,7 +480,8 @@ def attention_kernel(
         # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
         qk_scale_log2 = qk_scale_log2 * tl.load(k_scale_ptr)
         v_scale = tl.load(v_scale_ptr)
-    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL)
+    USE_RANGES: tl.constexpr = ranges_ptr is not None
+    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL, USE_RANGES)
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
     )
@@ -487,7 +495,9 @@ def attention_kernel(
         own_table_ptr = block_table_ptr
         if PAGED:
             own_table_ptr = block_table_ptr + work.request * stride_table
-        keys = keys_of_block(work, window, BLOCK_M, QUERIES_PER_KV, SPLIT_SEGMENTS, KEY_TILE, USE_WINDOW, CAUSAL)
+        keys = keys_of_block(
+            work, window, BLOCK_M, QUERIES_PER_KV, SPLIT_SEGMENTS, KEY_TILE, USE_WINDOW, CAUSAL, ranges_ptr
+        )
         begin, end = keys.begin_split, keys.end_split
         tile_start = max(start_of(begin, SPLIT_SEGMENTS), keys.first // KEY_TILE * KEY_TILE)
         tile_end = min(start_of(end, SPLIT_SEGMENTS), keys.end)
@@ -505,7 +515,11 @@ def attention_kernel(
         slope = tl.zeros((BLOCK_M,), tl.float32)
         if USE_ALIBI:
             slope = tl.load(slopes_ptr + head)
-        rows = Rows(q, q_pos, slope, stored)
+        range_first, range_last = q_pos, q_pos
+        if USE_RANGES:
+            range_first = tl.load(ranges_ptr + row * 2, mask=token < work.query_len, other=0)
+            range_last = tl.load(ranges_ptr + row * 2 + 1, mask=token < work.query_len, other=-1)
+        rows = Rows(q, q_pos, slope, stored, range_first, range_last)
         kv = KVCache(
             k_cache, v_cache, own_table_ptr, work.query_start, stride_k_page, stride_k_head, stride_k_slot,
             stride_v_page, stride_v_head, stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, PAGED,

@@ -56,9 +56,11 @@ def items_of_program(work_indptr, NUM_KV_HEADS: tl.constexpr, PREFILL_LIKE: tl.c
 @triton.jit
 def keys_of_block(
     work, window, BLOCK_M: tl.constexpr, QUERIES_PER_KV: tl.constexpr, SPLIT_SEGMENTS: tl.constexpr,
-    KEY_TILE: tl.constexpr, USE_WINDOW: tl.constexpr, CAUSAL: tl.constexpr = True,
+    KEY_TILE: tl.constexpr, USE_WINDOW: tl.constexpr, CAUSAL: tl.constexpr = True, ranges=None,
 ):  # fmt: skip
-    """The :class:`Keys` that some row of the block sees."""
+    """The :class:`Keys` that some row of the block sees; ``ranges``, of causal rows, are those of the tokens of the
+    query.
+    """
     last_token = min((work.first_row + BLOCK_M - 1) // QUERIES_PER_KV, work.query_len - 1)
     kv_end = work.context_len + last_token + 1
     first_key = 0
@@ -74,6 +76,9 @@ def keys_of_block(
     if USE_WINDOW:
         first_key = max(work.context_len + first_token - window + 1, 0)
         unmasked_end = 0
+    if ranges is not None:  # what rows see begins and ends no earlier than for the rows before
+        first_key = min(first_key, tl.load(ranges + (work.query_start + first_token) * 2))
+        kv_end = max(kv_end, tl.load(ranges + (work.query_start + last_token) * 2 + 1) + 1)
     begin = max(work.first_split, split_of(first_key, SPLIT_SEGMENTS))
     end = min(work.first_split + work.num_splits, split_of(kv_end - 1, SPLIT_SEGMENTS) + 1)
     return Keys(first_key, unmasked_end, kv_end, begin, end)

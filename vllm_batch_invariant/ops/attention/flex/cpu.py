@@ -43,7 +43,7 @@ def _work_items(params: PagedAttention) -> Iterator[_WorkItem]:
         for start in range(0, len(positions), BLOCK_M):
             tile = positions[start : start + BLOCK_M]
             first = rows.start + start
-            for split in params.reduction.splits(params.first_key(tile[0]), tile[-1]):
+            for split in params.reduction.splits(params.first_key(tile[0], first), tile[-1]):
                 yield _WorkItem(request, slice(first, first + len(tile)), tile, split)
 
 
@@ -85,7 +85,7 @@ def _attend(params: PagedAttention, items: list[_WorkItem]) -> tuple[torch.Tenso
         query[i, :, : len(item.positions)] = params.query[item.rows].transpose(0, 1)
         q_pos[i, : len(item.positions)] = torch.arange(item.positions.start, item.positions.stop)
         k_pos[i] = torch.arange(first, first + split_size)
-        seen = params.split_positions(item.split, item.positions)
+        seen = params.split_positions(item.split, item.rows, item.positions)
         in_split = slice(seen.start - first, seen.stop - first)
         key[i, :, in_split], value[i, :, in_split] = params.cache.gather(item.request, seen)
     output, aux = flex_attention(

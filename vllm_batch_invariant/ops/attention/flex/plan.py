@@ -316,7 +316,8 @@ def _check_shared_pages(params: PagedAttention) -> None:
     table, page_size = params.cache.table, params.cache.page_size
     columns = np.broadcast_to(np.arange(table.shape[1]), table.shape)
     oldest = params.lengths - np.diff(params.starts)
-    first = np.array([params.first_key(int(position)) for position in oldest]) // page_size
+    rows = zip(oldest.tolist(), params.starts.tolist(), strict=False)
+    first = np.array([params.first_key(position, row) for position, row in rows]) // page_size
     needed = (np.diff(params.starts) > 0)[:, None] & (columns >= first[:, None])
     needed &= columns < -(-params.lengths // page_size)[:, None]
     pairs = np.unique(np.stack([table[needed], columns[needed]]), axis=1)
