@@ -31,6 +31,10 @@ class Metadata:
     """The step's plan, by the query heads of the layers: a drafter's may have others than the model's. Empty where
     calls need no plan.
     """
+    ranges: torch.Tensor | None = None
+    """[tokens, 2] int32, the first and the last position of the image that a token belongs to, or its own twice; None
+    where no token sees all of its image.
+    """
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -52,7 +56,43 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             common_attn_metadata.query_start_loc,
             common_attn_metadata.seq_lens,
             common_attn_metadata.block_table_tensor,
+            ranges=ranges_of(common_attn_metadata),
         )
+
+
+def ranges_of(batch: Any) -> torch.Tensor | None:
+    """:attr:`Metadata.ranges` of a step, from what vLLM's model runner says of the images of its requests.
+
+    Raises:
+        NotCovered: on another device than a CPU.
+        RuntimeError: an image is cut: its first tokens would not see its last ones.
+    """
+    asked = getattr(batch, "mm_req_doc_ranges", None) or {}
+    starts, lengths, found = batch.query_start_loc.tolist() if any(asked.values()) else [], None, None
+    for request, images in asked.items():
+        if not images:
+            continue
+        if batch.query_start_loc.device.type != "cpu":
+            raise NotCovered("tokens that see all of their image on a GPU", "no GPU has run them", "serve it on a CPU")
+        lengths = lengths or batch.seq_lens.tolist()
+        start, stop, length = starts[request], starts[request + 1], lengths[request]
+        first = length - (stop - start)  # position of the request's first row
+        for low, high in images:
+            if high < first or low >= length:
+                continue
+            if high >= length:
+                raise RuntimeError(f"a step ends at position {length} inside an image of positions {low} to {high}")
+            found = _own_ranges(starts, lengths, batch.num_actual_tokens) if found is None else found
+            found[start + max(low, first) - first : start + high + 1 - first] = torch.tensor([low, high])
+    return found
+
+
+def _own_ranges(starts: list[int], lengths: list[int], tokens: int) -> torch.Tensor:
+    """[tokens, 2] int32, of tokens without an image."""
+    found = torch.zeros(tokens, 2, dtype=torch.int32)
+    for start, stop, length in zip(starts, starts[1:], lengths, strict=False):
+        found[start:stop] = torch.arange(length - (stop - start), length, dtype=torch.int32)[:, None]
+    return found
 
 
 def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +276,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
 
     def _call(self, query: torch.Tensor, cache: PagedCache, batch: Metadata) -> PagedAttention:
         self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
-        return PagedAttention(query, cache, batch.seq_lens, batch.query_start_loc, self.spec, self.reduction)
+        starts = batch.query_start_loc
+        ranges = None if batch.ranges is None else batch.ranges[: len(query)]
+        return PagedAttention(query, cache, batch.seq_lens, starts, self.spec, self.reduction, ranges)
 
 
 class ExactAttention(FixedSplitAttention):

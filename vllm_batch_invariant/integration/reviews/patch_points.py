@@ -173,6 +173,8 @@ ENGINE_CORE = PatchPoint(("vllm.v1.engine.core",), "EngineCore")
 """Holds the executor and the scheduler, schedules steps, and is where calls of the workers pass, of a trainer that
 brings weights among them.
 """
+SCHEDULER = PatchPoint(("vllm.v1.core.sched.scheduler",), "Scheduler")
+"""Says how many tokens of a request a step has."""
 PAUSE_STATE = PatchPoint(("vllm.v1.core.sched.interface",), "PauseState")
 WAIT_FOR_ENGINE = PatchPoint(("vllm.v1.engine.utils",), "wait_for_engine_startup")
 """Where the front end learns that a process of the engine has ended."""

@@ -1,0 +1,93 @@
+"""Tokens that see all of their image: where a step may end, and what attention is told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.engine.whole_images import tokens_of_step
+from vllm_batch_invariant.integration.reviews import patch_points
+
+pytest.importorskip("vllm")
+
+
+def item(first: int, length: int, modality: str = "image") -> SimpleNamespace:
+    return SimpleNamespace(modality=modality, mm_position=SimpleNamespace(offset=first, length=length))
+
+
+@pytest.mark.parametrize(
+    ("computed", "fit", "step"),
+    [
+        (0, 200, 200),  # before the first image, and behind it
+        (0, 100, 100),
+        (0, 101, 100),
+        (0, 149, 100),
+        (0, 150, 150),
+        (100, 49, 0),  # an image that begins with the step, or before it
+        (100, 50, 50),
+        (120, 20, 0),
+        (120, 30, 30),
+        (120, 100, 80),  # and then another one
+        (150, 51, 50),
+        (0, 400, 400),
+    ],
+)
+def test_a_step_ends_before_the_image_that_does_not_fit(computed: int, fit: int, step: int) -> None:
+    assert tokens_of_step([item(100, 50), item(200, 50), item(390, 80, "audio")], computed, fit) == step
+
+
+def test_the_scheduler_is_given_fewer_tokens_where_a_model_needs_it() -> None:
+    scheduler: Any = patch_points.SCHEDULER.get()
+    schedule_items = scheduler._try_schedule_encoder_inputs
+    given = []
+
+    class Plain:
+        @staticmethod
+        def _try_schedule_encoder_inputs(_: Any, request: Any, computed: int, new: int, *others: Any) -> None:
+            given.append((computed, new, *others))
+
+    with pytest.MonkeyPatch.context() as patch:
+        from vllm_batch_invariant.integration.engine import whole_images
+
+        patch.setattr(scheduler, "_try_schedule_encoder_inputs", Plain._try_schedule_encoder_inputs)
+        whole_images.install()
+        for needs in (True, False):
+            own = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=needs)))
+            request = SimpleNamespace(mm_features=[item(100, 50)])
+            scheduler._try_schedule_encoder_inputs(own, request, 100, 20, 7)
+    assert given == [(100, 0, 7), (100, 20, 7)]
+    assert scheduler._try_schedule_encoder_inputs is schedule_items
+
+
+def batch(images: dict[int, list[tuple[int, int]]] | None, device: str = "cpu") -> SimpleNamespace:
+    """A request of 6 tokens behind 4, one of 3 whose first they are, and rows of padding."""
+    starts, lengths = torch.tensor([0, 6, 9], device=device), torch.tensor([10, 3], device=device)
+    return SimpleNamespace(query_start_loc=starts, seq_lens=lengths, num_actual_tokens=11, mm_req_doc_ranges=images)
+
+
+def test_attention_is_told_the_range_of_each_token() -> None:
+    from vllm_batch_invariant.integration.layers.attention import ranges_of
+
+    images = {0: [(1, 2), (3, 5), (7, 8)], 1: [(0, 2)]}
+    found = ranges_of(batch(images))
+    assert found is not None
+    assert found.tolist() == [
+        [3, 5], [3, 5], [6, 6], [7, 8], [7, 8], [9, 9], [0, 2], [0, 2], [0, 2], [0, 0], [0, 0]
+    ]  # fmt: skip
+    for none in (None, {}, {0: [], 1: []}, {0: [(0, 3)]}, {0: [(10, 12)]}):
+        assert ranges_of(batch(none)) is None
+    with pytest.raises(RuntimeError, match="a step ends at position 10 inside an image of positions 8 to 10"):
+        ranges_of(batch({0: [(8, 10)]}))
+    with pytest.raises(NotCovered, match="on a GPU"):
+        ranges_of(SimpleNamespace(**vars(batch({0: [(8, 9)]}, "cpu")) | {"query_start_loc": OnGpu()}))
+
+
+class OnGpu:
+    """As much of a tensor as is asked of one."""
+
+    device = torch.device("cuda")
+
+    def tolist(self) -> list[int]:
+        return [0, 6, 9]
