@@ -161,7 +161,7 @@ def test_no_encoder_is_built(name: str, asked: Callable[[str], Result]) -> None:
     assert not any("Vision" in kind or "Conv" in kind for kind in result.kernels["modules"])
     if name != "gemma3":
         rotary = [kind for kind in result.kernels["modules"] if kind.endswith("RotaryEmbedding")]
-        assert rotary == ["vllm_batch_invariant.integration.layers.mrope.install.<locals>.TextRotaryEmbedding"]
+        assert rotary == ["vllm_batch_invariant.integration.layers.mrope.install.<locals>.PickedRotaryEmbedding"]
 
 
 @pytest.mark.parametrize("name", some_exhaustive(MODELS, ALWAYS))

@@ -1,4 +1,6 @@
-"""The rotary embedding of multimodal models turns text as the plain one does, on the CPU and on a GPU."""
+"""The rotary embedding of multimodal models turns text as the plain one does, and pictures by three positions, on the
+CPU and on a GPU.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,11 +105,43 @@ def test_the_definition_tells_a_picture_from_text() -> None:
         assert_near(turned, reference(picture, q, layer.cos_sin_cache, "interleaved"), factor=2)
 
 
+def of_pictures(positions: torch.Tensor) -> torch.Tensor:
+    """The same with rows that differ, but for every third token."""
+    moved = positions.clone()
+    moved[1, ::3] += 5
+    moved[2, 1::3] = moved[2, 1::3] * 31 % LONGEST
+    return moved
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", SECTIONS)
-def test_a_row_has_the_same_bits_in_any_batch(how: str, dtype: torch.dtype, device: str) -> None:
-    turn = rotate(made(how, dtype, device), device)
+def test_pictures_are_turned_as_the_definition_says_and_text_among_them_as_before(
+    how: str, dtype: torch.dtype, device: str
+) -> None:
+    layer, plain = made(how, dtype, device), rotary_layer(patch_points.ROTARY_EMBEDDING, dtype, device)
+    layer.takes_pictures = True
     positions, q, k = drawn(257, dtype, device)
+    pictures = of_pictures(positions)
+    turned = rotate(layer, device)(pictures, q, k)
+    for out, x in zip(turned, (q, k), strict=True):
+        assert_near(out.cpu(), reference(pictures, x, layer.cos_sin_cache, how), factor=2)
+    words = slice(2, None, 3)
+    for out, expected in zip(turned, rotate(plain, device)(positions[0], q, k), strict=True):
+        assert_same_bits(out[words], expected[words], "text")
+    native = layer.forward_native(pictures, q.clone(), k.clone())
+    for out, x in zip(native, (q, k), strict=True):
+        assert_near(out.cpu(), reference(pictures, x, layer.cos_sin_cache, how), factor=2)
+
+
+@pytest.mark.parametrize("takes_pictures", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", SECTIONS)
+def test_a_row_has_the_same_bits_in_any_batch(how: str, dtype: torch.dtype, takes_pictures: bool, device: str) -> None:
+    layer = made(how, dtype, device)
+    layer.takes_pictures = takes_pictures
+    turn = rotate(layer, device)
+    positions, q, k = drawn(257, dtype, device)
+    positions = of_pictures(positions) if takes_pictures else positions
     whole = turn(positions, q, k)
     for rows in ROWS:
         for first in (0, 1, 257 - rows):

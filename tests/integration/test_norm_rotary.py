@@ -121,6 +121,24 @@ def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.Mon
     assert len(apart) == 1
 
 
+def test_pictures_are_turned_by_angles_that_are_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"MRotaryEmbedding": _Rotary})
+    monkeypatch.setattr(
+        norm_rotary,
+        "norm_rotary",
+        lambda qkv, rows, q_weight, k_weight, angles, *rest: given.append((rows, angles)) or (qkv[:, :4], qkv[:, 4:8]),
+    )
+    rotary = _Rotary()
+    rotary.takes_pictures, rotary.mrope_section, rotary.mrope_interleaved = True, [1, 1, 0], False
+    rotary.cos_sin_cache = torch.arange(24.0).view(6, 4)  # of two frequencies
+    positions = torch.tensor([[0, 3], [5, 3], [1, 3]])
+    HEAD_NORMS.fused(pytest.fail)(fitting(rotary, None), positions, torch.zeros(2, 12))
+    [(rows, angles)] = given
+    assert rows.tolist() == [0, 1]
+    assert angles.tolist() == [[0.0, 21.0, 2.0, 23.0], [12.0, 13.0, 14.0, 15.0]]
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, None], ids=str)
 def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_are_or_as_codes(
     cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch

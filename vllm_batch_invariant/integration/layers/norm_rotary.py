@@ -31,12 +31,13 @@ def _forward(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden
     q_norm, k_norm, rotary = parts
     qkv, _ = layer.qkv_proj(hidden_states)
     slots = _slots_of_step(layer.attn, qkv.dtype)
+    rows, angles = mrope.row_of_angles(rotary, positions)
     q, k = norm_rotary(
         qkv,
-        mrope.of_text(positions),
+        rows,
         q_norm.weight.data,
         k_norm.weight.data,
-        rotary.cos_sin_cache,
+        angles,
         q_norm.variance_epsilon,
         layer.num_heads,
         layer.num_kv_heads,

@@ -224,6 +224,8 @@ class Ran:
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
+        encoding: versions whose engines have encoded images, by device.
+        encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
     """
@@ -237,6 +239,8 @@ class Ran:
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
+    encoding: Mapping[str, str]
+    encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 
