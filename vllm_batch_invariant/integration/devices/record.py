@@ -13,7 +13,7 @@ from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
 from ..engine import loading, request_state, weights
-from ..layers import int8, mrope, norm, pooling, quantised, review
+from ..layers import encoders, int8, mrope, norm, pooling, quantised, review
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -121,6 +121,7 @@ class VllmDevice:
             tensor_tree.install(tensor_tree.with_bias)
         norm.install()
         mrope.install()
+        encoders.install()
         pooling.install()
         int8.install()
         quantised.install()

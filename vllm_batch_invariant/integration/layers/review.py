@@ -26,7 +26,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
 from ..reviews import patch_points
-from . import calls, experts, fp8, int8, pooling, quantised
+from . import calls, encoders, experts, fp8, int8, pooling, quantised
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -36,16 +36,19 @@ PLAIN = (torch.nn.Module, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Seq
 
 
 def check(model: torch.nn.Module) -> None:
-    """Refuse a model that has a layer of an unknown kind, or an encoder.
+    """Refuse a model that has a layer of an unknown kind, or an encoder that nobody has read.
 
     Raises:
         NotCovered: the first such layer.
     """
     for name in getattr(model, "_tower_model_names", ()):  # vLLM notes there what it builds of a multimodal model
-        if type(model.get_submodule(name)) is not patch_points.MISSING_STAGE.get():
+        if type(model.get_submodule(name)) is patch_points.MISSING_STAGE.get():
+            continue
+        if type(model).__name__ not in reviews.ran().encoded:
             raise NotCovered(
                 f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
             )
+        encoders.check(next(model.parameters()).device.type)
     for name, module in _all_modules(model):
         problem = _problem(module)
         if problem:
@@ -94,7 +97,7 @@ def _problem(module: torch.nn.Module) -> str | None:
     """Why a layer is refused; None if it is known."""
     kind: type = type(module)
     if _is_ours(kind):
-        return None
+        return encoders.problem_of(module)
     if dispatch.arithmetic() == "exact" and (undefined := _undefined(module)):
         return undefined
     if _is_known(kind):
@@ -139,6 +142,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
     elif type(layer).__module__.startswith(POOLERS):
         return pooling.problem_of(layer)
+    elif type(layer).__name__ == "Conv3dLayer":
+        return None if layer.enable_linear else "it is a convolution that is not a matmul"
     elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):
         return problem
     elif int8.computes(layer) or fp8.computes(layer):

@@ -155,6 +155,10 @@ LOGITS_PROCESSOR = PatchPoint(("vllm.model_executor.layers.logits_processor",), 
 """The layer that multiplies with the output embedding, and then caps or scales the logits."""
 M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEmbedding")
 """The layer of multimodal models, whose positions have three rows."""
+MM_ENCODER_ATTENTION = PatchPoint(("vllm.model_executor.layers.attention.mm_encoder_attention",), "MMEncoderAttention")
+"""Attention of encoders of images and videos, whose items lie one after the other, without a cache."""
+RENDERER = PatchPoint(("vllm.renderers.base",), "BaseRenderer")
+"""Makes what the engine gets of prompts with images and the like, in the front end."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
 """Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
 LLAMA_MLP = PatchPoint(("vllm.model_executor.models.llama",), "LlamaMLP")
@@ -261,6 +265,7 @@ OPTIONAL = {
     *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"),
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
+    *("MM_ENCODER_ATTENTION", "RENDERER"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
 refused before.
@@ -288,6 +293,7 @@ MEMBERS = {
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
     "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+    "RENDERER": ("_process_mm_uuids",),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),
     "GRAPH_MANAGER": ("_init_candidates",),

@@ -151,4 +151,5 @@ class EqualRequests:
 
 def _content(request: Any) -> int:
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
-    return hash((tuple(ids or ()), None if embeds is None else _bytes_of(embeds)))
+    items = tuple(item.identifier for item in request.mm_features or ())
+    return hash((tuple(ids or ()), items, None if embeds is None else _bytes_of(embeds)))

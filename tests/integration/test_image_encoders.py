@@ -1,0 +1,126 @@
+"""Attention of encoders of images, which of them are refused, and how a user may name an image."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import set_current_vllm_config
+
+from tests.assertions import assert_near, assert_same_bits
+from tests.integration.test_layers import named
+from vllm_batch_invariant.envs import ATTENTION
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.engine import items
+from vllm_batch_invariant.integration.layers import encoders, review
+from vllm_batch_invariant.integration.reviews import patch_points, sources
+
+HEADS = 2
+LENGTHS = (9, 300, 1, 64, 17)
+"""Of sequences in one call."""
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The layer registered, in this test only."""
+    if not patch_points.MM_ENCODER_ATTENTION.is_there():
+        pytest.skip("this vLLM has no such layer")
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {})
+    encoders.install()
+    with set_current_vllm_config(patch_points.CONFIG.get()()):
+        yield
+
+
+def layer(size: int) -> Any:
+    return patch_points.MM_ENCODER_ATTENTION.get()(HEADS, size, size**-0.5)
+
+
+def starts(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def drawn(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[3, 1, rows, heads, size]: queries, keys and values of all sequences, as parts of one matrix."""
+    torch.manual_seed(0)
+    return torch.randn(1, sum(LENGTHS), 3, HEADS, size, dtype=dtype).permute(2, 0, 1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", encoders.HEAD_SIZES)
+def test_a_sequence_sees_its_own_keys_with_the_same_bits_in_any_call(
+    size: int, device: str, dtype: torch.dtype
+) -> None:
+    made, qkv, ends = layer(size), drawn(size, dtype).to(device), starts(LENGTHS).to(device)
+    together = made(*qkv, cu_seqlens=ends, max_seqlen=torch.tensor(max(LENGTHS)))
+    assert together.shape == qkv[0].shape
+    for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        own = [part[:, first:last] for part in qkv]
+        alone = made(*own, cu_seqlens=torch.tensor([0, last - first], dtype=torch.int32, device=device))
+        assert_same_bits(together[:, first:last], alone, f"{last - first} rows")
+        assert_same_bits(made(*own), alone, "without a word about sequences")
+        q, k, v = (part[0].double().transpose(0, 1) for part in own)
+        weights = (q @ k.transpose(1, 2) * size**-0.5).softmax(-1)
+        assert_near(alone[0].cpu(), (weights @ v).transpose(0, 1).cpu(), factor=2)
+
+
+def test_towers_build_ours_whose_offsets_are_rows() -> None:
+    kind = patch_points.MM_ENCODER_ATTENTION.get()
+    assert review._problem(layer(72)) is None
+    ends = starts(LENGTHS).numpy()
+    flashinfer = "FLASHINFER"
+    given = kind.maybe_recompute_cu_seqlens(flashinfer, ends, 144, 1, torch.device("cpu"))
+    assert given.tolist() == ends.tolist()
+    assert kind.maybe_compute_seq_lens(flashinfer, ends, torch.device("cpu")) is None
+    patch_points.CUSTOM_OP.module().op_registry_oot.clear()
+    with pytest.raises(NotCovered, match=r"MMEncoderAttention"):
+        review.check(layer(72))
+
+
+def test_other_head_sizes_and_implementations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotCovered, match="heads of size 64, 72, 80, and this one of 88; "):
+        review.check(layer(88))
+    monkeypatch.setenv(ATTENTION.name, "flex")
+    with pytest.raises(NotCovered, match=f"encoders have not been run with {ATTENTION.name}=flex"):
+        review.check(layer(80))
+
+
+def test_a_function_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoders.check("cpu")
+    installed = sources.installed
+
+    def changed(module: str) -> str | None:
+        source = installed(module)
+        return source and source.replace("def _gather_mm_embeddings(", "def _gather_mm_embeddings(  # another")
+
+    monkeypatch.setattr(sources, "installed", changed)
+    with pytest.raises(NotCovered, match=r"reviewed its vllm\.v1\.worker\.gpu_model_runner\.GPUModelRunner\._gather"):
+        encoders.check("cpu")
+
+
+@pytest.mark.parametrize(("changes", "refused"), [({}, False), ({"stride": 1}, True), ({"padding": 1}, True)])
+def test_a_convolution_passes_that_is_a_matmul(changes: dict[str, Any], refused: bool) -> None:
+    made = named("vllm.model_executor.layers.conv.Conv3dLayer")(3, 8, 2, **{"stride": 2} | changes)
+    assert (review._problem(made) is not None) == refused
+
+
+def test_an_image_has_no_identifier_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = patch_points.RENDERER.get()
+    monkeypatch.setattr(renderer, "_process_mm_uuids", lambda self, data, found, uuids, request: uuids)
+    items.install()
+    process = renderer._process_mm_uuids
+    for free in ({}, {"image": [None, None]}, {"image": None}):
+        assert process(SimpleNamespace(), {}, {}, free, "1") == free
+    with pytest.raises(patch_points.VALIDATION_ERROR.get(), match="identifier of the user's for image"):
+        process(SimpleNamespace(), {}, {}, {"image": [None, "mine"]}, "1")

@@ -1,0 +1,111 @@
+"""Encoders of images: their attention is ours, over the keys of each item's own sequences.
+
+A tower is called with the patches of several items, one after the other, and says where each sequence begins: an
+image, a frame of a video, or a window of one (Qwen2.5-VL). Sequences see none of each other, and every other layer of
+a covered tower computes row by row by operations of the mode's. So an item's embedding follows from its own patches
+and its grid, whatever it shares a call with.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ... import envs
+from ...errors import NotCovered
+from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
+from ..reviews import patch_points, sources
+
+HEAD_SIZES = (64, 72, 80)
+"""Of the towers of Qwen2.5-VL and Qwen3-VL."""
+_STEP = 16
+"""Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
+_IMPLEMENTATIONS = ("auto", "numba", "triton")
+"""Of attention, that see keys after a row's own."""
+_ONLY_ON = {"vllm.v1.worker.gpu.": "cuda"}
+"""How the names of functions begin that one device type alone uses: the second model runner's."""
+
+
+def install() -> None:
+    """Register the layer as the out-of-tree form of vLLM's, so that every tower builds it instead."""
+    if not patch_points.MM_ENCODER_ATTENTION.is_there():
+        return
+    layer: Any = patch_points.MM_ENCODER_ATTENTION.get()
+
+    def maybe_compute_seq_lens(cls: type, *args: Any, **named: Any) -> None:
+        return None
+
+    def maybe_recompute_cu_seqlens(
+        cls: type, attn_backend: Any, cu_seqlens: Any, hidden_size: int, tp_size: int, device: Any, **named: Any
+    ) -> torch.Tensor:
+        """Where sequences begin, in rows: some of vLLM's backends want offsets of elements."""
+        return torch.from_numpy(cu_seqlens).to(device)
+
+    offsets: dict[str, Any] = {
+        "maybe_compute_seq_lens": classmethod(maybe_compute_seq_lens),
+        "maybe_recompute_cu_seqlens": classmethod(maybe_recompute_cu_seqlens),
+    }
+    patch_points.replace_layer(layer, "BatchInvariant", _forward, **offsets)
+
+
+def problem_of(layer: Any) -> str | None:
+    """Why a layer of a loaded model is refused, if it is the one here; vLLM makes those of text models, too."""
+    name, chosen = patch_points.MM_ENCODER_ATTENTION.attribute, envs.ATTENTION.read()
+    if type(layer) is not patch_points.CUSTOM_OP.module().op_registry_oot.get(name):
+        return None
+    if layer.head_size not in HEAD_SIZES:
+        return f"encoders have heads of size {', '.join(map(str, HEAD_SIZES))}, and this one of {layer.head_size}"
+    return None if chosen in _IMPLEMENTATIONS else f"encoders have not been run with {envs.ATTENTION.name}={chosen}"
+
+
+def _forward(
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: torch.Tensor | None = None,
+    sequence_lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each row over all keys of its sequence.
+
+    Args:
+        query: [batch, rows, query heads, head size], or the last two as one.
+        key: the same with KV heads.
+        value: as ``key``.
+        cu_seqlens: [sequences + 1], where each begins, of all rows of the batch; None if each of the batch is one.
+        max_seqlen: not read: no schedule follows the longest sequence of a call.
+        sequence_lengths: not read.
+    """
+    batch, rows, size = query.shape[0], query.shape[1], self.head_size
+    flat = [one.reshape(batch * rows, -1, size) for one in (query, key, value)]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
+    if padding := -size % _STEP:
+        flat = [F.pad(one, (0, padding)) for one in flat]
+    spec = AttentionSpec(float(self.scale), causal=False)
+    implementation = envs.ATTENTION.read()
+    reduction = AttentionReduction.of_device(query.device.type, implementation)
+    cache = PackedKeys.of(flat[1], flat[2], cu_seqlens)
+    out = attend(PagedAttention(flat[0], cache, cu_seqlens.diff(), cu_seqlens, spec, reduction), implementation)
+    return out[..., :size].reshape(query.shape)
+
+
+def check(device_type: str) -> None:
+    """Refuse an installed vLLM with a function that encodes, or that hands on what was encoded, and was not reviewed.
+
+    Raises:
+        NotCovered: with the names of the first three.
+    """
+    unread = sources.unread("encoding", sources.installed)
+    names = [
+        name
+        for name in unread
+        if all(only == device_type for start, only in _ONLY_ON.items() if name.startswith(start))
+    ]
+    if names:
+        raise NotCovered(
+            f"images in vLLM {patch_points.installed_version()}",
+            f"nobody has reviewed its {', '.join(names[:3])}{' and others' * (len(names) > 3)}",
+            "serve text only, with --language-model-only",
+        )
