@@ -41,7 +41,8 @@ def sent_together(
     if reset:
         llm.reset_prefix_cache()
     for number, request, params in asked:
-        engine.add_request(str(number), {"prompt_token_ids": request["prompt"]}, params)
+        prompt = {"prompt_token_ids": request["prompt"]} if "prompt" in request else request
+        engine.add_request(str(number), prompt, params)
     steps: list[list[Any]] = []
     for outputs in drive(engine):
         steps.append(outputs)

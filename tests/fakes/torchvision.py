@@ -1,7 +1,8 @@
-"""A torchvision that can be imported and does nothing.
+"""A torchvision that can be imported and hands images on as they are.
 
 Image processors of transformers import torchvision, and vLLM's Qwen2.5-VL and Qwen3-VL import those. No wheel of it on
-PyPI fits PyTorch's CPU builds. A model that is served as text calls none of it; what is called here raises.
+PyPI fits PyTorch's CPU builds. A model that is served as text calls none of it. For one that is given images of sizes
+that its processor keeps, a picture becomes a tensor; to resize one, to decode and the rest raises.
 """
 
 from importlib.util import find_spec
@@ -31,11 +32,39 @@ class InterpolationMode(enum.Enum):
     LANCZOS = "lanczos"
 """,
     "transforms/functional.py": """
-def pil_to_tensor(*given, **named):
-    raise RuntimeError("an image was converted")
+import numpy as np
+import torch
+
+
+def pil_to_tensor(picture):
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+
+def to_pil_image(*given, **named):
+    raise RuntimeError("a picture was made of a tensor")
+
+
+def grayscale_to_rgb(image):
+    if image.shape[-3] != 3:
+        raise RuntimeError("an image was given colours")
+    return image
+
+
+def resize(image, size, **named):
+    if tuple(image.shape[-2:]) != tuple(size):
+        raise RuntimeError(f"an image of {tuple(image.shape[-2:])} was resized to {tuple(size)}")
+    return image
+
+
+def normalize(image, mean, std, inplace=False):
+    mean, std = (torch.tensor(one, dtype=image.dtype)[:, None, None] for one in (mean, std))
+    return (image - mean) / std
 """,
     "transforms/v2/__init__.py": "",
-    "transforms/v2/functional.py": "from .. import InterpolationMode\n",
+    "transforms/v2/functional.py": """
+from .. import InterpolationMode
+from ..functional import grayscale_to_rgb, normalize, pil_to_tensor, resize
+""",
 }
 
 

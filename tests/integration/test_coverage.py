@@ -16,9 +16,20 @@ ROWS = {feature.name: feature for feature in coverage.REFUSED}
 
 def found(**changes: Any) -> list[str]:
     """What is found in a configuration of Qwen3-VL as text, with changes to its model."""
-    limits = changes.pop("limits", {})
-    multimodal = SimpleNamespace(enable_mm_embeds=False, get_limit_per_prompt=lambda kind: limits.get(kind, 0))
+    limits, settings = changes.pop("limits", {}), changes.pop("settings", {})
+    items = {"mm_encoder_tp_mode": "weights", "mm_encoder_attn_backend": None, "mm_encoder_attn_dtype": None}
+    items |= {"video_pruning_rate": None, "get_mm_processor_device_type": lambda: None}
+    multimodal = SimpleNamespace(
+        enable_mm_embeds=False, get_limit_per_prompt=lambda kind: limits.get(kind, 0), **items | settings
+    )
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    others = {"speculative_config": None, "cache_config": SimpleNamespace(cache_dtype="auto"), "quant_config": None}
+    others |= {"ec_manager_config": None}
+    others = {name: changes.pop(name, default) for name, default in others.items()}
+    compilation = {"compile_mm_encoder": False, "cudagraph_mm_encoder": False}
     model = {
+        "dtype": "torch.bfloat16",
+        "quantization": None,
         "is_multimodal_model": True,
         "architecture": "Qwen3VLForConditionalGeneration",
         "multimodal_config": multimodal,
@@ -26,10 +37,14 @@ def found(**changes: Any) -> list[str]:
         "is_mm_prefix_lm": False,
     }
     config = SimpleNamespace(
-        model_config=SimpleNamespace(**model | changes), device_config=SimpleNamespace(device_type="cpu")
+        device_config=SimpleNamespace(device_type=changes.pop("device", "cpu")),
+        parallel_config=SimpleNamespace(**{name: changes.pop(name, size) for name, size in parallel.items()}),
+        compilation_config=SimpleNamespace(**{name: changes.pop(name, said) for name, said in compilation.items()}),
+        model_config=SimpleNamespace(**model | changes),
+        **others,
     )
-    names = [name for name in ROWS if "ultimodal" in name or "directions" in name or name.startswith("Images")]
-    assert len(names) == 5
+    names = [name for name in ROWS if "ultimodal" in name or "directions" in name or "mages and videos" in name]
+    assert len(names) == 8
     return [what for name in names if (what := ROWS[name].found(config))]
 
 
@@ -41,7 +56,7 @@ def test_a_known_model_as_text_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"limits": {"video": 999}}, "video inputs"),
+        ({"limits": {"image": 1}, "architecture": "Gemma3ForConditionalGeneration"}, "image inputs"),
         ({"supports_multimodal_inputs": True}, "multimodal inputs"),  # of a kind that a later vLLM adds
         ({"architecture": "LlavaForConditionalGeneration"}, "the model LlavaForConditionalGeneration"),
         ({"is_mm_prefix_lm": True}, "attention of an image's tokens in both directions"),
@@ -50,6 +65,59 @@ def test_a_known_model_as_text_passes() -> None:
 )
 def test_what_is_not_text_of_a_known_model_is_found(changes: dict[str, Any], said: str) -> None:
     assert found(**changes) == [said]
+
+
+IMAGES = {"limits": {"image": 8}}
+
+
+def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found(**IMAGES) == []
+    assert found(limits={"image": 999, "video": 999}, device="cuda") == ["image and video inputs on a GPU"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**IMAGES) == ["image inputs with vLLM 0.33.0"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**IMAGES, device="cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"settings": {"mm_encoder_tp_mode": "data"}}, "--mm-encoder-tp-mode data"),
+        ({"settings": {"mm_encoder_attn_backend": object()}}, "--mm-encoder-attn-backend"),
+        ({"settings": {"mm_encoder_attn_dtype": "fp8"}}, "--mm-encoder-attn-dtype"),
+        ({"settings": {"video_pruning_rate": 0.5}}, "--video-pruning-rate"),
+        ({"settings": {"get_mm_processor_device_type": lambda: "cuda"}}, "--mm-processor-device"),
+        ({"compile_mm_encoder": True}, "compile_mm_encoder"),
+        ({"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="mine")}, "--ec-manager-config"),
+        ({"cudagraph_mm_encoder": True}, "cudagraph_mm_encoder"),
+        ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
+        ({"data_parallel_size": 2}, "data parallelism 2"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"quantization": "awq"}, "quantisation awq"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "a KV cache in fp8"),
+        (
+            {"dtype": "torch.float16", "architecture": "Qwen2_5_VLForConditionalGeneration"},
+            "dtype float16 of Qwen2_5_VLForConditionalGeneration",
+        ),
+    ],
+)
+def test_what_has_not_run_with_images_is_found(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found(**IMAGES, **changes) == [f"image inputs with {said}"]
+    assert found(**changes) == []
+
+
+def test_images_in_exact_arithmetic_and_by_flex_attention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    monkeypatch.setenv(ATTENTION.name, "flex")
+    assert found(**IMAGES) == ["image inputs with VLLM_BATCH_INVARIANT_ATTENTION=flex"]
+    monkeypatch.delenv(ATTENTION.name)
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert found(**IMAGES) == ["image inputs with exact arithmetic"]
 
 
 def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:

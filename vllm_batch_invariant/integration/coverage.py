@@ -14,7 +14,7 @@ from ..ops.devices import joined, known
 from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
-from .reviews import patch_points, schemes
+from .reviews import encoding, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
@@ -409,11 +409,81 @@ def _multimodal_inputs(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model:
         return None
-    kinds = RAN.text_of.get(model.architecture, ())
-    taken = [kind for kind in kinds if model.multimodal_config.get_limit_per_prompt(kind)]
+    taken = encoding.taken(model)
+    refused = [kind for kind in taken if kind not in encoding.encoded(model)]
     if getattr(model, "supports_multimodal_inputs", False) and not taken:
-        taken = ["multimodal"]
-    return _when(taken, f"{' and '.join(taken)} inputs")
+        refused = ["multimodal"]
+    return _when(refused, f"{' and '.join(refused)} inputs")
+
+
+def _encoded(config: Config) -> str:
+    """What is encoded, in words; empty if nothing is."""
+    kinds = encoding.encoded(config.model_config)
+    return f"{' and '.join(kinds)} inputs" if kinds else ""
+
+
+def _encoded_elsewhere(config: Config) -> str | None:
+    kinds = encoding.encoded(config.model_config)
+    if not kinds:
+        return None
+    device, version, named = (
+        devices.of_config(config),
+        patch_points.installed_version(),
+        f"{' and '.join(kinds)} inputs",
+    )
+    ran = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
+    ran |= RAN.encoding
+    if device.ops.type not in ran:
+        return f"{named} on {device.ops.name}"
+    return _when(not version.startswith(ran[device.ops.type]), f"{named} with vLLM {version}")
+
+
+def _beside_encoded(config: Config) -> str | None:
+    """What has not been run with models that encode."""
+    named = _encoded(config)
+    if not named:
+        return None
+    parallel, model, attention = config.parallel_config, config.model_config, envs.ATTENTION.read()
+    found = {
+        f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        f"quantisation {model.quantization}": model.quantization is not None,
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        "exact arithmetic": devices.of_config(config).is_exact,
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        f"{envs.ATTENTION.name}={attention}": attention not in ("auto", "numba", "triton"),
+    }
+    first = _first(found)
+    return _when(first, f"{named} with {first}")
+
+
+def _encoder(config: Config) -> str | None:
+    """How an encoder runs, if nobody has run it so, or the items of a step decide what comes out."""
+    named, model = _encoded(config), config.model_config
+    if not named:
+        return None
+    items, compilation = model.multimodal_config, config.compilation_config
+    found = {
+        "--mm-encoder-tp-mode data": items.mm_encoder_tp_mode != "weights",
+        "--mm-encoder-attn-backend": items.mm_encoder_attn_backend is not None,
+        "--mm-encoder-attn-dtype": items.mm_encoder_attn_dtype is not None,
+        "--video-pruning-rate": items.video_pruning_rate,
+        "--mm-processor-device": items.get_mm_processor_device_type() not in (None, "cpu"),
+        "compile_mm_encoder": getattr(compilation, "compile_mm_encoder", False),
+        "cudagraph_mm_encoder": getattr(compilation, "cudagraph_mm_encoder", False),
+        "--ec-manager-config": getattr(getattr(config, "ec_manager_config", None), "encoder_cache_manager_cls", None),
+        f"dtype float16 of {model.architecture}": _clamps(config),
+    }
+    first = _first(found)
+    return _when(first, f"{named} with {first}")
+
+
+def _clamps(config: Config) -> bool:
+    """Whether an overflow in one item has vLLM clamp what it computes of all that share its call."""
+    model = config.model_config
+    return str(model.dtype) == "torch.float16" and model.architecture == "Qwen2_5_VLForConditionalGeneration"
 
 
 def _embeddings(config: Config) -> str | None:
@@ -588,6 +658,10 @@ COVERED = (
     Feature(
         "Multimodal models, as text",
         "Qwen2.5-VL, Qwen3-VL and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at 0",
+    ),
+    Feature(
+        "Images and videos",
+        "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them: on a CPU with vLLM 0.32, by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -972,10 +1046,32 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images, videos, audio",
-        "their encoders run kernels that are not ours",
+        "Images and videos of other models than Qwen2.5-VL and Qwen3-VL; audio",
+        "nobody has compared what their encoders give",
         "serve text only, with --language-model-only",
         _multimodal_inputs,
+    ),
+    Feature(
+        "Images and videos with several workers, stages or engines, speculative decoding, quantised weights, a KV "
+        "cache in fp8, exact arithmetic, FlexAttention",
+        "these have not been run together",
+        "leave one of the two out, or serve text only, with --language-model-only",
+        _beside_encoded,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, envs.TP_TREE.name, envs.ATTENTION.name),
+    ),
+    Feature(
+        "`--mm-encoder-tp-mode data`, another backend, dtype, compilation or cache of an encoder, pruned videos, "
+        "`--mm-processor-device` other than cpu; images and videos of Qwen2.5-VL in fp16",
+        "these have not been run, or items that share a call decide each other's bits",
+        "leave them out, pass --dtype bfloat16, or serve text only, with --language-model-only",
+        _encoder,
+    ),
+    Feature(
+        "Images and videos with another vLLM than 0.32 on a CPU, or on other devices",
+        "encoders have not been run there",
+        "serve text only, with --language-model-only; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU with vLLM "
+        "0.33",
+        _encoded_elsewhere,
     ),
     Feature(
         "Attention in both directions (Gemma 3 on a vLLM that keeps it for text)",

@@ -1,0 +1,221 @@
+"""Tiny models of random weights that see images, with their processors; and what an engine gives requests with some."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.engine import multimodal
+from tests.engine.pooled import sent_together
+from vllm_batch_invariant.integration.layers import encoders
+from vllm_batch_invariant.ops.attention import AttentionReduction, PackedKeys, PagedAttention, attend
+
+IMAGE, VIDEO, START, END = 4000, 4001, 4002, 4003
+SPECIAL = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
+"""Tokens of the models here."""
+NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+
+def qwen2_5_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 80, windows of 4 x 4 merged patches on two layers of three, biases and RMS norms. Time
+    in a video goes on no further than its rows do: else Transformers has other positions behind it than vLLM.
+    """
+    config = multimodal.qwen2_5_vl()
+    vision = {"depth": 3, "hidden_size": 160, "intermediate_size": 320, "num_heads": 2, "out_hidden_size": 512}
+    config.vision_config = type(config.vision_config)(**vision, fullatt_block_indexes=[1], tokens_per_second=1)
+    return config
+
+
+def qwen3_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72, interpolated positions, two layers that add to the decoder's, and layer norms."""
+    config = multimodal.qwen3_vl()
+    vision = {"depth": 3, "hidden_size": 144, "intermediate_size": 320, "num_heads": 2, "out_hidden_size": 512}
+    config.vision_config = type(config.vision_config)(
+        **vision, deepstack_visual_indexes=[0, 1], num_position_embeddings=64
+    )
+    return config
+
+
+def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
+    import tokenizers
+
+    made = multimodal.model(config, dtype)
+    with torch.no_grad():  # else images would hardly change an answer
+        for name, weight in made.named_parameters():
+            if "visual" in name and weight.dim() > 1:
+                weight.mul_(4)
+    made.save_pretrained(folder)
+    words = {SPECIAL.get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL.values()))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    patch = config.vision_config.patch_size
+    sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+    sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}
+    videos = "Qwen3VLVideoProcessor" if config.model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    image = {"image_processor_type": "Qwen2VLImageProcessor"} | sizes | NORM
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
+    return made
+
+
+def picture(patch: int, grid: Sequence[int], seed: int) -> np.ndarray:
+    """[height, width, 3] bytes of so many patches, with edges and noise."""
+    rng = np.random.default_rng(seed)
+    height, width = (side * patch for side in grid)
+    coarse = rng.integers(0, 256, (grid[0], grid[1], 3)).repeat(patch, 0).repeat(patch, 1)
+    return (coarse * 0.7 + rng.integers(0, 77, (height, width, 3))).astype(np.uint8)
+
+
+def film(patch: int, grid: Sequence[int], seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """[frames, height, width, 3] bytes of twice as many pictures as the grid has, one a second, and what is known."""
+    count = 2 * grid[0]
+    frames = np.stack([picture(patch, grid[1:], seed + 1000 * frame) for frame in range(count)])
+    known = {"fps": 1.0, "duration": float(count), "total_num_frames": count, "frames_indices": list(range(count))}
+    return frames, known | {"video_backend": "opencv", "do_sample_frames": False}
+
+
+def answers(
+    llm: Any, requests: Sequence[dict[str, Any]], patch: int, reset: str = "", preempted_after: int = 4
+) -> dict[str, Any]:
+    """Send requests together, and wait for all of them; run by the driver.
+
+    Args:
+        requests: each with a ``prompt`` of tokens, ``images`` and ``videos`` as (grid, seed), one for each token of
+            an image or a video, and ``params``.
+        patch: pixels of a patch's side.
+        reset: "cache" lets go of the prefix cache and of what was encoded first, "prefix" of the first alone, "encoder"
+            of the second; "running" also of what runs after so many steps.
+
+    Returns:
+        as ``sent_together``, with what each request got in ``given``, the tokens of its ``prompt`` among it, and
+        ``calls``: how often the tower was called, with how many items.
+    """
+    from PIL import Image
+    from vllm import SamplingParams
+
+    from vllm_batch_invariant.verify.harness.drive import describe
+
+    if reset in ("cache", "encoder", "running"):
+        llm.llm_engine.reset_encoder_cache()
+    asked = []
+    for number, request in enumerate(requests):
+        pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
+        films = [film(patch, grid, seed) for grid, seed in request["videos"]]
+        items = {"image": pictures} if pictures else {}
+        items |= {"video": films} if films else {}
+        given: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
+        given |= {"multi_modal_data": items} if items else {}
+        asked.append((number, given, SamplingParams(**request["params"])))
+    before = dict(encoded(llm))
+    found, counts = sent_together(llm, asked, reset if reset in ("cache", "prefix", "running") else "", preempted_after)
+    calls = {name: count - before.get(name, 0) for name, count in encoded(llm).items()}
+    given = [describe(output) | {"prompt": output.prompt_token_ids} for output in found]
+    return {"given": given, "calls": calls} | counts
+
+
+def encoded(llm: Any) -> dict[str, int]:
+    """How often the tower was called, and with how many items in all."""
+    return llm.apply_model(_counted)[0]
+
+
+def _counted(model: torch.nn.Module) -> dict[str, int]:
+    """Counts from when it is first asked."""
+    tower = model.visual
+    if not hasattr(tower, "counted"):
+        tower.counted = {"calls": 0, "items": 0}
+
+        def count(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            module.counted["calls"] += 1
+            module.counted["items"] += len(named["grid_thw"])
+
+        tower.register_forward_pre_hook(count, with_kwargs=True)
+    return dict(tower.counted)
+
+
+def pixels(grid: Sequence[int], size: int, seed: int) -> torch.Tensor:
+    """[patches, size] bytes, as a processor hands them on."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (math.prod(grid), size), dtype=torch.uint8, generator=generator)
+
+
+def moved_in_calls(llm: Any, grids: Sequence[Sequence[int]], calls: Sequence[Sequence[int]]) -> list[str]:
+    """Items that get other bits from the tower in a call with others than in one of their own; run by the driver.
+
+    Args:
+        grids: of the items: frames, rows and columns of patches.
+        calls: which items each has.
+    """
+
+    def found(model: torch.nn.Module) -> list[str]:
+        tower = model.visual
+        given = [pixels(grid, tower.patch_embed.proj.input_size, seed) for seed, grid in enumerate(grids)]
+        merged = tower.spatial_merge_size**2
+
+        def encode(call: Sequence[int]) -> Sequence[torch.Tensor]:
+            rows = tower(torch.cat([given[item] for item in call]), grid_thw=[list(grids[item]) for item in call])
+            return rows.split([len(given[item]) // merged for item in call])
+
+        with torch.inference_mode():
+            alone = [encode([item])[0] for item in range(len(grids))]
+            return [
+                f"{item} in {list(call)}"
+                for call in calls
+                for item, one in zip(call, encode(call), strict=True)
+                if not torch.equal(one, alone[item])
+            ]
+
+    return llm.apply_model(found)[0]
+
+
+FAULTS = ("attention over the whole call", "splits by the longest sequence", "angles by the number of patches")
+
+
+def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
+    """What another function here gives while an encoder has a fault that lets items see their company."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == FAULTS[2]:
+            llm.apply_model(lambda model: _share_angles(model.visual, patch))
+        else:
+            patch.setattr(encoders, "attend", _attend_over_all if fault == FAULTS[0] else _attend_by_the_longest)
+        return globals()[method](llm, *arguments)
+
+
+def _attend_over_all(call: PagedAttention, implementation: str) -> torch.Tensor:
+    starts = call.query_start_loc[[0, -1]]
+    cache = PackedKeys.of(call.cache.keys[:, :, 0], call.cache.values[:, :, 0], starts)
+    return attend(replace(call, cache=cache, seq_lens=starts[1:], query_start_loc=starts), implementation)
+
+
+def _attend_by_the_longest(call: PagedAttention, implementation: str) -> torch.Tensor:
+    size = max(16, 1 << (int(call.seq_lens.max()) - 1).bit_length() - 1)
+    tile = call.reduction.key_tile if call.query.is_cuda else max(32, size)
+    return attend(replace(call, reduction=AttentionReduction(size, key_tile=tile)), implementation)
+
+
+def _share_angles(tower: Any, patch: pytest.MonkeyPatch) -> None:
+    """Items of as many patches get the angles of the first of them in its call."""
+    name = "get_rope_by_thw" if hasattr(tower, "get_rope_by_thw") else "rot_pos_ids"
+    original, prepare, first = getattr(tower, name), tower.prepare_encoder_metadata, {}
+
+    def by_area(*sides: int) -> Any:
+        key = (sides[0], sides[1] * sides[2]) if name == "get_rope_by_thw" else sides[0] * sides[1]
+        return first.setdefault(key, original(*sides))
+
+    def prepare_anew(*given: Any, **named: Any) -> Any:
+        first.clear()
+        return prepare(*given, **named)
+
+    patch.setitem(vars(tower), name, by_area)
+    patch.setitem(vars(tower), "prepare_encoder_metadata", prepare_anew)

@@ -1,0 +1,244 @@
+"""Models that see images: an item's embedding follows from its pixels, so a request has the same bits alone, among
+others with other images, from the caches, in chunks and after preemption; and is near what Transformers gives.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine import images, multimodal
+from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers, some_exhaustive
+from tests.engine.engines import tokens as drawn_tokens
+from vllm_batch_invariant.envs import starts_untried
+from vllm_batch_invariant.integration.coverage import RAN
+
+pytestmark = pytest.mark.engine
+
+MODELS = {"qwen2.5-vl": images.qwen2_5_vl, "qwen3-vl": images.qwen3_vl}
+QUICK = ("qwen3-vl",)
+"""That run also where each minute counts."""
+BUDGET = 128
+"""Tokens of a step: fewer than a target has, so that its chunks end inside its images."""
+LIMITS = {
+    "max_model_len": 1024, "max_num_seqs": 64, "max_logprobs": -1, "skip_mm_profiling": True,
+    "limit_mm_per_prompt": '{"image": 8, "video": 2}',
+}  # fmt: skip
+Grid = tuple[int, ...]
+LARGE, OBLONG, TALL, STRIP, SMALL, LEAST = (20, 22), (12, 16), (16, 12), (2, 30), (4, 4), (2, 2)
+"""Grids of patches: of several splits and windows, of as many patches as another, narrower than a window, of one token.
+"""
+FILM = (3, 8, 10)
+"""Three times two frames."""
+GRIDS = (*((1, *grid) for grid in (LARGE, OBLONG, TALL, STRIP, SMALL, LEAST, (6, 10), (10, 6))), FILM, (3, 10, 8))
+CALLS = (
+    [0, 1], [1, 0], [2, 1], [1, 2], [6, 7], [7, 6, 7], [8, 9], [9, 0, 8], [5, 4, 3, 2, 1, 0, 8], [4] * 12,
+    [5, *[6] * 40, 1],
+)  # fmt: skip
+TOLERANCE = 2e-3
+"""Of logprobs in fp32 beside float64, absolute: rounding of three layers of a tower, and of two of a decoder."""
+
+
+def asked(seed: int, before: int, grids: Sequence[Grid], after: int = 3, count: int = 6) -> dict[str, Any]:
+    """A request with tokens, an image or a video of each grid, and some tokens behind each."""
+    prompt = text(before, seed)
+    for place, grid in enumerate(grids):
+        item = images.IMAGE if len(grid) == 2 else images.VIDEO
+        prompt += [images.START, item, images.END, *text(after, seed + 50 + place)]
+    params = {"temperature": 0, "max_tokens": count, "logprobs": 20, "ignore_eos": True}
+    items = [(grid, 100 * seed + place) for place, grid in enumerate(grids)]
+    pictures, films = ([item for item in items if len(item[0]) == length] for length in (2, 3))
+    return {"prompt": prompt, "images": pictures, "videos": films, "params": params}
+
+
+def text(length: int, seed: int) -> list[int]:
+    return [5 + token % 3900 for token in drawn_tokens(length, seed)]
+
+
+TARGETS = [
+    asked(1, 60, [LARGE], 20),  # over the border of a page
+    asked(2, 7, [SMALL, OBLONG, LEAST]),
+    asked(3, 20, [STRIP]),
+    asked(4, 30, [SMALL]) | {"images": [(SMALL, 400)]},
+    asked(4, 30, [SMALL]) | {"images": [(SMALL, 401)]},  # the same words about another picture
+    asked(5, 40, []),
+    asked(6, 12, [SMALL, FILM]),
+]
+FEW = [asked(11, 3, [TALL, LEAST]), asked(12, 45, []), asked(13, 1, [(8, 30), (3, 10, 8)])]
+MANY = [
+    asked(20 + n, 1 + 7 * n % 40, [[], [SMALL], [LEAST, (6, 10)], [TALL], [(1, 4, 6)]][n % 5], count=2)
+    for n in range(40)
+]
+COUNT = len(TARGETS)
+RUNS: dict[str, tuple[list[dict[str, Any]], slice, str]] = {
+    **{f"alone {n}": ([target], slice(1), "cache") for n, target in enumerate(TARGETS)},
+    "together": (TARGETS, slice(COUNT), "cache"),
+    "from the prefix cache": (TARGETS, slice(COUNT), ""),
+    "from the cache of embeddings": (TARGETS, slice(COUNT), "prefix"),
+    "behind 3": ([*FEW, *TARGETS], slice(3, None), "cache"),
+    "before 40": ([*TARGETS, *MANY], slice(COUNT), "cache"),
+    "preempted": ([*FEW, *TARGETS], slice(3, None), "running"),
+}
+"""The requests of each run, where the targets are, and what is let go of first."""
+
+
+@dataclass
+class Served:
+    """What an engine gave, and its checkpoint."""
+
+    runs: dict[str, dict[str, Any]]
+    model: torch.nn.Module
+    moved: list[str]
+    faults: dict[str, list[str]]
+
+    def given(self, name: str) -> list[dict[str, Any]]:
+        return self.runs[name]["given"][RUNS[name][1]]
+
+    def differing(self, name: str) -> list[int]:
+        """Targets that got something else in a run than alone."""
+        alone = [self.given(f"alone {number}")[0] for number in range(COUNT)]
+        return differing_answers(self.given(name), alone)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
+    version = pytest.importorskip("vllm").__version__
+    on_gpu = torch.cuda.is_available()
+    if not version.startswith(RAN.on_gpus if on_gpu else RAN.encoding["cpu"]) or (on_gpu and not starts_untried()):
+        pytest.skip("encoders of images have not run here")
+    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
+
+    @cache
+    def serve(name: str, dtype: str = "float32", budget: int = BUDGET) -> Served:
+        config, folder = MODELS[name](), tmp_path_factory.mktemp("model")
+        model = images.save(config, torch.float32, folder)
+        arguments = arguments_of(LIMITS | OF_DEVICE | {"dtype": dtype, "max_num_batched_tokens": budget})
+        patch = config.vision_config.patch_size
+        with Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400) as engine:
+            runs = {
+                run: engine.call("tests.engine.images:answers", requests, patch, reset)
+                for run, (requests, _, reset) in RUNS.items()
+            }
+            moved = engine.call("tests.engine.images:moved_in_calls", GRIDS, CALLS)
+            faults = {
+                fault: engine.call("tests.engine.images:with_fault", fault, "moved_in_calls", GRIDS, CALLS[:6])
+                for fault in images.FAULTS
+            }
+        return Served(runs, model, moved, faults)
+
+    return serve
+
+
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
+def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, served: Callable[..., Served]) -> None:
+    found = served(name)
+    assert {run: differing for run in RUNS if "alone" not in run and (differing := found.differing(run))} == {}
+    runs = found.runs
+    assert runs["behind 3"]["calls"]["items"] > runs["behind 3"]["calls"]["calls"], "no images shared a call"
+    assert runs["from the prefix cache"]["calls"]["calls"] == 0
+    assert runs["from the prefix cache"]["cached"][0] >= 128
+    assert runs["from the cache of embeddings"]["calls"]["calls"] == 0
+    assert max(runs["from the cache of embeddings"]["cached"]) == 0
+    assert runs["preempted"]["preemptions"] > 0
+    first, second = (found.given(f"alone {number}")[0]["completions"] for number in (3, 4))
+    assert first != second, "the model does not look at images"
+
+
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
+def test_an_item_has_the_same_bits_whatever_shares_its_call(name: str, served: Callable[..., Served]) -> None:
+    assert served(name).moved == []
+
+
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
+def test_encoders_with_faults_fail_the_same_comparison(name: str, served: Callable[..., Served]) -> None:
+    """The negative control: on a CPU plain vLLM may have the same bits."""
+    assert [fault for fault, moved in served(name).faults.items() if not moved] == []
+
+
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
+def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[..., Served]) -> None:
+    found = served(name)
+    model = found.model.double().eval()
+    for number, target in enumerate(TARGETS):
+        [answer] = found.given("together")[number]["completions"]
+        ends = [place for place, token in enumerate(answer["tokens"]) if token in images.SPECIAL]  # to be an image
+        tokens = answer["tokens"][: ends[0] + 1 if ends else None]
+        expected = by_transformers(model, target, found.given("together")[number]["prompt"], tokens)
+        listed = [
+            (place, token, float.fromhex(logprob))
+            for place, entry in enumerate(answer["logprobs"][: len(expected)])
+            for token, logprob, _ in entry
+        ]
+        error = max(abs(logprob - expected[place, token].item()) for place, token, logprob in listed)
+        assert error < TOLERANCE, f"target {number}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
+def test_the_tolerance_tells_a_picture_from_another(name: str, served: Callable[..., Served]) -> None:
+    """The negative control: the same words about another picture are further away."""
+    found = served(name)
+    model, prompt = found.model.double().eval(), found.given("together")[3]["prompt"]
+    one, other = (by_transformers(model, TARGETS[number], prompt, [7]) for number in (3, 4))
+    assert (one - other).abs().max() > 10 * TOLERANCE
+
+
+def by_transformers(model: Any, target: dict[str, Any], prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """[tokens of the answer, vocabulary] logprobs.
+
+    Args:
+        model: in float64.
+        target: with its images and videos.
+        prompt: its tokens, one for each row that the tower gives.
+        answer: tokens.
+    """
+    vision, ids = model.config.vision_config, torch.tensor([prompt + answer[:-1]])
+    patch, seen = vision.patch_size, {}
+    if target["images"]:
+        still = [images.picture(patch, grid, seed)[None].repeat(2, 0) for grid, seed in target["images"]]
+        seen["pixel_values"] = torch.cat([patches_of(one, vision) for one in still])
+        seen["image_grid_thw"] = torch.tensor([[1, *grid] for grid, _ in target["images"]])
+    if target["videos"]:
+        films = [images.film(patch, grid, seed)[0] for grid, seed in target["videos"]]
+        seen["pixel_values_videos"] = torch.cat([patches_of(one, vision) for one in films])
+        seen["video_grid_thw"] = torch.tensor([grid for grid, _ in target["videos"]])
+        if model.config.model_type == "qwen2_5_vl":
+            seen["second_per_grid_ts"] = torch.full((len(films),), 2.0)
+    kinds = (ids == images.IMAGE).int() + 2 * (ids == images.VIDEO).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **seen).logits[0]
+    return logits[-len(answer) :].log_softmax(-1)
+
+
+def patches_of(frames: np.ndarray, vision: Any) -> torch.Tensor:
+    """[patches, channels x time x height x width] in float64, those that are merged one after the other.
+
+    Args:
+        frames: [frames, height, width, 3] bytes.
+        vision: configuration of the tower.
+    """
+    patch, merge = vision.patch_size, vision.spatial_merge_size
+    mean, std = (np.array(images.NORM[name]) for name in ("image_mean", "image_std"))
+    scaled = torch.from_numpy((frames / 255 - mean) / std).permute(0, 3, 1, 2).unflatten(0, (-1, 2))
+    split = scaled.unflatten(3, (-1, merge, patch)).unflatten(6, (-1, merge, patch))
+    return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 6 * patch * patch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_larger_chunks_give_the_same_bits(name: str, served: Callable[..., Served]) -> None:
+    small, large = served(name), served(name, budget=1024)
+    runs = [run for run in RUNS if differing_answers(small.given(run), large.given(run))]
+    assert runs == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_stay_in_bf16(name: str, served: Callable[..., Served]) -> None:
+    found = served(name, dtype="bfloat16")
+    assert {run: differing for run in RUNS if "alone" not in run and (differing := found.differing(run))} == {}
+    assert found.moved == []
