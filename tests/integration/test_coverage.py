@@ -24,7 +24,7 @@ def found(**changes: Any) -> list[str]:
     )
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     others = {"speculative_config": None, "cache_config": SimpleNamespace(cache_dtype="auto"), "quant_config": None}
-    others |= {"ec_manager_config": None}
+    others |= {"ec_manager_config": None, "scheduler_config": SimpleNamespace(long_prefill_token_threshold=0)}
     others = {name: changes.pop(name, default) for name, default in others.items()}
     compilation = {"compile_mm_encoder": False, "cudagraph_mm_encoder": False}
     model = {
@@ -43,7 +43,7 @@ def found(**changes: Any) -> list[str]:
         model_config=SimpleNamespace(**model | changes),
         **others,
     )
-    names = [name for name in ROWS if "ultimodal" in name or "directions" in name or "mages and videos" in name]
+    names = [name for name in ROWS if any(part in name for part in ("ultimodal", "mages and videos", "Images whose"))]
     assert len(names) == 8
     return [what for name in names if (what := ROWS[name].found(config))]
 
@@ -56,10 +56,12 @@ def test_a_known_model_as_text_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"limits": {"image": 1}, "architecture": "Gemma3ForConditionalGeneration"}, "image inputs"),
         ({"supports_multimodal_inputs": True}, "multimodal inputs"),  # of a kind that a later vLLM adds
         ({"architecture": "LlavaForConditionalGeneration"}, "the model LlavaForConditionalGeneration"),
-        ({"is_mm_prefix_lm": True}, "attention of an image's tokens in both directions"),
+        (
+            {"is_mm_prefix_lm": True},
+            "attention of an image's tokens in both directions of Qwen3VLForConditionalGeneration",
+        ),
         ({"enable_prompt_embeds": True}, "embeddings as prompts of a multimodal model"),
     ],
 )
@@ -78,6 +80,20 @@ def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.Mo
     assert found(**IMAGES) == ["image inputs with vLLM 0.33.0"]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found(**IMAGES, device="cuda") == []
+
+
+def test_images_whose_tokens_see_each_other_pass_on_a_cpu_in_steps_that_have_them_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    monkeypatch.setenv(UNTRIED.name, "1")
+    gemma = {**IMAGES, "architecture": "Gemma3ForConditionalGeneration", "is_mm_prefix_lm": True}
+    assert found(**gemma) == []
+    said = "attention of an image's tokens in both directions"
+    parts = SimpleNamespace(long_prefill_token_threshold=64)
+    assert found(**gemma, scheduler_config=parts) == [f"{said} beside --long-prefill-token-threshold 64"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**gemma, device="cuda") == [f"{said} on a GPU"]
 
 
 @pytest.mark.parametrize(

@@ -514,9 +514,16 @@ def _stages_beside_embeddings(config: Config) -> str | None:
 
 def _both_directions(config: Config) -> str | None:
     model = config.model_config
-    return _when(
-        model.is_multimodal_model and model.is_mm_prefix_lm, "attention of an image's tokens in both directions"
-    )
+    if not (model.is_multimodal_model and model.is_mm_prefix_lm):
+        return None
+    ops, threshold = devices.of_config(config).ops, config.scheduler_config.long_prefill_token_threshold
+    found = {
+        f"on {ops.name}": ops.type != "cpu",
+        f"of {model.architecture}": not encoding.encoded(model),
+        f"beside --long-prefill-token-threshold {threshold}": threshold > 0,
+    }
+    first = _first(found)
+    return _when(first, f"attention of an image's tokens in both directions {first}")
 
 
 def _experts(config: Config) -> str | None:
@@ -661,7 +668,8 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them: on a CPU with vLLM 0.32, by one worker",
+        "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them, and images of Gemma 3: on a CPU with vLLM 0.32, by "
+        "one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1046,7 +1054,7 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL and Qwen3-VL; audio",
+        "Images and videos of other models than Qwen2.5-VL and Qwen3-VL, but images of Gemma 3; audio",
         "nobody has compared what their encoders give",
         "serve text only, with --language-model-only",
         _multimodal_inputs,
@@ -1074,9 +1082,10 @@ REFUSED = (
         _encoded_elsewhere,
     ),
     Feature(
-        "Attention in both directions (Gemma 3 on a vLLM that keeps it for text)",
-        "the mode's attention is causal",
-        """pass --hf-overrides '{"is_mm_prefix_lm": false}'""",
+        "Images whose tokens see each other, but of Gemma 3 on a CPU; those beside --long-prefill-token-threshold",
+        "nobody has run them; a step must have an image whole",
+        "leave it out, or serve text only, with --language-model-only, on an older vLLM also with "
+        """--hf-overrides '{"is_mm_prefix_lm": false}'""",
         _both_directions,
     ),
     Feature(

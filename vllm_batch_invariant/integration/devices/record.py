@@ -88,6 +88,9 @@ class VllmDevice:
         compiled ones have no operators left to replace.
         """
         vllm_config.attention_config.backend = self.vllm_backend
+        if vllm_config.model_config is not None and getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+            # An image that is larger than a step would wait for ever: vLLM refuses it at start-up where this is set.
+            vllm_config.scheduler_config.disable_chunked_mm_input = True
         compilation = vllm_config.compilation_config
         compilation.mode = patch_points.COMPILATION_MODE.get().NONE
         if compilation.cudagraph_mode != patch_points.CUDAGRAPH_MODE.get().NONE:

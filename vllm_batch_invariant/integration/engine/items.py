@@ -13,10 +13,10 @@ from ..reviews import patch_points
 
 def install() -> None:
     """Refuse requests that name an item by an identifier of their own."""
-    if not patch_points.RENDERER.is_there():
+    renderer = patch_points.RENDERER.get() if patch_points.RENDERER.is_there() else None
+    process = getattr(renderer, "_process_mm_uuids", None)
+    if renderer is None or process is None:  # an older vLLM, with which images are refused
         return
-    renderer = patch_points.RENDERER.get()
-    process = renderer._process_mm_uuids
 
     @wraps(process)
     def _process_mm_uuids(self: Any, mm_data: Any, mm_data_items: Any, mm_uuid_items: Any, mm_req_id: str) -> Any:

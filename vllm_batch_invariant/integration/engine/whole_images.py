@@ -13,8 +13,10 @@ from ..reviews import patch_points
 
 def install() -> None:
     """Have the scheduler end a step before an image that does not fit, where a model needs it."""
-    scheduler = patch_points.SCHEDULER.get()
-    schedule_items = scheduler._try_schedule_encoder_inputs
+    scheduler: Any = patch_points.SCHEDULER.get()
+    schedule_items = getattr(scheduler, "_try_schedule_encoder_inputs", None)
+    if schedule_items is None:  # an older vLLM, with which images are refused
+        return
 
     @wraps(schedule_items)
     def _try_schedule_encoder_inputs(

@@ -17,7 +17,7 @@ from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, Page
 from ..reviews import patch_points, sources
 
 HEAD_SIZES = (64, 72, 80)
-"""Of the towers of Qwen2.5-VL and Qwen3-VL."""
+"""Of the towers of Qwen2.5-VL, Qwen3-VL and Gemma 3."""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
 _IMPLEMENTATIONS = ("auto", "numba", "triton")
@@ -27,9 +27,10 @@ _ONLY_ON = {"vllm.v1.worker.gpu.": "cuda"}
 
 
 def install() -> None:
-    """Register the layer as the out-of-tree form of vLLM's, so that every tower builds it instead."""
+    """Register the layers as the out-of-tree forms of vLLM's, so that every tower builds them instead."""
     if not patch_points.MM_ENCODER_ATTENTION.is_there():
         return
+    patch_points.replace_layer(patch_points.CONV2D.get(), "BatchInvariant", _as_matmul)
     layer: Any = patch_points.MM_ENCODER_ATTENTION.get()
 
     def maybe_compute_seq_lens(cls: type, *args: Any, **named: Any) -> None:
@@ -48,10 +49,17 @@ def install() -> None:
     patch_points.replace_layer(layer, "BatchInvariant", _forward, **offsets)
 
 
+def _as_matmul(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A convolution whose patches do not overlap, which vLLM leaves to cuDNN on a GPU."""
+    return self._forward_mulmat(x)
+
+
 def problem_of(layer: Any) -> str | None:
-    """Why a layer of a loaded model is refused, if it is the one here; vLLM makes those of text models, too."""
-    name, chosen = patch_points.MM_ENCODER_ATTENTION.attribute, envs.ATTENTION.read()
-    if type(layer) is not patch_points.CUSTOM_OP.module().op_registry_oot.get(name):
+    """Why a layer of a loaded model is refused, if it is one of those here; vLLM makes them of text models, too."""
+    replaced, chosen = patch_points.CUSTOM_OP.module().op_registry_oot, envs.ATTENTION.read()
+    if type(layer) is replaced.get(patch_points.CONV2D.attribute):
+        return None if layer.enable_linear else "it is a convolution that is not a matmul"
+    if type(layer) is not replaced.get(patch_points.MM_ENCODER_ATTENTION.attribute):
         return None
     if layer.head_size not in HEAD_SIZES:
         return f"encoders have heads of size {', '.join(map(str, HEAD_SIZES))}, and this one of {layer.head_size}"

@@ -157,6 +157,8 @@ M_ROPE = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "MRotaryEm
 """The layer of multimodal models, whose positions have three rows."""
 MM_ENCODER_ATTENTION = PatchPoint(("vllm.model_executor.layers.attention.mm_encoder_attention",), "MMEncoderAttention")
 """Attention of encoders of images and videos, whose items lie one after the other, without a cache."""
+CONV2D = PatchPoint(("vllm.model_executor.layers.conv",), "Conv2dLayer")
+"""Convolutions of images, on GPUs by cuDNN."""
 RENDERER = PatchPoint(("vllm.renderers.base",), "BaseRenderer")
 """Makes what the engine gets of prompts with images and the like, in the front end."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
@@ -265,7 +267,7 @@ OPTIONAL = {
     *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"),
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
-    *("MM_ENCODER_ATTENTION", "RENDERER"),
+    *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
 refused before.
