@@ -99,13 +99,13 @@ def _result_of(run: "Coroutine[Any, Any, ReproduceResult]") -> "ReproduceResult"
 
 def _of_engine(llm: "LLM", spec: "RequestSpec", samples: int, concurrency: int) -> "ReproduceResult":
     from .verify.harness.engine import run_offline
-    from .verify.harness.load import plan_load
+    from .verify.harness.load import plan_of
     from .verify.harness.metrics import BatchLog
     from .verify.harness.mode import of_engine
     from .verify.reproduce.report import ReproduceResult
 
     context, log = llm.llm_engine.model_config.max_model_len, BatchLog()
-    plan = plan_load(samples, concurrency, spec.max_tokens, context, spec.seed)
+    plan = plan_of(spec, samples, concurrency, context)
     return ReproduceResult.of("engine", run_offline(llm, spec, plan, log), log, {"mode": of_engine()})
 
 
