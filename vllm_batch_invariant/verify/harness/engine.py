@@ -26,6 +26,8 @@ _ERROR = re.compile(r"(?:^|[\])] )(\S+: error|[\w.]*(?:Error|Exception|NotCovere
 _SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _SIZES_OF_A_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 """Arguments of ``vllm serve`` that choose the size of the KV cache."""
+_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
+"""Types of models whose first position has the number behind that of the padding token."""
 _FOLLOWS = (" initialization failed", "check the stack trace above")
 """A process of vLLM logs these about another process, which has logged the reason itself."""
 _OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "NameError", "AssertionError")
@@ -84,8 +86,21 @@ def context_of(model: str, arguments: Sequence[str]) -> int | None:
         if name == "--max-model-len":
             value = value or "".join(arguments[place + 1 : place + 2])
             return int(value) if value.isdigit() else None
-    length = text_config(model).get("max_position_embeddings")
+    config = text_config(model)
+    length = config.get("max_position_embeddings")
+    if isinstance(length, int) and config.get("model_type") in _BEHIND_PADDING:
+        length -= config.get("pad_token_id", 1) + 1
     return length if isinstance(length, int) else None
+
+
+def argument_of(arguments: Sequence[str], *names: str) -> str:
+    """The value of an argument of ``vllm serve``, the last one given by any of its names; empty if there is none."""
+    found = ""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            found = value if equals else "".join(arguments[place + 1 : place + 2])
+    return found
 
 
 def text_config(model: str) -> dict[str, Any]:

@@ -167,6 +167,24 @@ def described(data: "torch.Tensor") -> dict[str, Any]:
     return {"dtype": str(raw.dtype).removeprefix("torch."), "shape": list(raw.shape), "raw": size}
 
 
+HOW = f"reproduce --task {', '.join(TASKS)} and check MODEL compare what a model gives that pools"
+"""What to do with a command that takes none."""
+
+
+def refuse(about: Mapping[str, Any], what: str) -> None:
+    """Refuse an engine that pools.
+
+    Args:
+        about: the engine, see :func:`about`.
+        what: a command is of, that it does not give.
+
+    Raises:
+        NoTestError: it pools.
+    """
+    if about:
+        raise NoTestError(f"the model pools ({', '.join(about['tasks'])}) and gives no {what}: {HOW}")
+
+
 def about(llm: Any) -> dict[str, Any]:
     """What requests depend on of an engine that pools; empty for one that generates.
 
