@@ -404,15 +404,17 @@ class PoolingRun(EngineRun):
         return [{"prompt": self._target["prompt"], "params": want} for want in wants]
 
     def _wants(self) -> None:
-        """Ask everything alone, and all together among others."""
+        """Ask everything alone, and all together among others, in two orders."""
         wanted = self._all_wanted()
-        others = self._concurrent(24, 24)
-        for number, one in enumerate(wanted):
+        for one in wanted:
             self.alone[_wanted_as(one)] = self.answer(f"{_wanted_as(one)}, alone", one)
-            batch = [*others[:number], *wanted, *others[number:]]
-            step = self.step(f"{_wanted_as(one)}, among others", batch, reset_prefix_cache=True)
-            answer = answer_of(step.requests[2 * number]["completions"][0])
-            self.results.add(*WANTED, _wanted_as(one), self.alone[_wanted_as(one)], answer)
+        for before, some in ((0, wanted), (9, wanted[::-1])):
+            others = self._concurrent(24, 24 + before)
+            batch = [*others[:before], *some, *others[before:]]
+            step = self.step(f"all that is asked, behind {before}", batch, reset_prefix_cache=True)
+            for one, got in zip(some, step.requests[before:], strict=False):
+                label = f"{_wanted_as(one)}, behind {before}"
+                self.results.add(*WANTED, label, self.alone[_wanted_as(one)], answer_of(got["completions"][0]))
             self.note_batch(WANTED, step.largest_batch, others)
 
     def _more_in_chunks(self) -> list[tuple[str, str, Request]]:

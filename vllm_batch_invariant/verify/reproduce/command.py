@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from .report import ReproduceResult
 
 
+_EVERY = {False: 0.25, True: 0.05}
+"""Seconds between two readings of a server's metrics, by whether its model pools, which answers sooner."""
+
+
 def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
@@ -214,7 +218,7 @@ def _against(
     return asyncio.run(
         online.run(
             base_url, api_key, model, spec_of(options), *load, label, started,
-            partial(progress.shown, label),
+            partial(progress.shown, label), _EVERY[options.task != GENERATE],
         )
     )  # fmt: skip
 
