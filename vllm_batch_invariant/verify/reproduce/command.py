@@ -73,11 +73,15 @@ def add_arguments(parser: OneLineParser) -> None:
     request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     pools = parser.add_argument_group("request to a model that pools")
     pools.add_argument("--dimensions", type=at_least(1), metavar="N", help="of the embedding (default: all)")
-    pools.add_argument(
+    activation = pools.add_mutually_exclusive_group()
+    activation.add_argument(
         "--activation",
-        action=argparse.BooleanOptionalAction,
+        action="store_true",
         default=None,
         help="normalise the embedding, or make classes or a score of logits (default: as the model does)",
+    )
+    activation.add_argument(
+        "--no-activation", dest="activation", action="store_false", default=None, help="leave that out"
     )
     pools.add_argument("--truncate", type=at_least(1), metavar="N", help="tokens of the prompt at most (default: all)")
     load = parser.add_argument_group("load")
