@@ -35,7 +35,7 @@ from vllm_batch_invariant.verify.harness.engine import context_of
 from vllm_batch_invariant.verify.harness.load import Kind, plan_of
 from vllm_batch_invariant.verify.harness.metrics import BatchLog, Reading
 from vllm_batch_invariant.verify.harness.requests import Accepts
-from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.outcome import NoTestError, Status
 
 ROOT = Path(__file__).parents[2]
 ABOUT = {"tasks": ["embed", "token_embed"], "attention": "decoder", "by": "LAST", "size": 8, "dimensions": [2, 8]}
@@ -461,3 +461,8 @@ def test_a_fuzzed_model_that_pools_is_compared_made_small_and_run_again(
 def test_the_task_of_a_request_is_one_of_the_table() -> None:
     assert GENERATE not in pooling.TASKS
     assert {task.engine for task in pooling.TASKS.values()} <= {*pooling.KINDS, ""}
+
+
+def test_an_engine_without_a_task_that_is_compared_is_refused() -> None:
+    with pytest.raises(NoTestError, match="none of the tasks that are compared: embed, classify"):
+        pooling.wanted(ABOUT | {"tasks": []})

@@ -282,7 +282,9 @@ def _drafters(place: Place) -> list[str]:
 
 DRAFTS = (0, 3, 0, 1, 7)
 FIELDS = (
-    Field("runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda"),
+    Field(
+        "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
+    ),
     Field("drafts", coverage.SPECULATION, lambda _: DRAFTS),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
@@ -290,7 +292,11 @@ FIELDS = (
         coverage.TENSOR,
         lambda _: (1, 2, 1),
         lambda place, one: (
-            place.is_divisible and place.has_groups and place.holds(2) and (place.has_segments or not one.exact)
+            place.is_divisible
+            and place.has_groups
+            and place.holds(2)
+            and (place.has_segments or not one.exact)
+            and not (place.pools and place.device == "cuda")
         ),
         of_pooling=True,
     ),

@@ -55,6 +55,8 @@ class Trial:
         self.runner: str = info["runner"]
         self.left_out: dict[str, str] = {}
         pools = info.get("pooling") or {}
+        if pools:
+            pooling.wanted(pools)  # refuses what cannot be compared
         lacks = dict.fromkeys((kind for kind in pooling.KINDS if kind not in pools["tasks"]), _LACKS) if pools else {}
         self._leave_out(info["left_out"] | lacks | dict(without or {}))
         device, self.versions = info.get("device", {}), info.get("versions", {})

@@ -129,7 +129,12 @@ def wanted(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         about: the engine, see :func:`about`.
+
+    Raises:
+        NoTestError: it has no task of ``KINDS``.
     """
+    if not about["tasks"]:
+        raise NoTestError(f"the model pools, and has none of the tasks that are compared: {', '.join(KINDS)}")
     found: list[dict[str, Any]] = []
     for task in about["tasks"]:
         found += [{"task": task}, {"task": task, ACTIVATION: False}]
