@@ -25,6 +25,7 @@ def assert_batch_invariant(
     target: "LLM | str",
     prompt: str | None = None,
     *,
+    task: str = "generate",
     chat: bool = False,
     max_tokens: int = 32,
     temperature: float = 0.0,
@@ -36,7 +37,8 @@ def assert_batch_invariant(
     api_key: str | None = None,
     timeout: float = 600,
 ) -> "ReproduceResult":
-    """Assert that one request has the same tokens and logprobs, bit for bit, under a load that varies the batch.
+    """Assert that one request has the same tokens and logprobs, or values of a pooling model, bit for bit, under a load
+    that varies the batch.
 
     It is sent alone, then again and again while other requests come, go and are aborted, as by ``vllm-batch-invariant
     reproduce``.
@@ -44,6 +46,7 @@ def assert_batch_invariant(
     Args:
         target: a ``vllm.LLM``, or the address of a server that runs vLLM, such as http://127.0.0.1:8000.
         prompt: the prompt; None for one of 120 words.
+        task: "generate"; of a model that pools "embed" or "classify", or "score" of a server of one.
         chat: whether it is sent as a chat message.
         max_tokens: tokens to generate at most.
         temperature: 0 is greedy.
@@ -63,11 +66,16 @@ def assert_batch_invariant(
         verify.outcome.NoTestError: the batch never varied, so equal answers would prove nothing; there are no logprobs;
             or the server does not answer.
         TypeError: the target is neither.
+        ValueError: there is no such task.
     """
     __tracebackhide__ = True  # pytest shows the caller's line
-    from .verify.answers import PROMPT, RequestSpec
+    from .verify.answers import GENERATE, PROMPT, RequestSpec
+    from .verify.harness.pooling import TASKS
 
-    spec = RequestSpec(PROMPT if prompt is None else prompt, chat, max_tokens, temperature, seed, logprobs)
+    tasks = (GENERATE, *(name for name, one in TASKS.items() if isinstance(target, str) or one.engine))
+    if task not in tasks:
+        raise ValueError(f"there is no task {task!r} of such a target; there are {', '.join(tasks)}")
+    spec = RequestSpec(PROMPT if prompt is None else prompt, chat, max_tokens, temperature, seed, logprobs, task=task)
     if isinstance(target, str):
         from .verify.reproduce import online
 
@@ -81,9 +89,11 @@ def assert_batch_invariant(
         from .verify.reproduce.report import rows_of
 
         rows = rows_of(found)
-        names = ("first token that differs", "first logprob that differs", "requests in the batch", "mode")
+        units = ("token", "logprob", "value", "row")
+        names = (*(f"first {unit} that differs" for unit in units), "requests in the batch", "mode")
         hint = "vllm-batch-invariant bisect MODEL names the first operation whose bits differ"
-        raise AssertionError("\n".join((found.verdict, *(f"{name}: {rows[name]}" for name in names), hint)))
+        lines = [f"{name}: {rows[name]}" for name in names if name in rows] + [hint] * (not spec.pools)
+        raise AssertionError("\n".join((found.verdict, *lines)))
     return found
 
 
@@ -99,13 +109,13 @@ def _result_of(run: "Coroutine[Any, Any, ReproduceResult]") -> "ReproduceResult"
 
 def _of_engine(llm: "LLM", spec: "RequestSpec", samples: int, concurrency: int) -> "ReproduceResult":
     from .verify.harness.engine import run_offline
-    from .verify.harness.load import plan_load
+    from .verify.harness.load import plan_of
     from .verify.harness.metrics import BatchLog
     from .verify.harness.mode import of_engine
     from .verify.reproduce.report import ReproduceResult
 
     context, log = llm.llm_engine.model_config.max_model_len, BatchLog()
-    plan = plan_load(samples, concurrency, spec.max_tokens, context, spec.seed)
+    plan = plan_of(spec, samples, concurrency, context)
     return ReproduceResult.of("engine", run_offline(llm, spec, plan, log), log, {"mode": of_engine()})
 
 

@@ -3,6 +3,7 @@ a warm prefix cache and after a preemption.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 from tests.engine.engines import (
+    CHECK,
     EAGER_ON_GPU,
     OF_DEVICE,
     SETTINGS,
@@ -24,7 +26,18 @@ from tests.engine.engines import (
 )
 from tests.engine.pooled import PREEMPTED_AFTER
 from tests.engine.test_models import SIZES
+from tests.faults.fuzz import OF_POOLING
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.answers import RequestSpec, answer_of
+from vllm_batch_invariant.verify.check.engine import PoolingRun
+from vllm_batch_invariant.verify.check.guarantees import AGAIN, PREEMPTED
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.fuzz.finding import Row
+from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.outcome import Outcome, Status
+from vllm_batch_invariant.verify.reproduce import offline
+from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.engine
@@ -147,6 +160,10 @@ CASES = {
         called("Qwen2ForProcessRewardModel") | {"pooler_config": json.dumps({"step_tag_id": MARK})},
     ),
 }
+FUZZED = Settings(16, CHUNKS, 32, True, False, True, False, "", 200, pooler="own")
+"""As the engine of the first case, so far as schedules look at it."""
+PLANTED = tuple(fault for fault in OF_POOLING if fault == "pooler" or not ON_GPU)
+"""Faults: the graphs of a GPU would leave out what is planted in a layer."""
 QUICK = ("embeddings of the last token", "a Llama that classifies")
 """Those that run also where each minute counts."""
 
@@ -192,7 +209,10 @@ def run(case: Case, folder: Path, shared: Path, flag: str, **more: Any) -> dict[
     arguments = arguments_of(limits | OF_DEVICE | case.settings | more)
     environment = SETTINGS | ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in more else {})
     with Engine(str(folder), arguments, flag, environment, patience=400) as engine:
-        done = {
+        done: dict[str, Any] = {}
+        if flag == "1" and not more and case is CASES[QUICK[0]]:  # one engine for all
+            done["fuzzed"], done["reproduced"], done["checked"] = fuzzed(engine), reproduced(engine), checked(engine)
+        done |= {
             name: engine.call("tests.engine.pooled:pooled", requests, reset)
             for name, (requests, reset) in plan(case).items()
         }
@@ -205,6 +225,39 @@ def run(case: Case, folder: Path, shared: Path, flag: str, **more: Any) -> dict[
             "tests.engine.pooled:by_methods", case.method, [prompt(length, length) for length in LENGTHS]
         )
     return done | {"by a method": {"given": by_method}}
+
+
+def fuzzed(engine: Engine) -> dict[str, str]:
+    """How a target differs in a schedule, by the fault that the engine has; "" is none."""
+    drawing = Trial(engine, Row("checkpoint", "1", "", 0)).accepts
+    targets = dict(enumerate(draw_targets(1, 8, drawing, FUZZED.context)))
+    targets = {number: one for number, one in targets.items() if one.kind in drawing.kinds}
+    schedule = draw_schedule("pooling 6", FUZZED, targets, drawing, 6)  # of few tokens, and finds each fault
+    found = {}
+    for fault in ("", *PLANTED):
+        engine.call("tests.faults.fuzz:inject", fault)
+        found[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
+    engine.call("tests.faults.fuzz:inject", "")
+    return found
+
+
+def reproduced(engine: Engine) -> ReproduceResult:
+    """What ``reproduce --offline --task embed`` finds."""
+    spec = RequestSpec(prompt="Which sum?", task="embed", dimensions=100)
+    asked = {"samples": 8, "concurrency": 3, "seed": 0, "spec": vars(spec)}
+    return ReproduceResult.of("offline", *offline.run_of(engine.call(offline.RUN, asked)), engine.info)
+
+
+def checked(engine: Engine) -> CheckResults:
+    """What ``check`` finds in an engine that is as served."""
+    results = CheckResults("1", PoolingRun.cases(CHECK))
+    checking = PoolingRun(engine, "as served", CHECK, results, lambda now: None)
+    checking.again()
+    steps = [checking.step("many", checking.many(), True, preempted) for preempted in (None, PREEMPTED_AFTER)]
+    checking.many_answers, answers = ([answer_of(one["completions"][0]) for one in step.requests] for step in steps)
+    checking.compare_many(PREEMPTED, answers, checking)
+    results.proof[PREEMPTED] = f"{steps[-1].preemptions} preemptions"
+    return results
 
 
 def moved(case: Case, done: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -273,6 +326,26 @@ def test_a_method_of_the_offline_interface_gives_the_same(name: str, asked: Call
     expected = done["together"]["given"][kinds - 1 : kinds * len(LENGTHS) : kinds]
     for given, one in zip(done["by a method"]["given"], expected, strict=True):
         assert given["fp32"] == one["fp32"]
+
+
+def test_a_fuzzer_finds_nothing_and_each_fault_that_is_planted(asked: Callable[[str], dict[str, Any]]) -> None:
+    found = asked(QUICK[0])["fuzzed"]
+    assert found.pop("") == ""
+    assert set(found) == set(PLANTED)
+    for where in found.values():
+        assert where.startswith(("value ", "row "))
+
+
+def test_commands_compare_the_embeddings_of_an_engine(asked: Callable[[str], dict[str, Any]]) -> None:
+    done = asked(QUICK[0])
+    result, results = done["reproduced"], done["checked"]
+    assert result.status == Status.REPRODUCIBLE
+    assert result.answers[0].shape == (100,)
+    assert result.run.failed_others == 0, result.run.failure
+    assert "dimensions" in result.run.varied
+    tested = {case.name: case.detail for case in results.cases if case.outcome is Outcome.HOLDS}
+    assert set(tested) == {AGAIN[1], PREEMPTED[1]}
+    assert re.search(r"12 answers of \d+ rows and values .* [1-9]\d* preemptions", tested[PREEMPTED[1]])
 
 
 @pytest.mark.skipif(ON_GPU, reason="the second model runner forgets what a preempted request has collected")

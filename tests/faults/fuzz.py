@@ -59,6 +59,19 @@ def _sampler(worker: Any) -> Callable[[], None]:
     return lambda: delattr(sampler, "sample")
 
 
+def _pooler(model: Any) -> Callable[[], None]:
+    """A pooler that takes the row before the right one where another request is in the step."""
+    pooler = model.pooler
+    pool = pooler.forward
+
+    def forward(hidden_states: torch.Tensor, pooling_metadata: Any) -> Any:
+        company = len(pooling_metadata.prompt_lens) > 1
+        return pool(hidden_states.roll(1, 0) if company else hidden_states, pooling_metadata)
+
+    pooler.forward = forward
+    return lambda: delattr(pooler, "forward")
+
+
 def _keys() -> Callable[[], None]:
     """Keys of other weights, which stay in the prefix cache when the weights are replaced."""
     look = weights._look
@@ -89,6 +102,8 @@ def _refusal(llm: Any) -> Callable[[], None]:
 
 
 FAULTS = ("product", "attention", "sampler", "keys")
+OF_POOLING = ("attention", "pooler")
+"""Those that a model has which pools."""
 _take_out: list[Callable[[], None]] = []
 
 
@@ -96,9 +111,10 @@ def inject(llm: Any, fault: str) -> None:
     """Put a fault into the engine; the one before is taken out."""
     while _take_out:
         _take_out.pop()()
-    if fault in ("product", "attention"):
+    of_model = {"product": _product, "attention": _attention, "pooler": _pooler}
+    if fault in of_model:
         [model] = llm.apply_model(lambda model: model)
-        _take_out.append({"product": _product, "attention": _attention}[fault](model))
+        _take_out.append(of_model[fault](model))
     elif fault == "sampler":
         [worker] = llm.collective_rpc(lambda worker: worker)
         _take_out.append(_sampler(worker))

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 
+from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.harness.server import serve
+from vllm_batch_invariant.verify.outcome import Status
 
 pytestmark = [pytest.mark.server, pytest.mark.exhaustive]
 
@@ -43,7 +45,8 @@ def served(model: Path, *arguments: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def client(model: Path) -> Iterator[httpx.Client]:
-    with served(model, "--runner", "pooling", "--convert", "embed") as http:
+    parts = "--hf-overrides", '{"is_matryoshka": true}'
+    with served(model, "--runner", "pooling", "--convert", "embed", *parts) as http:
         yield http
 
 
@@ -70,6 +73,21 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Cl
 @pytest.mark.parametrize("route", ASKED)
 def test_a_text_gets_the_same_alone_and_beside_others(route: str, client: httpx.Client) -> None:
     compare(route, client)
+
+
+def test_the_command_finds_embeddings_equal(client: httpx.Client) -> None:
+    reproduce(client, "embed", "--dimensions", "100")
+
+
+@pytest.mark.parametrize("task", ["score", "classify"])
+def test_the_command_finds_scores_and_classes_equal(task: str, cross_encoder: httpx.Client) -> None:
+    reproduce(cross_encoder, task, "--no-activation")
+
+
+def reproduce(client: httpx.Client, task: str, *arguments: str) -> None:
+    url = str(client.base_url)
+    load = ("--samples", "40", "--concurrency", "16", "--prompt", "which sum")
+    assert main(["reproduce", "--task", task, "--base-url", url, *load, *arguments]) == Status.REPRODUCIBLE
 
 
 @pytest.mark.parametrize("route", ["/score", "/rerank"])

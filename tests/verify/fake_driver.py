@@ -1,13 +1,15 @@
 """A fake of the program that holds an engine, without one: answers follow the prompt, and go wrong as told.
 
-FAKE_ENGINE is a list of: breaks (in a batch a token differs), lists (in a batch the candidates change places), refuses
-(structured outputs), never-batches, never-preempts, no-logprobs, nonsense, no-start, dies, hangs (at the step "with 7
-others", after it has written its process id to the file FAKE_ENGINE_PID).
+FAKE_ENGINE is a list of: pools (it gives vectors), whole (its prompts come whole), breaks (in a batch a token or value
+differs), lists (in a batch the candidates change places), refuses (structured outputs), never-batches, never-preempts,
+no-logprobs, nonsense, no-start, dies, hangs (at the step "with 7 others", after it has written its process id to the
+file FAKE_ENGINE_PID).
 """
 
 import json
 import os
 import random
+import struct
 import sys
 import time
 from pathlib import Path
@@ -28,6 +30,9 @@ INFO = {
 }
 
 
+POOLING = {"tasks": ["embed", "token_embed"], "attention": "decoder", "by": "LAST", "size": 4, "dimensions": [2, 4]}
+
+
 class FakeEngine:
     small = False
 
@@ -37,6 +42,8 @@ class FakeEngine:
         self.small = "--num-gpu-blocks-override" in arguments
         limits = {"tokens_in_a_step": 64, "prefix_caching": False} if self.small else {}
         limits |= {"requests_in_a_step": 1} if "never-batches" in WRONG else {}
+        limits |= {"pooling": POOLING} if "pools" in WRONG else {}
+        limits |= {"chunked_prefill": False, "prefix_caching": False} if "whole" in WRONG else {}
         return INFO | limits | {"arguments": arguments, "flag": os.environ.get("VLLM_BATCH_INVARIANT")}
 
     def call(self, what: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,6 +72,9 @@ class FakeEngine:
         params, prompt = request["params"], request["prompt"]
         if "refuses" in WRONG and "structured_outputs" in params and request.get("may_be_refused"):
             return {"refused": "no structured outputs here"}
+        cold = step["reset_prefix_cache"] or self.small
+        if "pools" in WRONG:
+            return self._pooled(request, size) | {"cached": 0 if cold else 256}
         chance = random.Random(f"{prompt} {params.get('seed')}")
         tokens = [chance.randrange(100) for _ in range(params["max_tokens"])]
         if size > 1 and "breaks" in WRONG:
@@ -75,13 +85,22 @@ class FakeEngine:
         completion = {"text": " ".join(map(str, tokens)), "tokens": tokens, "logprobs": listed}
         if params["logprobs"] is None or "no-logprobs" in WRONG:
             completion["logprobs"] = None
-        cold = step["reset_prefix_cache"] or self.small
         return {
             "completions": [completion],
             "prompt_logprobs": [None, *([[token, (-1.5).hex(), 1]] for token in prompt[1:])],
             "cached": 0 if cold else 256,
             "token_seconds": [0.1 * place for place in range(1, len(tokens) + 1)],
         }
+
+    def _pooled(self, request: dict[str, Any], size: int) -> dict[str, Any]:
+        chance = random.Random(f"{request}")
+        rows = len(request["prompt"]) if request["params"]["task"] == "token_embed" else 1
+        count = request["params"].get("dimensions", 4)
+        values = [chance.uniform(-1, 1) for _ in range(rows * count)]
+        values[-1] += size > 1 and "breaks" in WRONG
+        shape = [rows, count] if request["params"]["task"] == "token_embed" else [count]
+        raw = struct.pack(f"<{len(values)}f", *values).hex()
+        return {"completions": [{"dtype": "float32", "shape": shape, "raw": raw}], "token_seconds": [0.1]}
 
 
 def main(descriptor: int) -> None:

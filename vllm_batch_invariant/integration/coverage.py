@@ -1247,7 +1247,7 @@ _OF_A_FOLDER = (_attention_of_another_device, _latent_attention, _head_size)
 """What finds the features that the variables and a model's config.json tell."""
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 """Types of models that vLLM computes by latent attention if they have a rank for it."""
-_ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 """Types of models whose tokens see those after them."""
 _OTHER_HEADS = ("hidden_size_per_head", "attention_head_dim", "kv_lora_rank", "global_head_dim", "layer_types")
 """Fields of models whose heads are not all as large as the other fields say, or only vLLM knows."""
@@ -1272,7 +1272,7 @@ def check_folder(device_type: str, text: Mapping[str, Any]) -> None:
         use_mla=text.get("model_type") in _LATENT and text.get("kv_lora_rank") is not None,
         get_head_size=lambda: size if known else HEAD_SIZES[0],
         runner_type="pooling",
-        attn_type="encoder_only" if text.get("model_type") in _ENCODERS else "decoder",
+        attn_type="encoder_only" if text.get("model_type") in ENCODERS else "decoder",
     )
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type), model_config=model)
     for feature in REFUSED:

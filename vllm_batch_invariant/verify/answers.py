@@ -61,24 +61,69 @@ def number_of(text: str) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: its text, its tokens and the bits of the logprobs at each position."""
+    """One answer: its text, its tokens and the bits of the logprobs at each position; or what a pooling model gave.
+
+    Attributes:
+        bits: of the logprobs at each position; of a pooling model of each value, or of each row if there are rows.
+        dtype: of a pooling model's values, as PyTorch calls it; empty for text.
+        shape: of these values.
+    """
 
     text: str
     tokens: tuple[str, ...]
     bits: tuple[bytes, ...]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, text: str, generated: Sequence[GeneratedToken]) -> "Answer":
         """The answer of these generated tokens."""
         return cls(text, tuple(one.token for one in generated), tuple(one.bits() for one in generated))
 
+    @classmethod
+    def of_values(cls, raw: bytes, dtype: str, shape: Sequence[int]) -> "Answer":
+        """What a pooling model gave.
+
+        Args:
+            raw: the values, C-contiguous and little-endian.
+            dtype: "float32", "float64", "float16" or "bfloat16".
+            shape: [values] or [rows, values].
+        """
+        size = SIZES[dtype] * (shape[-1] if len(shape) > 1 else 1)
+        bits = tuple(raw[start : start + size] for start in range(0, len(raw), size or 1))
+        return cls("", (), bits, dtype, tuple(shape))
+
+    @property
+    def unit(self) -> str:
+        """What a position counts: "token", "value" or "row"."""
+        return "token" if not self.dtype else "row" if len(self.shape) > 1 else "value"
+
+    def values(self, position: int) -> tuple[float, ...]:
+        """Values of a pooling model at a position, with their bits but for those of a NaN; none behind the end."""
+        return values_of(self.bits[position], self.dtype) if position < len(self.bits) else ()
+
+
+SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""Bytes of a value, by dtype."""
+_PACKED = {"float32": "f", "float64": "d", "float16": "e"}
+
+
+def values_of(raw: bytes, dtype: str) -> tuple[float, ...]:
+    """The values of these bytes, little-endian, of a dtype of ``SIZES``."""
+    if dtype == "bfloat16":  # the upper half of an fp32
+        halves = (raw[start : start + 2] for start in range(0, len(raw), 2))
+        raw, dtype = b"".join(b"\0\0" + half for half in halves), "float32"
+    return struct.unpack(f"<{len(raw) // SIZES[dtype]}{_PACKED[dtype]}", raw)
+
 
 def answer_of(completion: Mapping[str, Any]) -> Answer:
-    """The answer of a completion of an engine, as :func:`.harness.drive.described` gives it.
+    """The answer of a completion of an engine, as :func:`.harness.drive.described` gives it, or of what it pooled.
 
     Raises:
         NoTestError: it has no logprobs.
     """
+    if "raw" in completion:
+        return Answer.of_values(bytes.fromhex(completion["raw"]), completion["dtype"], completion["shape"])
     if not completion["logprobs"]:
         why = "the engine returned no logprobs, so bits cannot be compared; use a model that gives logprobs"
         raise NoTestError(why)
@@ -139,6 +184,10 @@ class AnswerComparison:
     earliest_logprob: Divergence | None
     token_positions: dict[int, int]
     logprob_positions: dict[int, int]
+    unit: str = "token"
+    """What a position counts: "token"; of a pooling model, whose vectors are the logprob sequences here, "value" or
+    "row".
+    """
 
     @property
     def identical(self) -> bool:
@@ -166,13 +215,13 @@ class Tally:
     def __init__(self) -> None:
         self._samples = 0
         self._completions: set[tuple[str, tuple[str, ...]]] = set()
-        self._logprob_sequences: set[tuple[bytes, ...]] = set()
+        self._logprob_sequences: set[tuple[Any, ...]] = set()
 
     def add(self, answer: Answer) -> Counts:
         """Count an answer; returns the counts so far."""
         self._samples += 1
         self._completions.add((answer.text, answer.tokens))
-        self._logprob_sequences.add(answer.bits)
+        self._logprob_sequences.add((answer.bits, answer.dtype, answer.shape))
         return self.counts
 
     @property
@@ -204,6 +253,8 @@ def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
             position = first_difference(left, right)
             if position is not None:
                 divergences.append((position, sample))
+        if answer.bits == reference.bits and (answer.dtype, answer.shape) != (reference.dtype, reference.shape):
+            logprob_divergences.append((0, sample))
 
     def earliest(divergences: list[tuple[int, int]]) -> Divergence | None:
         if not divergences:
@@ -217,11 +268,14 @@ def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
         earliest_logprob=earliest(logprob_divergences),
         token_positions=dict(sorted(Counter(position for position, _ in token_divergences).items())),
         logprob_positions=dict(sorted(Counter(position for position, _ in logprob_divergences).items())),
+        unit=reference.unit,
     )
 
 
 def _divergence(reference: Answer, answer: Answer, sample: int, position: int) -> Divergence:
     def token(side: Answer) -> str:
+        if side.dtype:
+            return vector_at(side, position, reference if side is answer else answer)
         return side.tokens[position] if position < len(side.tokens) else "<end>"
 
     shared = first_difference(reference.text, answer.text)
@@ -230,6 +284,21 @@ def _divergence(reference: Answer, answer: Answer, sample: int, position: int) -
         return "" if shared is None else side.text[shared : shared + 24]
 
     return Divergence(sample, position, token(reference), token(answer), continuation(reference), continuation(answer))
+
+
+def vector_at(answer: Answer, position: int, other: Answer) -> str:
+    """What a pooling model gave at a position, with all digits; of a row the first value that another's has not."""
+    mine, theirs = answer.values(position), other.values(position)
+    if (len(mine), answer.dtype) != (len(theirs), other.dtype):
+        return f"{list(answer.shape)} {answer.dtype}"
+    size = SIZES[answer.dtype]
+    sides = (one.bits[position] for one in (answer, other))
+    pieces = ([raw[start : start + size] for start in range(0, len(raw), size)] for raw in sides)
+    place = first_difference(*pieces)
+    if place is None:
+        return f"{list(answer.shape)} {answer.dtype}"
+    of_row = f"value {place}: " if answer.unit == "row" else ""
+    return f"{of_row}{mine[place]:.17g}" if answer.dtype == "float64" else f"{of_row}{mine[place]:.9g}"
 
 
 def binned(positions: dict[int, int], length: int, bins: int = 8) -> list[tuple[int, int, int]]:
@@ -251,12 +320,25 @@ PROMPT = (
     "and why that choice may look at how many requests happen to be in the batch. "
     "End with what an engineer can do about it, what it costs, and how one would prove that it worked."
 )
+GENERATE = "generate"
+"""The task of a model that generates."""
+OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos")
+"""Fields of a request that only a model has which generates."""
+OF_POOLING = ("dimensions", "activation", "truncate")
+"""Those that only a model has which pools."""
 NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serve a model that gives logprobs"
 
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """The target request, the same for every sample."""
+    """The target request, the same for every sample.
+
+    Attributes:
+        task: :data:`GENERATE`, or what a pooling model is asked, a key of :data:`.harness.pooling.TASKS`.
+        dimensions: of an embedding; None for all.
+        activation: whether a pooling model normalises an embedding, or makes classes of logits; None for its own way.
+        truncate: tokens of a pooling model's prompt at most; None for all.
+    """
 
     prompt: str = PROMPT
     chat: bool = False
@@ -265,6 +347,26 @@ class RequestSpec:
     seed: int = 0
     logprobs: int = 5
     ignore_eos: bool = False
+    task: str = GENERATE
+    dimensions: int | None = None
+    activation: bool | None = None
+    truncate: int | None = None
+
+    @property
+    def pools(self) -> bool:
+        """Whether a pooling model answers it."""
+        return self.task != GENERATE
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the task of the request has, by name."""
+        others = OF_TEXT if self.pools else OF_POOLING
+        return {name: value for name, value in vars(self).items() if name not in others}
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that are generated at most."""
+        return 0 if self.pools else self.max_tokens
 
     def body(self, model: str) -> dict[str, Any]:
         """The arguments of the OpenAI client's ``create``."""

@@ -10,6 +10,7 @@ from typing import Any
 from ..answers import PROMPT
 from ..arguments import OneLineParser, add_html, add_json, add_model, at_least, check_model, check_reports, choose_mode
 from ..fuzz.finding import Finding
+from ..harness import pooling
 from ..harness.engine import start_quiet_engine
 from ..harness.load import filler
 from ..outcome import NoTestError, Status
@@ -116,6 +117,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     runs: list[tuple[Case, BisectResult]] = []
     with waiting(notes, "starting an engine"):
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
+    pooling.refuse(pooling.about(llm), "tokens to bisect")
     setting = setting_of(llm, options.model)
     with waiting(notes, "bisecting", told=False) as now:
         cases = list(_cases(llm, options))

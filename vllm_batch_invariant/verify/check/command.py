@@ -24,6 +24,7 @@ from ..arguments import (
     choose_mode,
     not_negative,
 )
+from ..harness.pooling import KINDS
 from ..harness.requests import EVERY_KIND
 from ..outcome import NoTestError, Status
 from ..printing import complain, consoles, one_line, waiting
@@ -90,9 +91,10 @@ def add_arguments(parser: OneLineParser) -> None:
         "--without",
         action="append",
         default=[],
-        choices=EVERY_KIND,
+        choices=(*EVERY_KIND, *KINDS),
         metavar="KIND",
-        help=f"leave out a kind of requests: {', '.join(EVERY_KIND)}; may be repeated",
+        help=f"leave out a kind of requests: {', '.join(EVERY_KIND)}; of models that pool {', '.join(KINDS)}; may be "
+        "repeated",
     )
     fuzz.add_argument("--csv", type=Path, metavar="FILE", help="also append a row per engine to this file")
     fuzz.add_argument("--found", type=Path, default=Path("."), metavar="FOLDER", help="folder for files of differences")
@@ -101,6 +103,7 @@ def add_arguments(parser: OneLineParser) -> None:
 
 _DRAWN = (
     *("--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--enable-prefix-caching", "--enforce-eager"),
+    *("--enable-chunked-prefill", "--no-enable-chunked-prefill"),
     *("--no-enable-prefix-caching", "--async-scheduling", "--no-async-scheduling", "--num-gpu-blocks-override"),
 )
 """Arguments of ``vllm serve`` that --fuzz draws."""

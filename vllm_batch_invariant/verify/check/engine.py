@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..answers import Answer, answer_of, listed_tokens
+from ..harness import pooling
 from ..harness.metrics import Latency, Trace
 from ..harness.requests import (
     KINDS,
@@ -36,9 +37,12 @@ from .guarantees import (
     RESTARTED,
     SAME_BATCH,
     SEEDED,
+    WANTED,
     WARM,
     Certificate,
     CheckCase,
+    cases_of_engines,
+    cases_of_pooling,
 )
 from .presets import Preset
 from .results import CheckResults, OnProgress
@@ -53,6 +57,8 @@ SMALL_CACHE = 1024
 """Tokens in the KV cache of the engine that has to preempt."""
 MANY, MANY_PROMPT, MANY_TOKENS = 12, 100, 60
 """Number, prompt length and output length of requests that start together in the small KV cache and outgrow it."""
+PREEMPT_AFTER = 3
+"""Steps after which requests that pool are preempted: in chunks of 64 one is between two of them."""
 LEAST_CONTEXT = 2 * TARGET_TOKENS
 CERTIFY = "vllm_batch_invariant.verify.check.operations:certificates"
 _MAIN, _SMALL, _OTHER = "as served", "with small chunks and a small KV cache", "with other chunks and pages"
@@ -78,7 +84,9 @@ def check_engine(
     on_progress("starting the engine")
     with Engine(model, arguments, flag) as engine:
         results.info = engine.info
-        run = EngineRun(engine, _MAIN, preset, results, on_progress)
+        kind = PoolingRun if engine.info.get("pooling") else EngineRun
+        results.planned[:] = kind.cases(preset)
+        run = kind(engine, _MAIN, preset, results, on_progress)
         run.certify()
         run.as_served()
     info = engine.info
@@ -87,13 +95,13 @@ def check_engine(
     small = [*limits, *_step_limit(CHUNK, info), "--num-gpu-blocks-override", pages]
     on_progress(f"starting an engine {_SMALL}")
     with Engine(model, [*arguments, *small], flag) as engine:
-        EngineRun(engine, _SMALL, preset, results, on_progress).with_small_limits(run)
+        kind(engine, _SMALL, preset, results, on_progress).with_small_limits(run)
     if preset.engines > 1:
         page = str(32 if info["page"] != 32 else 64)
-        other = [*limits, *_step_limit(OTHER_CHUNK, info), "--async-scheduling", "--block-size", page]
+        other = [*limits, *_step_limit(OTHER_CHUNK, info), *kind.scheduling, "--block-size", page]
         on_progress(f"starting an engine {_OTHER}")
         with Engine(model, [*arguments, *other], flag) as engine:
-            EngineRun(engine, _OTHER, preset, results, on_progress).with_other_pages(run)
+            kind(engine, _OTHER, preset, results, on_progress).with_other_pages(run)
 
 
 def _step_limit(tokens: int, info: dict[str, Any]) -> list[str]:
@@ -112,14 +120,23 @@ class EngineRun:
         NoTestError: the engine's context is too short for the requests.
     """
 
+    least_context = LEAST_CONTEXT
+    """Tokens."""
+    scheduling: tuple[str, ...] = ("--async-scheduling",)
+    """Arguments of the engine with other pages."""
+    cases = staticmethod(cases_of_engines)
+    """What a check has to test."""
+    no_chunks = "chunked prefill is off in this engine"
+    """Why prompts come whole."""
+
     def __init__(
         self, engine: Engine, name: str, preset: Preset, results: CheckResults, on_progress: OnProgress
     ) -> None:
         self._engine, self._preset, self.results, self._on_progress = engine, preset, results, on_progress
         self._trace: list[tuple[float, int]] = []
         context = engine.info["context"]
-        if context < LEAST_CONTEXT:
-            raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {LEAST_CONTEXT}")
+        if context < (least := self.least_context):
+            raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {least}")
         self.small_context = min(context, 768)
         self._ids = ordinary(engine.info["vocabulary"])
         kinds = tuple(kind for kind in KINDS if engine.info["tokenizer"] or kind not in OF_TEXT)
@@ -127,11 +144,18 @@ class EngineRun:
         self._params: dict[CheckCase, list[dict[str, Any]]] = {}
         self._refused: Counter[str] = Counter()
         self._name, self._clock = name, 0.0
-        self._target = request(tokens(TARGET_TOKENS, 1, self._ids), max_tokens=preset.tokens)
-        self._short = request(tokens(SHORT, 1, self._ids), max_tokens=preset.tokens)
-        self._seeded = request(self._target["prompt"], max_tokens=preset.tokens, **SAMPLING["top_p"])
+        self._target = self._request(tokens(min(TARGET_TOKENS, context), 1, self._ids))
+        self._short = self._request(tokens(min(SHORT, context), 1, self._ids))
         self.alone: dict[str, Answer] = {}
         self.many_answers: list[Answer] = []
+
+    def _request(self, prompt: list[int], **params: Any) -> Request:
+        """A request of the kind that is compared."""
+        return request(prompt, max_tokens=self._preset.tokens, **params)
+
+    @property
+    def _seeded(self) -> Request:
+        return self._request(self._target["prompt"], **SAMPLING["top_p"])
 
     def certify(self) -> None:
         """Make the certificates of every operation."""
@@ -173,12 +197,14 @@ class EngineRun:
         for place in sorted({0, most // 2, most}):
             batch = [*others[:place], self._target, *others[place:]]
             self._compare(PLACE, f"at place {place} of {most + 1}", batch, which=place)
-        targets = [request(tokens(SHORT, 300 + i, self._ids), max_tokens=self._preset.tokens) for i in range(4)]
-        others = [one for one in self._concurrent(16, 5) if "seed" in one["params"] or not one["params"]["temperature"]]
+        targets = [self._request(tokens(SHORT, 300 + i, self._ids)) for i in range(4)]
+        others = [
+            one for one in self._concurrent(16, 5) if "seed" in one["params"] or not one["params"].get("temperature")
+        ]
         mixed = [self._target, *others, *targets]
         first, second = (self.step("mixed", mixed, reset_prefix_cache=True) for _ in range(2))
         for number, (one, other) in enumerate(zip(first.requests, second.requests, strict=True)):
-            if "refused" not in one and one["completions"][0]["logprobs"]:
+            if "refused" not in one and any(one["completions"][0].get(bits) for bits in ("logprobs", "raw")):
                 answers = (answer_of(side["completions"][0]) for side in (one, other))
                 self.results.add(*SAME_BATCH, f"request {number} of {len(mixed)}", *answers)
         self.note_batch(SAME_BATCH, min(first.largest_batch, second.largest_batch), others)
@@ -186,21 +212,28 @@ class EngineRun:
     def with_small_limits(self, main: "EngineRun") -> None:
         """Run requests of the main engine in chunks, and in a KV cache too small for all of them."""
         self.results.add(*RESTARTED, "restarted", main.alone["short"], self.answer("short", self._short))
-        chunk = self._engine.info["tokens_in_a_step"]
-        if not self._engine.info["chunked_prefill"]:
-            self.results.not_applicable[CHUNKS] = "chunked prefill is off in this engine"
-        elif chunk < TARGET_TOKENS:
-            self._compare(CHUNKS, f"in chunks of {chunk}", [self._target], main.alone["target"])
-            answer = self.answer("seeded", self._seeded)
-            self.results.add(*CHUNKS, f"with a seed, in chunks of {chunk}", main.alone["seeded"], answer)
-        else:
-            self.results.gaps[CHUNKS] = f"the engine has steps of {chunk} tokens, although {CHUNK} were requested"
+        self._in_chunks(main)
         step = self.step("many", self.many())
         if not step.preemptions:
             self.results.gaps[PREEMPTED] = "the engine did not preempt, although its KV cache was too small for all"
             return
         self.compare_many(PREEMPTED, _answers(step), main)
         self.results.proof[PREEMPTED] = f"{step.preemptions} preemptions"
+
+    def _in_chunks(self, main: "EngineRun") -> None:
+        chunk = self._engine.info["tokens_in_a_step"]
+        if not self._engine.info["chunked_prefill"]:
+            self.results.not_applicable[CHUNKS] = self.no_chunks
+        elif chunk < len(self._target["prompt"]):
+            self._compare(CHUNKS, f"in chunks of {chunk}", [self._target], main.alone["target"])
+            for name, label, one in self._more_in_chunks():
+                self.results.add(*CHUNKS, f"{label}, in chunks of {chunk}", main.alone[name], self.answer(name, one))
+        else:
+            self.results.gaps[CHUNKS] = f"the engine has steps of {chunk} tokens, although {CHUNK} were requested"
+
+    def _more_in_chunks(self) -> list[tuple[str, str, Request]]:
+        """More requests whose answers alone are known by a name, and what they are."""
+        return [("seeded", "with a seed", self._seeded)]
 
     def with_other_pages(self, main: "EngineRun") -> None:
         """Run requests of the main engine in other chunks and pages."""
@@ -223,9 +256,13 @@ class EngineRun:
         context = self._engine.info["context"]
         for length in (length for length in self._preset.concurrent_lengths if length + 8 < context):
             most = min(self._preset.tokens, context - length - 1)
-            params = draw_concurrent(random.Random(length), self._accepts, most, length)
+            params = self._draw(random.Random(length), most, length)
             other = {"prompt": tokens(length, 77, self._ids), "params": params, "may_be_refused": True}
             self._compare(CONCURRENT_LENGTHS, f"with a prompt of {length}", [other, self._target], which=1)
+
+    def _draw(self, chance: random.Random, max_tokens: int, prompt_tokens: int) -> dict[str, Any]:
+        """Parameters of a concurrent request."""
+        return draw_concurrent(chance, self._accepts, max_tokens, prompt_tokens)
 
     def sampling(self) -> None:
         """Run seeded requests alone and with concurrent requests."""
@@ -267,8 +304,8 @@ class EngineRun:
             answer = answer_of(one["completions"][0])
             self.results.add(*WARM, f"from a {label} cache", expected, answer)
             self.results.show(f"from a {label} cache", answer)
-        half = self._target["prompt"][: warm["cached"] - 1] + tokens(TARGET_TOKENS - warm["cached"] + 1, 4, self._ids)
-        partly = request(half, max_tokens=self._preset.tokens)
+        new = len(self._target["prompt"]) - warm["cached"] + 1
+        partly = self._request(self._target["prompt"][: warm["cached"] - 1] + tokens(new, 4, self._ids))
         got = self.step("partly warm", [partly]).requests[0]
         expected = self.answer("partly warm, cold", partly)
         self.results.add(*WARM, "another end of the prompt", expected, answer_of(got["completions"][0]))
@@ -276,7 +313,9 @@ class EngineRun:
 
     def _load(self) -> None:
         count, length = self._preset.load
-        requests = [request(tokens(SHORT, 200 + i, self._ids), max_tokens=length, logprobs=None) for i in range(count)]
+        more = {} if self._engine.info.get("pooling") else {"max_tokens": length, "logprobs": None}
+        requests = [self._request(tokens(SHORT, 200 + i, self._ids)) for i in range(count)]
+        requests = [one | {"params": one["params"] | more} for one in requests]
         self.step("load, first", requests, reset_prefix_cache=True)
         step = self.step("load", requests, reset_prefix_cache=True)
         self.results.latency = Latency.of([one["token_seconds"] for one in step.requests])
@@ -300,18 +339,23 @@ class EngineRun:
         why = "the engine never ran two requests at a time; raise --max-num-seqs"
         params = self._params.setdefault(case, [])
         params += [one["params"] for one in others]
-        self.results.note_batch(case, largest, why, varied(params, self._refused))
+        self.results.note_batch(case, largest, why, self._varied(params))
+
+    def _varied(self, params: Sequence[dict[str, Any]]) -> str:
+        return varied(params, self._refused)
 
     def answer(self, name: str, one: Request) -> Answer:
         """The answer to a request alone, from a cold cache."""
         [answered] = self.step(name, [one], reset_prefix_cache=True).requests
         return answer_of(answered["completions"][0])
 
-    def step(self, name: str, requests: list[Request], reset_prefix_cache: bool = False) -> StepResult:
+    def step(
+        self, name: str, requests: list[Request], reset_prefix_cache: bool = False, preempt_after: int | None = None
+    ) -> StepResult:
         """Send requests together, and keep the batches in which they ran."""
         self._on_progress(f"{self._name}: {name}")
         reset = reset_prefix_cache and self._engine.info["prefix_caching"]
-        step = self._engine.step(name, requests, reset)
+        step = self._engine.step(name, requests, reset, preempt_after)
         self._refused.update(without_values(one["refused"]) for one in step.requests if "refused" in one)
         self._trace += [(self._clock + seconds, size) for seconds, size in step.batches]
         self._clock = self._trace[-1][0] if self._trace else 0.0
@@ -319,6 +363,95 @@ class EngineRun:
         traces = self.results.traces
         traces[:] = [trace for trace in traces if trace.engine != self._name] + [Trace(self._name, seconds, sizes)]
         return step
+
+
+class PoolingRun(EngineRun):
+    """The same of a model that pools, which answers in the step that ends a prompt."""
+
+    least_context = SHORT
+    scheduling = ()
+    cases = staticmethod(cases_of_pooling)
+    no_chunks = "prompts come whole in this engine: a token sees those after it, or they are pooled at once"
+
+    def _request(self, prompt: list[int], **params: Any) -> Request:
+        return {"prompt": prompt, "params": pooling.wanted(self._engine.info["pooling"])[0] | params}
+
+    def _draw(self, chance: random.Random, max_tokens: int, prompt_tokens: int) -> dict[str, Any]:  # noqa: ARG002
+        return pooling.draw_of_engine(chance, self._engine.info["pooling"])
+
+    def _concurrent(self, count: int, seed: int) -> list[Request]:
+        chance = random.Random(f"concurrent {seed}")
+        prompts = (chance.choices(self._ids, k=chance.randint(1, SHORT)) for _ in range(count))
+        return [{"prompt": prompt, "params": self._draw(chance, 0, len(prompt))} for prompt in prompts]
+
+    def _varied(self, params: Sequence[dict[str, Any]]) -> str:
+        return pooling.varied(params)
+
+    def as_served(self) -> None:
+        """Run every case that needs no other settings of the engine."""
+        self.again()
+        self.with_concurrent_requests()
+        self._concurrent_lengths()
+        self._wants()
+        self._prefix_cache()
+        self.alone["short"] = self.answer("short", self._short)
+        self.many_answers = _answers(self.step("many", self.many()))
+        self._load()
+
+    def _all_wanted(self) -> list[Request]:
+        """The target's prompt with everything that may be asked of it."""
+        wants = pooling.wanted(self._engine.info["pooling"])
+        return [{"prompt": self._target["prompt"], "params": want} for want in wants]
+
+    def _wants(self) -> None:
+        """Ask everything alone, and all together among others, in two orders."""
+        wanted = self._all_wanted()
+        for one in wanted:
+            self.alone[_wanted_as(one)] = self.answer(f"{_wanted_as(one)}, alone", one)
+        for before, some in ((0, wanted), (9, wanted[::-1])):
+            others = self._concurrent(24, 24 + before)
+            batch = [*others[:before], *some, *others[before:]]
+            step = self.step(f"all that is asked, behind {before}", batch, reset_prefix_cache=True)
+            for one, got in zip(some, step.requests[before:], strict=False):
+                label = f"{_wanted_as(one)}, behind {before}"
+                self.results.add(*WANTED, label, self.alone[_wanted_as(one)], answer_of(got["completions"][0]))
+            self.note_batch(WANTED, step.largest_batch, others)
+
+    def _more_in_chunks(self) -> list[tuple[str, str, Request]]:
+        return [(name, name, one) for one in self._all_wanted()[1:] for name in [_wanted_as(one)]]
+
+    def many(self) -> list[Request]:
+        """Requests of which some are between two chunks when others are preempted."""
+        length = min(MANY_PROMPT, self.small_context)
+        wants = pooling.wanted(self._engine.info["pooling"])
+        return [{"prompt": tokens(length, 100 + i, self._ids), "params": wants[i % len(wants)]} for i in range(MANY)]
+
+    def with_small_limits(self, main: EngineRun) -> None:
+        """Run requests of the main engine in another one, in chunks, and preempted between chunks."""
+        self.results.add(*RESTARTED, "restarted", main.alone["short"], self.answer("short", self._short))
+        self._in_chunks(main)
+        if not self._engine.info["chunked_prefill"]:
+            self.compare_many(RESTARTED, _answers(self.step("many", self.many())), main)
+            self.results.not_applicable[PREEMPTED] = "a prompt is done in one step, so that no request is preempted"
+            return
+        step = self.step("many", self.many(), preempt_after=PREEMPT_AFTER)
+        if not step.preemptions:
+            self.results.gaps[PREEMPTED] = "the engine did not preempt, although it was told to"
+            return
+        self.compare_many(PREEMPTED, _answers(step), main)
+        self.results.proof[PREEMPTED] = f"{step.preemptions} preemptions"
+
+    def with_other_pages(self, main: EngineRun) -> None:
+        """Run requests of the main engine in other chunks and pages."""
+        if not self._engine.info["chunked_prefill"]:
+            self.results.not_applicable[OTHER_CHUNKS] = self.no_chunks
+            return
+        super().with_other_pages(main)
+
+
+def _wanted_as(one: Request) -> str:
+    """What a request wants of a pooling model, in words."""
+    return " ".join(f"{name}={value}" for name, value in one["params"].items())
 
 
 def _answers(step: StepResult) -> list[Answer]:

@@ -57,6 +57,7 @@ CONCURRENT: CheckCase = ("batch", "with concurrent requests")
 PLACE: CheckCase = ("batch", "at any place in the batch")
 CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any length")
 SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
+WANTED: CheckCase = ("batch", "every task and parameter of pooling with concurrent requests")
 FORMS: CheckCase = ("batch", "chats, tools, responses and streams with concurrent requests")
 PROMPT_LOGPROBS: CheckCase = ("batch", "prompt logprobs with concurrent requests")
 WARM: CheckCase = ("schedule", "from a warm prefix cache")
@@ -71,6 +72,12 @@ def cases_of_engines(preset: Preset) -> list[CheckCase]:
     cases = [*OF_OPERATIONS.items(), AGAIN, SAME_BATCH, CONCURRENT, PLACE, CONCURRENT_LENGTHS, SEEDED, PROMPT_LOGPROBS]
     cases += [WARM, CHUNKS, PREEMPTED, RESTARTED]
     return cases + [OTHER_CHUNKS] * (preset.engines > 1)
+
+
+def cases_of_pooling(preset: Preset) -> list[CheckCase]:
+    """The same of engines of a model that pools."""
+    left = {SEEDED: [], PROMPT_LOGPROBS: [WANTED]}
+    return [other for case in cases_of_engines(preset) for other in left.get(case, [case])]
 
 
 def cases_of_a_server() -> list[CheckCase]:
@@ -121,6 +128,8 @@ class CaseResult:
         if found is None or found.identical:
             return ""
         token, logprob = found.earliest_token, found.earliest_logprob
+        if logprob is not None and found.unit != "token":
+            return f"{found.unit} {logprob.position}, {self.first}: {logprob}"
         if logprob is None:
             return f"no token and no logprob, only the text, {self.first}"
         if token is None:
@@ -167,10 +176,12 @@ class GuaranteeResult:
 def case_result(guarantee: str, name: str, samples: Sequence[Sample]) -> CaseResult:
     """The result of a case from its samples, at least one."""
     different = [sample for sample in samples if sample.answer != sample.expected]
-    positions = sum(len(sample.answer.tokens) for sample in samples)
-    detail = f"{count(len(samples), 'answer')} of {positions} tokens in all, "
+    positions = sum(len(sample.answer.bits) for sample in samples)
+    units = sorted({sample.answer.unit for sample in samples})
+    every = "token and logprob" if units == ["token"] else " and ".join(units)
+    detail = f"{count(len(samples), 'answer')} of {positions} {' and '.join(f'{unit}s' for unit in units)} in all, "
     if not different:
-        return CaseResult(guarantee, name, Outcome.HOLDS, detail + "every token and logprob has the same bits")
+        return CaseResult(guarantee, name, Outcome.HOLDS, f"{detail}every {every} has the same bits")
     detail += f"{len(different)} of them with other bits: {', '.join(sample.label for sample in different[:5])}"
     detail += f" and {len(different) - 5} more" if len(different) > 5 else ""
     earliest = min(different, key=_divergence_at)

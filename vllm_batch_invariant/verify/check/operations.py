@@ -165,6 +165,8 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
     like = _parameter(model)
     for name, layer in model.named_modules():
         is_head = isinstance(layer, ParallelLMHead) or layer is head
+        if is_head and hasattr(model, "pooler"):  # which uses no such weights, and has read none
+            continue
         if not (isinstance(layer, LinearBase) or is_head) or getattr(layer, "quant_method", None) is None:
             continue
         depth = layer.embedding_dim if is_head else getattr(layer, "input_size_per_partition", layer.input_size)

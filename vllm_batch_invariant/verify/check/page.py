@@ -96,8 +96,11 @@ def _latency(runs: tuple[CheckResults, ...]) -> tuple[Part, ...]:
     names = next(iter(figures.values()))
     rows = tuple((Cell(name), *(Cell(f"{figures[label][name]:.4g}") for label in measured)) for name in names)
     load = next(iter(measured.values()))
-    caption = f"{load.requests} requests at once, {load.tokens // load.requests} tokens each, without a server"
+    each = f", {load.tokens // load.requests} tokens each" if load.between_tokens else ""
+    caption = f"{load.requests} requests at once{each}, without a server"
     table = Table(caption, ("", *measured), rows)
+    if not load.between_tokens:
+        return (table,)
     description = "Share of tokens by the time since the token before: " + "; ".join(
         f"{label}, half within {values['between tokens, median (ms)']:.3g} ms" for label, values in figures.items()
     )

@@ -13,6 +13,7 @@ import httpx
 import openai
 
 from ..answers import Answer, RequestSpec, answer_from
+from ..harness import pooling
 from ..harness.client import Connection, connect
 from ..harness.load import filler
 from ..harness.metrics import BatchLog, parse_metrics, read_metrics, watch
@@ -89,7 +90,8 @@ async def check_server(
         except httpx.HTTPError as error:
             raise NoTestError(f"{server}/metrics does not answer: {one_line(error)}") from error
         except openai.OpenAIError as error:
-            raise NoTestError(f"a request got no answer: {one_line(error)}") from error
+            hint = f"; {pooling.HOW}" if isinstance(error, openai.NotFoundError) else ""
+            raise NoTestError(f"a request got no answer: {one_line(error)}{hint}") from error
 
 
 class _ServerRun:

@@ -26,7 +26,7 @@ from ..outcome import Status
 from ..printing import consoles, count, printable, waiting
 from .compare import difference
 from .finding import BROKE, CONCURRENT, SETTINGS, Finding, Row, append_rows
-from .options import Place
+from .options import Place, attention_of_pooling, pools_whole
 from .plan import FuzzPlan
 from .report import SEEN, print_fuzz
 from .schedule import (
@@ -311,6 +311,8 @@ def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
         # vLLM 0.30 breaks off on a CPU where a draft model runs
         has_draft_models=device == "cuda" or not patch_points.installed_version().startswith("0.30."),
         given=frozenset(argument.partition("=")[0] for argument in serve_args),
+        pools=attention_of_pooling(model, serve_args),
+        pools_whole=pools_whole(model, serve_args),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..answers import first_difference, number_of
+from ..answers import answer_of, compare_answers, first_difference, number_of
 
 DIGEST = "sha256:"
 """Prefix of the digest of a list that is too long to send, in the place of a logprob."""
@@ -14,6 +14,8 @@ def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
     if expected == got:
         return ""
     sides = expected["completions"], got["completions"]
+    if "dtype" in (*sides[0], *sides[1], {})[0]:
+        return of_pooled(*(side[0] if side else {} for side in sides))
     if len(sides[0]) != len(sides[1]):
         return f"{len(sides[1])} completions instead of {len(sides[0])}"
     found = [of_positions("prompt logprobs", expected["prompt_logprobs"], got["prompt_logprobs"], "the prompt's token")]
@@ -28,6 +30,20 @@ def difference(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
             if one[name] != other[name]:
                 found.append(f"{name.replace('_', ' ')}{sample}: {other[name]!r} instead of {one[name]!r}")
     return next(filter(None, found))
+
+
+def of_pooled(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
+    """The first value, or row, in which two answers of a pooling model differ."""
+    if not expected or not got:
+        return "nothing instead of a vector" if expected else "a vector instead of nothing"
+    for name in ("dtype", "shape"):
+        if expected[name] != got[name]:
+            return f"{name}: {got[name]} instead of {expected[name]}"
+    if "rows" in expected:
+        return f"row {first_difference(expected['rows'], got['rows'])} of {len(expected['rows'])}"
+    found = compare_answers([answer_of(expected), answer_of(got)])
+    assert found.earliest_logprob is not None  # the bits differ
+    return f"{found.unit} {found.earliest_logprob.position} of {expected['shape']}: {found.earliest_logprob}"
 
 
 def of_positions(what: str, expected: Sequence[Any], got: Sequence[Any], where: str) -> str:

@@ -16,14 +16,17 @@ import torch
 
 from ...envs import is_exact
 from ...integration.parallel.tensor_tree import k_slices
-from ..harness.drive import add_request, bits, described, drive
-from ..harness.engine import sampling_params
+from ..harness import pooling
+from ..harness.drive import add_request, bits, described, drive, is_pooled
+from ..harness.engine import request_params, sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
 from ..printing import one_line
 from .compare import DIGEST
 
 SHOWN = 24
 """Listed candidates of a position that are sent; a longer list ends in a digest."""
+MOST_HEX = 1 << 17
+"""Hexadecimal digits of several rows that are sent; of more rows digests."""
 MOST_STEPS = 20_000
 """Engine steps after which a schedule is given up; none needs as many."""
 _PAUSE = 0.002
@@ -41,10 +44,10 @@ def info(llm: Any) -> dict[str, Any]:
     """Settings that the fuzzer needs in addition to :func:`..harness.worker_main.describe_engine`."""
     config = llm.llm_engine.vllm_config
     left_out = {}
-    if config.model_config.skip_tokenizer_init:
+    if config.model_config.skip_tokenizer_init and config.model_config.runner_type != "pooling":
         left_out = dict.fromkeys((kind for kind in EVERY_KIND if kind in OF_TEXT), "the engine has no tokenizer")
     thought = _thought(getattr(config, "reasoning_config", None))
-    if not thought[0]:
+    if not thought[0] and config.model_config.runner_type != "pooling":
         left_out[BUDGET] = "the engine was started without a reasoning configuration"
     if config.speculative_config is not None:
         left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
@@ -102,7 +105,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
         while arrivals and arrivals[0]["at"] <= step:
             item = arrivals.pop(0)
             try:
-                params, prompt = sampling_params(item["params"]), prompts[item["name"]]
+                params, prompt = request_params(item["params"]), prompts[item["name"]]
                 add_request(engine, item["name"], prompt, params, priority=item.get("priority", 0))
                 there.add(item["name"])
             except Exception as error:  # vLLM refuses a request by any exception
@@ -174,7 +177,9 @@ def _update(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> b
     elif event["how"] == "others before":
         llm.collective_rpc(_change_weights)
         for number, item in enumerate(waiting[:_STALE]):  # their keys must not serve later
+            pools = "task" in item["params"]
             params = sampling_params({"temperature": 0.0, "max_tokens": 1, "ignore_eos": True})
+            params = request_params(item["params"]) if pools else params
             llm.llm_engine.add_request(f"stale{number}", {"prompt_token_ids": list(item["prompt"])}, params)
         _drain(llm.llm_engine)
     llm.collective_rpc("reload_weights")
@@ -216,7 +221,12 @@ def _steps(engine: Any, arrive: Callable[[], bool]) -> Iterator[list[Any]]:
 
 
 def _gather(answer: dict[str, Any], output: Any, delta: bool) -> None:
-    """Add an output to the answer: new tokens if ``delta``, otherwise a completion that has ended."""
+    """Add an output to the answer: new tokens if ``delta``, otherwise a completion that has ended, or what a pooling
+    model gave.
+    """
+    if is_pooled(output):
+        answer["completions"][0] = _short(pooling.described(output.outputs.data))
+        return
     for completion in output.outputs:
         if not delta and completion.finish_reason is None:
             continue
@@ -229,6 +239,17 @@ def _gather(answer: dict[str, Any], output: Any, delta: bool) -> None:
         answer["completions"][completion.index] = new
     if (delta or output.finished) and not answer["prompt_logprobs"]:  # a delta has them once
         answer["prompt_logprobs"] = [_listed(bits(entry)) for entry in output.prompt_logprobs or ()]
+
+
+def _short(pooled: dict[str, Any]) -> dict[str, Any]:
+    """What a pooling model gave; of many rows a digest of each."""
+    rows = pooled["shape"][0] if len(pooled["shape"]) > 1 else 1
+    if rows < 2 or len(pooled["raw"]) <= MOST_HEX:
+        return pooled
+    raw = bytes.fromhex(pooled["raw"])
+    size = len(raw) // rows
+    digests = [hashlib.sha256(raw[start : start + size]).hexdigest()[:16] for start in range(0, len(raw), size)]
+    return pooled | {"raw": "", "rows": digests}
 
 
 def _finished(answer: dict[str, Any]) -> dict[str, Any]:

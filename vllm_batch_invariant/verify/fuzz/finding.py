@@ -162,6 +162,11 @@ class Finding:
         return [*lines, *map(str, self.schedule.events)]
 
     @property
+    def pools(self) -> bool:
+        """Whether a model gave it that pools, which a bisection does not take."""
+        return bool(self.settings.pooler)
+
+    @property
     def for_bisect(self) -> bool:
         """Whether a bisection, which runs greedy requests that start together, runs the same requests."""
         greedy = all(

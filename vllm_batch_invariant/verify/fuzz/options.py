@@ -17,6 +17,7 @@ from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
 from ...ops.exact.definition import segments
+from ..harness.engine import argument_of, text_config
 from ..harness.requests import BUDGET
 
 NONE = ""
@@ -35,7 +36,49 @@ have. Nor does it take drafts.
 """
 
 
+_POOL = ("Model", "Classification", "ForRewardModeling", "ForTextEncoding")
+"""Ends of the names of architectures that pool where nothing else is asked, as vLLM has them."""
+_GENERATE = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 _INSTALLED = tuple(backend for backend, module in _BACKENDS.items() if find_spec(module) is not None)
+
+
+def attention_of_pooling(model: str, arguments: Sequence[str]) -> str:
+    """By attention of which kind a model pools, "decoder" or "encoder_only", as far as its folder and the arguments of
+    ``vllm serve`` tell; empty if it generates.
+    """
+    changed = _json(argument_of(arguments, "--hf-overrides", "--hf_overrides"))
+    config = text_config(model) | changed
+    architecture = str((config.get("architectures") or [""])[0])
+    runner = argument_of(arguments, "--runner")
+    asked = runner == "pooling" or argument_of(arguments, "--convert") in ("embed", "classify")
+    by_name = architecture.endswith(_POOL) and not architecture.endswith(_GENERATE)
+    folder = Path(model).expanduser()
+    if not asked and (runner not in ("", "auto") or not (by_name or (folder / "1_Pooling").is_dir())):
+        return ""
+    sees_all = config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
+    return "encoder_only" if sees_all or config.get("model_type") in coverage.ENCODERS else "decoder"
+
+
+def pools_whole(model: str, arguments: Sequence[str]) -> bool:
+    """Whether a pooler needs prompts that come whole, as far as the folder and the arguments tell."""
+    chosen = _json(argument_of(arguments, "--pooler-config", "--pooler_config"))
+    kinds = {str(value).upper() for name, value in chosen.items() if name.endswith("pooling_type")}
+    try:
+        of_folder = json.loads((Path(model).expanduser() / "1_Pooling" / "config.json").read_text())
+    except (OSError, ValueError):
+        of_folder = {}
+    kinds |= {"MEAN"} if of_folder and not of_folder.get("pooling_mode_lasttoken") else set()
+    config = text_config(model) | _json(argument_of(arguments, "--hf-overrides", "--hf_overrides"))
+    return bool(kinds - {"LAST", "ALL"}) or "ProcessReward" in str(config.get("architectures"))
+
+
+def _json(text: str) -> dict[str, Any]:
+    """An argument in JSON; empty if it is none."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +93,9 @@ class Place:
         has_tokenizer: the model's folder has one, and the arguments leave it on.
         has_draft_models: vLLM can run a draft model there.
         given: names of arguments that somebody has chosen.
+        pools: by attention of which kind the model pools, one of vLLM's "decoder" and "encoder_only"; empty if it
+            generates.
+        pools_whole: its pooler needs prompts that come whole.
     """
 
     device: str
@@ -59,6 +105,14 @@ class Place:
     has_tokenizer: bool = True
     has_draft_models: bool = True
     given: frozenset[str] = frozenset()
+    pools: str = ""
+    pools_whole: bool = False
+
+    @property
+    def poolers(self) -> tuple[str, ...]:
+        """How it may pool prompts: its own way, and others of a model that embeds."""
+        embeds = self.pools == "decoder" and not str(self.model.get("architectures")).endswith("Classification']")
+        return ("own", "MEAN", "own", "CLS") if embeds and self.is_open("--pooler-config") else ("own",)
 
     def is_open(self, *beginnings: str) -> bool:
         """Whether nobody has chosen an argument that begins so."""
@@ -179,7 +233,8 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
         ),
         model_config=SimpleNamespace(
             architecture=model.get("architectures", [""])[0],
-            runner_type="generate",
+            runner_type="pooling" if settings.pooler else "generate",
+            attn_type=place.pools or "decoder",
             hf_text_config=SimpleNamespace(**model),
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
@@ -187,6 +242,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             multimodal_config=SimpleNamespace(enable_mm_embeds=False),
             enable_prompt_embeds="embeds" in options,
         ),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=not settings.whole),
         cache_config=SimpleNamespace(cache_dtype=options.get("cache", "auto")),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
         reasoning_config=options.get("reasoning"),
@@ -206,6 +262,7 @@ class Field:
         values: those to draw from, as often as they are to be drawn.
         fits: whether a place has them, and they are drawn beside the rest of the settings.
         drawn_as: what they are drawn by; the name if empty.
+        of_pooling: whether models that pool have it, too.
     """
 
     name: str
@@ -213,6 +270,7 @@ class Field:
     values: Callable[[Place], Sequence[Any]]
     fits: Callable[[Place, Any], bool] = lambda *_: True
     drawn_as: str = ""
+    of_pooling: bool = False
 
 
 def _drafters(place: Place) -> list[str]:
@@ -224,7 +282,9 @@ def _drafters(place: Place) -> list[str]:
 
 DRAFTS = (0, 3, 0, 1, 7)
 FIELDS = (
-    Field("runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda"),
+    Field(
+        "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
+    ),
     Field("drafts", coverage.SPECULATION, lambda _: DRAFTS),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
@@ -232,8 +292,13 @@ FIELDS = (
         coverage.TENSOR,
         lambda _: (1, 2, 1),
         lambda place, one: (
-            place.is_divisible and place.has_groups and place.holds(2) and (place.has_segments or not one.exact)
+            place.is_divisible
+            and place.has_groups
+            and place.holds(2)
+            and (place.has_segments or not one.exact)
+            and not (place.pools and place.device == "cuda")
         ),
+        of_pooling=True,
     ),
     Field(
         "tree",
@@ -281,6 +346,7 @@ class Option:
         beside: whether it is drawn beside the rest of the settings, a :class:`.schedule.Settings`; if not, it is
             :data:`NONE`.
         decides: kinds of requests whose tokens follow from it.
+        of_pooling: whether models that pool have it, too.
     """
 
     name: str
@@ -289,6 +355,7 @@ class Option:
     where: Callable[[Place], bool] | None = None
     beside: Callable[[Any], bool] | None = None
     decides: frozenset[str] = frozenset()
+    of_pooling: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -297,7 +364,8 @@ class Option:
 
     def is_in(self, place: Place) -> bool:
         """Whether it is drawn in a place."""
-        return not self.names & place.given and (self.where is None or self.where(place))
+        here = self.of_pooling or not place.pools
+        return here and not self.names & place.given and (self.where is None or self.where(place))
 
 
 def _thought(start: str, end: str) -> tuple[str, ...]:
@@ -332,7 +400,11 @@ OPTIONS = (
         (NONE, "fp8", NONE),
         _has_fp8_caches,
     ),
-    *(Option(name, values, (NONE, *values)) for feature in coverage.COVERED for name, values in feature.drawn.items()),
+    *(
+        Option(name, values, (NONE, *values), of_pooling=True)
+        for feature in coverage.COVERED
+        for name, values in feature.drawn.items()
+    ),
     Option(
         "grammar",
         {backend: ("--structured-outputs-config", json.dumps({"backend": backend})) for backend in _INSTALLED},
@@ -345,10 +417,11 @@ OPTIONS = (
         {"on": ("--enable-sleep-mode",)},
         (NONE, "on"),
         lambda place: place.device == "cuda" and _keeps_requests(place),
+        of_pooling=True,
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
-    Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place)),
-    Option("updates", {}, (NONE, "on", NONE), lambda place: place.is_open("--load-format")),
+    Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place), of_pooling=True),
+    Option("updates", {}, (NONE, "on", NONE), lambda place: place.is_open("--load-format"), of_pooling=True),
     Option(
         "experts",
         {"whole": ("--enable-expert-parallel",)},

@@ -64,7 +64,7 @@ def print_fuzz(
         for text in finding.describe():
             line(text, indent=6)
         line(f"again: {command_line('check', '--replay', str(path))}", indent=3)
-        if finding.kind == CONCURRENT:
+        if finding.kind == CONCURRENT and not finding.pools:
             line(f"which operation: {command_line(*finding.bisect_arguments(path))}", indent=3)
             if not finding.for_bisect:
                 line(

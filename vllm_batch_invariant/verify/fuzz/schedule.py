@@ -12,6 +12,7 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
+from ..harness import pooling
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Place, starts
 
@@ -28,6 +29,8 @@ _TO_THE_END = ("greedy", "seed", "top_k", "top_p", "penalties", "greedy penaltie
 """Kinds of which a request has as many tokens as it may have."""
 _LONG = (16, 24, 48)
 """Tokens of an answer with a budget: time to think, to be told to end, and to go on."""
+_SOON = 8
+"""Steps in which a model that pools has answered most requests."""
 _DECIDED = 0.3
 """Part of the targets that are of kinds which an option decides."""
 
@@ -54,6 +57,8 @@ class Settings:
         stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
         exact: exact arithmetic.
         options: the values of ``OPTIONS`` by name, without those that are ``NONE``.
+        pooler: of a model that pools, how: a type of vLLM's, or its "own"; empty for one that generates.
+        whole: prompts come whole.
     """
 
     requests: int
@@ -73,13 +78,17 @@ class Settings:
     exact: bool = False
     drafter: str = "ngram"
     options: Mapping[str, str] = field(default_factory=dict)
+    pooler: str = ""
+    whole: bool = False
 
     def arguments(self, model: str) -> list[str]:
         """For ``vllm serve MODEL``."""
         steps = max(self.step_tokens, self.requests)  # vLLM requires a token a request
+        steps = max(steps, self.context) if self.whole else steps
         made = ["--max-num-seqs", str(self.requests), "--max-num-batched-tokens", str(steps)]
         made += ["--block-size", str(self.page), "--max-model-len", str(self.context), "--max-logprobs", "-1"]
-        made += ["--enable-chunked-prefill"]
+        made += [f"--{'no-' if self.whole else ''}enable-chunked-prefill"]
+        made += ["--pooler-config", json.dumps({"pooling_type": self.pooler})] if self.pooler not in ("", "own") else []
         # vLLM knows which drafters can be beside async scheduling, and which model runner has them.
         made += [] if self.drafts else [f"--{'' if self.asynchronous else 'no-'}async-scheduling"]
         made += [f"--{'' if self.prefix_cache else 'no-'}enable-prefix-caching"]
@@ -118,7 +127,8 @@ class Settings:
 
     def decides(self, kind: str) -> str:
         """What of the options decides the tokens of a kind of requests."""
-        return " ".join(self.options.get(option.name, NONE) for option in OPTIONS if kind in option.decides)
+        chosen = [self.options.get(option.name, NONE) for option in OPTIONS if kind in option.decides]
+        return " ".join([*chosen, self.pooler] if self.pooler else chosen)
 
     @property
     def label(self) -> str:
@@ -134,6 +144,8 @@ class Settings:
         words += [f"tree={self.tree}"] if self.tree > 1 else []
         words += [f"stages={self.stages}"] if self.stages > 1 else []
         words += ["exact"] if self.exact else []
+        words += [f"pooler={self.pooler}"] if self.pooler else []
+        words += ["whole"] if self.whole else []
         words += [f"{name}={value}" for name, value in self.options.items()]
         runner = self.environment.get(coverage.RUNNER, "")
         return " ".join([*words, {"": "", "0": "runner=v1", "1": "runner=v2"}[runner]]).rstrip()
@@ -168,7 +180,13 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         text=take("text", tuple(TEXT_ONLY)) if place.is_multimodal else "",
         exact=is_exact(),
     )
+    if place.pools:
+        pooler = take("pooler", place.poolers)
+        whole = place.pools_whole or place.pools != "decoder" or pooler != "own"
+        settings = replace(settings, pooler=pooler, whole=whole, prefix_cache=settings.prefix_cache and not whole)
     for row in FIELDS:
+        if place.pools and not row.of_pooling:
+            continue
         if row.fits(place, settings):
             tried = replace(settings, **{row.name: take(row.drawn_as or row.name, row.values(place))})
             settings = tried if starts(tried, place, row.argument) else settings
@@ -302,22 +320,28 @@ def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[
     """Target requests of every kind and of many lengths, half of them with a common prefix."""
     chance = random.Random(f"{seed} targets")
     kinds: list[str] = []
+    every = pooling.KINDS if accepts.pooling else (*EVERY_KIND, *_MORE_OF)
     while len(kinds) < count:
-        kinds += chance.sample((*EVERY_KIND, *_MORE_OF), len(EVERY_KIND) + len(_MORE_OF))
+        kinds += chance.sample(every, len(every))
     shared = [_tokens(chance, accepts, context) for _ in range(2)]
     targets = []
     for number, kind in enumerate(kinds[:count]):
         max_tokens = chance.choice(_LONG if kind == BUDGET else (1, 2, 4, 8, 8, 16, 24, 48))
         # of every eight, one nearly fills the context, and one has so few rows that kernels may treat it as decode
         long, tiny = number % 8 == 7, number % 8 == 3
-        length = chance.randint(1, 10) if tiny else _length(chance, context - max_tokens, long)
+        room = context if accepts.pooling else context - max_tokens
+        length = chance.randint(1, 10) if tiny else _length(chance, room, long)
+        length = room if long and accepts.pooling and chance.random() < 0.5 else length
         prompt = _tokens(chance, accepts, length)
         if chance.random() < 0.5:
             prompt = chance.choice(shared)[: length - min(length, chance.choice((0, 1, 5)))] + prompt
         prompt = prompt[:length]
         if kind == BUDGET:
             prompt = _thinking(chance, accepts, prompt)
-        params = draw(chance, accepts, kind, max_tokens, length, (0, 1, 5, 5, 5, 20, -1, None))
+        if accepts.pooling:
+            params = pooling.draw_of_engine(chance, accepts.pooling, kind)
+        else:
+            params = draw(chance, accepts, kind, max_tokens, length, (0, 1, 5, 5, 5, 20, -1, None))
         targets.append(Target(kind, prompt, params))
     return targets
 
@@ -348,7 +372,7 @@ def draw_schedule(
     instants = [0, chance.randrange(span)] if style == "bursts" else range(span)
     items = []
     for place, number in enumerate(chosen):
-        params = {**targets[number].params, "output_kind": chance.choice(OUTPUT_KINDS)}
+        params = _sent(chance, targets[number].params)
         item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
         items.append(_as_drawn(chance, settings, item))
     for place in range(count - target_count):
@@ -356,15 +380,23 @@ def draw_schedule(
             _concurrent_item(chance, accepts, settings, targets, f"n{place}", chance.choice(instants), style, most)
         )
     chance.shuffle(items)
-    last = max(item.at for item in items) + 30
+    after = _SOON if accepts.pooling else 30
+    last = max(item.at for item in items) + after
     drawn: dict[str, list[Any]] = {
-        "resets": [Reset(chance.randrange(1, 30), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))],
+        "resets": [
+            Reset(chance.randrange(1, after), chance.random() < 0.5) for _ in range(chance.choice((0, 0, 1, 2)))
+        ],
         "sleeps": [Sleep(chance.randrange(1, last), chance.choice((1, 2))) for _ in range(chance.choice((0, 0, 1)))],
         "updates": [_update(chance, last) for _ in range(chance.choice((0, 0, 1, 1, 2)))],
     }
     happen = {"resets": settings.prefix_cache, "sleeps": "sleep" in settings.options}
     happen |= {"updates": "updates" in settings.options}
     return Schedule(tuple(items), **{name: tuple(events) if happen[name] else () for name, events in drawn.items()})
+
+
+def _sent(chance: random.Random, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters with the way in which a client gets the answer; a pooling model has one."""
+    return {**params} if "task" in params else {**params, "output_kind": chance.choice(OUTPUT_KINDS)}
 
 
 def _update(chance: random.Random, last: int) -> Update:
@@ -401,15 +433,19 @@ def _concurrent_item(
     if chance.random() < 0.3:
         begin = targets[chance.choice(list(targets))].prompt
         prompt = (begin[: chance.randint(1, len(begin))] + prompt[:40])[: 40 if full else room]
-    if crowd:
+    if crowd and not accepts.pooling:
         accepts = replace(accepts, kinds=tuple(kind for kind in accepts.kinds if kind in _TO_THE_END))
-    params = draw_concurrent(chance, accepts, max_tokens, len(prompt))
+    if accepts.pooling:
+        params = pooling.draw_of_engine(chance, accepts.pooling)
+    else:
+        params = draw_concurrent(chance, accepts, max_tokens, len(prompt))
     if full:
         params.pop("n", None)
-    params["output_kind"] = chance.choice(OUTPUT_KINDS)
+    params = _sent(chance, params)
     if BUDGET in params:
         prompt = _thinking(chance, accepts, prompt)
-    leaves = at + chance.randint(1, 12) if chance.random() < 0.2 and not crowd else None
+    soonest, latest = (0, 2) if accepts.pooling else (1, 12)
+    leaves = at + chance.randint(soonest, latest) if chance.random() < 0.2 and not crowd else None
     return _as_drawn(chance, settings, Item(name, at, prompt, params, leaves=leaves))
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from .schedule import EVENTS, Item, Schedule
 
 _Part = TypeVar("_Part")
-_NEEDED = frozenset(("temperature", "max_tokens", "ignore_eos"))
+_NEEDED = frozenset(("temperature", "max_tokens", "ignore_eos", "task"))
 """Parameters that every request keeps; ``max_tokens`` gets smaller."""
 
 
@@ -92,8 +92,9 @@ def _simpler(schedule: Schedule, place: int) -> Iterator[Schedule]:
 
 
 def _plain(item: Item) -> dict[str, Any]:
-    """The parameters that every request has, greedy."""
-    return {name: item.params[name] for name in _NEEDED if name in item.params} | {"temperature": 0.0}
+    """The parameters that every request has, greedy if it generates."""
+    needed = {name: item.params[name] for name in _NEEDED if name in item.params}
+    return needed if "task" in needed else needed | {"temperature": 0.0}
 
 
 def _simpler_items(item: Item) -> Iterator[Item]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..harness import pooling
 from ..harness.requests import EVERY_KIND, Accepts, ordinary
 from .compare import difference
 from .finding import Row
@@ -14,6 +15,7 @@ from .schedule import EVENTS, Item, Schedule, Target, alone, as_item
 from .shrink import shrink
 
 SHRINK_SECONDS = 20.0
+_LACKS = "the model has no such task"
 RUN = "vllm_batch_invariant.verify.fuzz.engine:run_schedule"
 INFO = "vllm_batch_invariant.verify.fuzz.engine:info"
 _COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", *EVENTS)
@@ -52,13 +54,17 @@ class Trial:
         info = engine.info | engine.call(INFO)
         self.runner: str = info["runner"]
         self.left_out: dict[str, str] = {}
-        self._leave_out(info["left_out"] | dict(without or {}))
+        pools = info.get("pooling") or {}
+        if pools:
+            pooling.wanted(pools)  # refuses what cannot be compared
+        lacks = dict.fromkeys((kind for kind in pooling.KINDS if kind not in pools["tasks"]), _LACKS) if pools else {}
+        self._leave_out(info["left_out"] | lacks | dict(without or {}))
         device, self.versions = info.get("device", {}), info.get("versions", {})
         row.device = str(device.get("name") or device.get("type") or "unknown")
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
         begins, ends = info.get("thought", ((), ()))
         self._accepts = Accepts(
-            ordinary(info["vocabulary"]), info["vocabulary"], -1, thought=(tuple(begins), tuple(ends))
+            ordinary(info["vocabulary"]), info["vocabulary"], -1, thought=(tuple(begins), tuple(ends)), pooling=pools
         )
 
     def _leave_out(self, kinds: Mapping[str, str]) -> None:
@@ -68,7 +74,8 @@ class Trial:
     @property
     def accepts(self) -> Accepts:
         """What the engine accepts, as far as it is known."""
-        return replace(self._accepts, kinds=tuple(kind for kind in EVERY_KIND if kind not in self.left_out))
+        every = pooling.KINDS if self._accepts.pooling else EVERY_KIND
+        return replace(self._accepts, kinds=tuple(kind for kind in every if kind not in self.left_out))
 
     def run(self, schedule: Schedule) -> dict[str, Any]:
         """Run a schedule; returns what :func:`.engine.run_schedule` does."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..answers import spelled
+from . import pooling
 
 
 def _none_to_come() -> bool:
@@ -40,6 +41,11 @@ def finished(steps: Iterable[list[Any]]) -> dict[str, Any]:
     return {output.request_id: output for outputs in steps for output in outputs if output.finished}
 
 
+def is_pooled(output: Any) -> bool:
+    """Whether an output of an engine is that of a pooling model."""
+    return hasattr(output.outputs, "data")
+
+
 def bits(entry: dict[int, Any] | None) -> list[tuple[int, str, int]] | None:
     """The logprobs of one position as (token, exact value, rank) in vLLM's order, which begins with the token itself;
     None for the first position of a prompt.
@@ -53,11 +59,21 @@ def described(completion: Any) -> dict[str, Any]:
     return {"text": completion.text, "tokens": list(completion.token_ids), "logprobs": logprobs}
 
 
+def completions_of(output: Any) -> list[dict[str, Any]]:
+    """The completions of a request, or the one thing that a pooling model gave."""
+    if is_pooled(output):
+        return [pooling.described(output.outputs.data)]
+    return [*map(described, output.outputs)]
+
+
 def describe(output: Any) -> dict[str, Any]:
     """The completions of a request, and the logprobs of its prompt if they were requested."""
+    completions = completions_of(output)
+    if is_pooled(output):
+        return {"completions": completions, "cached": output.num_cached_tokens}
     prompt = output.prompt_logprobs
     return {
-        "completions": [*map(described, output.outputs)],
+        "completions": completions,
         "prompt_logprobs": None if prompt is None else [*map(bits, prompt)],
         "cached": output.num_cached_tokens,
     }

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from ..answers import Answer, RequestSpec, answer_of
 from ..outcome import NoTestError
 from ..printing import one_line, shortened
-from .drive import add_request, described, drive
+from . import pooling
+from .drive import add_request, completions_of, drive
 from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
 from .requests import varied
@@ -25,6 +26,8 @@ _ERROR = re.compile(r"(?:^|[\])] )(\S+: error|[\w.]*(?:Error|Exception|NotCovere
 _SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _SIZES_OF_A_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 """Arguments of ``vllm serve`` that choose the size of the KV cache."""
+_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
+"""Types of models whose first position has the number behind that of the padding token."""
 _FOLLOWS = (" initialization failed", "check the stack trace above")
 """A process of vLLM logs these about another process, which has logged the reason itself."""
 _OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "NameError", "AssertionError")
@@ -83,8 +86,21 @@ def context_of(model: str, arguments: Sequence[str]) -> int | None:
         if name == "--max-model-len":
             value = value or "".join(arguments[place + 1 : place + 2])
             return int(value) if value.isdigit() else None
-    length = text_config(model).get("max_position_embeddings")
+    config = text_config(model)
+    length = config.get("max_position_embeddings")
+    if isinstance(length, int) and config.get("model_type") in _BEHIND_PADDING:
+        length -= config.get("pad_token_id", 1) + 1
     return length if isinstance(length, int) else None
+
+
+def argument_of(arguments: Sequence[str], *names: str) -> str:
+    """The value of an argument of ``vllm serve``, the last one given by any of its names; empty if there is none."""
+    found = ""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            found = value if equals else "".join(arguments[place + 1 : place + 2])
+    return found
 
 
 def text_config(model: str) -> dict[str, Any]:
@@ -171,6 +187,15 @@ def _printed_to(file: int) -> Iterator[None]:
             os.close(before)
 
 
+def request_params(params: Mapping[str, Any]) -> Any:
+    """vLLM's ``SamplingParams`` from plain data, or its ``PoolingParams`` if a pooling ``task`` is among them."""
+    if "task" not in params:
+        return sampling_params(params)
+    from vllm import PoolingParams
+
+    return PoolingParams(**params)
+
+
 def sampling_params(params: Mapping[str, Any]) -> Any:
     """vLLM's ``SamplingParams`` from plain data."""
     from vllm import SamplingParams
@@ -208,6 +233,10 @@ class _OfflineLoad:
         self._waiting = deque[Arrival]()
         self._in_flight: dict[str, Arrival] = {}
         self._ids = iter(range(10**9))
+        self._sent: list[dict[str, Any]] = []
+        """Parameters of concurrent requests that pool."""
+        self._leaving: list[str] = []
+        """Requests that pool, which are aborted before the next step."""
         self._others = self._aborted = self._failed = 0
         self._failure = ""
 
@@ -218,11 +247,17 @@ class _OfflineLoad:
         for outputs in drive(self._engine, self._arrive):
             self._read(outputs)
         self._read_metrics(0)
-        asked = varied(arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        others = (arrival.params for arrival in plan if arrival.kind is not Kind.SAMPLE)
+        asked = pooling.varied(self._sent) if self._spec.pools else varied(others)
         took = time.perf_counter() - begin
         return Run(tuple(self._answers), took, self._others, self._aborted, self._failed, self._failure, asked)
 
     def _arrive(self) -> bool:
+        while self._leaving:
+            name = self._leaving.pop()
+            if self._in_flight.pop(name, None):
+                self._engine.abort_request([name])
+                self._aborted += 1
         while self._waiting and len(self._in_flight) < (self._waiting[0].concurrency if self._answers else 1):
             self._add(self._waiting.popleft())
         return bool(self._waiting)
@@ -231,18 +266,53 @@ class _OfflineLoad:
         name = f"reproduce-{next(self._ids)}"
         spec = self._spec
         if arrival.kind is Kind.SAMPLE:
-            params = {"temperature": spec.temperature, "seed": spec.seed, "max_tokens": spec.max_tokens}
-            params |= {"logprobs": spec.logprobs, "ignore_eos": spec.ignore_eos}
-            self._engine.add_request(name, self._prompt(spec.prompt), sampling_params(params))
+            params, more = self._target()
+            self._engine.add_request(name, self._prompt(spec.prompt), params, **more)
         else:
             self._others += 1
             try:
-                add_request(self._engine, name, self._prompt(arrival.prompt), sampling_params(arrival.params))
+                params, more = self._params(arrival.params)
+                for number, prompt in enumerate(arrival.beside):
+                    add_request(self._engine, f"{name}-{number}", prompt, params, **more)
+                add_request(self._engine, name, self._prompt(arrival.prompt), params, **more)
+                if spec.pools and arrival.kind is Kind.ABORTED and self._in_flight:
+                    self._leaving.append(name)
             except Exception as error:  # vLLM refuses a request by any exception
                 self._failed += 1
                 self._failure = self._failure or one_line(error)
                 return
         self._in_flight[name] = arrival
+
+    def _target(self) -> tuple[Any, dict[str, Any]]:
+        """vLLM's parameters of the target request, and what else the engine is told of it."""
+        spec = self._spec
+        if spec.pools:
+            asked = {pooling.DIMENSIONS: spec.dimensions, pooling.ACTIVATION: spec.activation}
+            return self._pooled(asked | {pooling.TRUNCATED: spec.truncate})
+        params = {"temperature": spec.temperature, "seed": spec.seed, "max_tokens": spec.max_tokens}
+        params |= {"logprobs": spec.logprobs, "ignore_eos": spec.ignore_eos}
+        return sampling_params(params), {}
+
+    def _params(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same of a concurrent request."""
+        if not self._spec.pools:
+            return sampling_params(params), {}
+        made, more = self._pooled(params)
+        sent = {name: getattr(made, name) for name in (pooling.DIMENSIONS, pooling.ACTIVATION)}
+        sent |= more.get("tokenization_kwargs", {})
+        self._sent.append({name: value for name, value in sent.items() if value is not None})
+        return made, more
+
+    def _pooled(self, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same of a request that pools."""
+        model = self._llm.llm_engine.model_config
+        asked = {name: params.get(name) for name in (pooling.DIMENSIONS, pooling.ACTIVATION)}
+        if isinstance(asked[pooling.DIMENSIONS], float):  # a part of an embedding
+            some = max(1, round(asked[pooling.DIMENSIONS] * model.embedding_size))
+            asked[pooling.DIMENSIONS] = some if model.is_matryoshka else None
+        made = request_params(asked | {"task": pooling.TASKS[self._spec.task].engine})
+        most = params.get(pooling.TRUNCATED)
+        return made, {"tokenization_kwargs": {pooling.TRUNCATED: most}} if most else {}
 
     def _prompt(self, text: str) -> str:
         if not self._spec.chat:
@@ -254,16 +324,16 @@ class _OfflineLoad:
         if outputs:
             self._read_metrics(len(outputs))
         for output in outputs:
-            name, generated = output.request_id, output.outputs[0]
+            name = output.request_id
             arrival = self._in_flight.get(name)
             if arrival is None:  # it was aborted
                 continue
             if output.finished:
                 del self._in_flight[name]
                 if arrival.kind is Kind.SAMPLE:
-                    self._answers.append(answer_of(described(generated)))
+                    self._answers.append(answer_of(completions_of(output)[0]))
                     self._on_sample(self._answers[-1])
-            elif arrival.kind is Kind.ABORTED and len(generated.token_ids) >= arrival.abort_after:
+            elif arrival.kind is Kind.ABORTED and len(output.outputs[0].token_ids) >= arrival.abort_after:
                 del self._in_flight[name]
                 self._engine.abort_request([name])
                 self._aborted += 1
@@ -272,7 +342,7 @@ class _OfflineLoad:
         """Note the batch: as the engine counts it, or as many requests as got a token together."""
         from prometheus_client import REGISTRY
 
-        counted = getattr(self._engine, "log_stats", True)
+        counted = getattr(self._engine, "log_stats", True) and not self._spec.pools
         reading = Reading.of(REGISTRY.collect()) if counted else Reading(together, {})
         if reading is not None:
             self._log.add(reading)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..answers import Answer
+from ..answers import Answer, RequestSpec
+from . import pooling
 from .requests import ANY_SERVER, draw_concurrent
 
 RAMP = (1, 2, 3, 5, 7, 16, 45, 64, 128)
@@ -29,8 +30,9 @@ class Arrival:
     Attributes:
         concurrency: it starts once fewer requests than this are in flight.
         pause: seconds to wait before that.
-        abort_after: tokens after which an aborted request is aborted.
-        params: sampling parameters of a concurrent request.
+        abort_after: tokens after which an aborted request is aborted; milliseconds of one that pools.
+        params: parameters of a concurrent request.
+        beside: more prompts of the same request, to a model that pools.
     """
 
     kind: Kind
@@ -40,6 +42,7 @@ class Arrival:
     prompt: str = ""
     abort_after: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
 
 
 def ramp(concurrency: int) -> tuple[int, ...]:
@@ -61,10 +64,18 @@ def samples_by_level(samples: int, levels: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(given)
 
 
-def plan_load(samples: int, concurrency: int, max_tokens: int, context: int, seed: int) -> tuple[Arrival, ...]:
+def plan_of(spec: RequestSpec, samples: int, concurrency: int, context: int) -> tuple[Arrival, ...]:
+    """The arrivals of :func:`plan_load` beside a target request, whose seed is also that of the load."""
+    return plan_load(samples, concurrency, spec.most_tokens, context, spec.seed, spec.task if spec.pools else "")
+
+
+def plan_load(
+    samples: int, concurrency: int, max_tokens: int, context: int, seed: int, task: str = ""
+) -> tuple[Arrival, ...]:
     """The arrivals after sample 0, which runs alone: ``samples`` - 1 samples and about a third as many other requests.
 
     A prompt has at most as many bytes as ``context`` has tokens, less those that it generates: so it always fits.
+    Concurrent requests generate, or are of a ``task`` of :data:`.pooling.TASKS`.
     """
     rng = random.Random(seed)
     room = max(16, context - max_tokens - 64)
@@ -75,10 +86,11 @@ def plan_load(samples: int, concurrency: int, max_tokens: int, context: int, see
         for _ in range(count):
             number += 1
             pause = rng.choice((0.0, 0.0, 0.0, rng.uniform(0, 0.03)))
-            arrivals.append(Arrival(Kind.SAMPLE, level, pause, streamed=number % 10 == 5))
+            arrivals.append(Arrival(Kind.SAMPLE, level, pause, streamed=number % 10 == 5 and not task))
             # at low concurrency only another request varies the batch, so there each sample gets one
             if level > 1 and (level < 8 or rng.random() < 0.3):
-                arrivals.append(_other(rng, level, max_tokens, room))
+                other = _pooled(rng, level, room, task) if task else _other(rng, level, max_tokens, room)
+                arrivals.append(other)
     return tuple(arrivals)
 
 
@@ -94,6 +106,15 @@ def _other(rng: random.Random, level: int, max_tokens: int, room: int) -> Arriva
     if aborted:  # a server streams no logprobs of prompts
         params.pop("prompt_logprobs", None)
     return Arrival(kind, level, 0.0, aborted, prompt, max(1, length // 2) if aborted else 0, params)
+
+
+def _pooled(rng: random.Random, level: int, room: int, task: str) -> Arrival:
+    kind = rng.choices((Kind.SHORT, Kind.LONG_PREFILL, Kind.ABORTED), (6, 2, 1))[0]
+    length = min(room, 6000) if kind is Kind.LONG_PREFILL else min(room, rng.choice((1, 8, 40, 200, 800)))
+    params = pooling.draw(rng, pooling.TASKS[task].takes, length)
+    short = [filler(rng, rng.randint(1, max(1, length))) for _ in range(rng.choice((0, 0, 3, 15)))]
+    beside = tuple(short) if kind is Kind.SHORT else ()
+    return Arrival(kind, level, 0.0, False, filler(rng, length), rng.randint(1, 20), params, beside)
 
 
 def filler(rng: random.Random, size: int) -> str:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RUNNING, STEP_TOKENS = "vllm:num_requests_running", "vllm:iteration_tokens_total"
 GENERATED, ACCEPTED = "vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+ANSWERED = "vllm:request_success_total"
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Reading:
     """Tokens generated so far without accepted drafts, so that a step gives a request one at most."""
     when: float = field(default_factory=time.monotonic, compare=False)
     """Seconds of a monotonic clock."""
+    answered: int = 0
+    """Requests that have ended by themselves so far."""
 
     @classmethod
     def of(cls, families: "Iterable[Metric]") -> "Reading | None":
         """The sum over engines; None if the metrics are not vLLM's."""
-        running, tokens = None, 0
+        running, tokens, answered = None, 0, 0
         cumulative: dict[float, int] = {}
         for sample in (sample for family in families for sample in family.samples):
             if sample.name == RUNNING:
@@ -46,17 +49,20 @@ class Reading:
                 tokens += int(sample.value)
             elif sample.name == ACCEPTED:
                 tokens -= int(sample.value)
+            elif sample.name == ANSWERED and sample.labels.get("finished_reason") != "abort":
+                answered += int(sample.value)
         if running is None:
             return None
         below, steps = 0, {}
         for bound, count in sorted(cumulative.items()):
             steps[bound], below = count - below, count
-        return cls(running, steps, tokens)
+        return cls(running, steps, tokens, answered=answered)
 
     def together_since(self, before: "Reading") -> int:
-        """A lower bound of the largest batch since an earlier reading: tokens a step, rounded up."""
+        """A lower bound of the largest batch since an earlier reading: tokens a step, or answers, rounded up."""
         steps = sum(self.steps.values()) - sum(before.steps.values())
-        return math.ceil((self.tokens - before.tokens) / steps) if steps > 0 else 0
+        given = max(self.tokens - before.tokens, self.answered - before.answered)
+        return math.ceil(given / steps) if steps > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,17 @@ class BatchLog:
     readings: list[Reading] = field(default_factory=list)
     on_reading: Callable[[Reading], None] = lambda _: None
     """Is called with each."""
+    of_answers: bool = False
+    """Whether batches are counted by what ended in a step: a pooling model has answered a request when its metrics tell
+    who runs.
+    """
+    _last: Reading | None = None
 
     def add(self, reading: Reading) -> None:
         """Keep a reading."""
+        if self.of_answers:
+            before, self._last = self._last or reading, reading
+            reading = replace(reading, running=max(reading.running, reading.together_since(before)))
         self.readings.append(reading)
         self.on_reading(reading)
 
@@ -150,7 +164,7 @@ def parse_metrics(page: str, *names: str) -> "Iterable[Metric]":
 async def read_metrics(client: "httpx.AsyncClient", url: str) -> Reading:
     """Read a server's metrics page."""
     response = await client.get(url)
-    reading = Reading.of(parse_metrics(response.text, RUNNING, STEP_TOKENS, GENERATED, ACCEPTED))
+    reading = Reading.of(parse_metrics(response.text, RUNNING, STEP_TOKENS, GENERATED, ACCEPTED, ANSWERED))
     if response.status_code != 200 or reading is None:
         raise NoTestError(
             f"{url} lacks {RUNNING}, so batch sizes are unknown; serve with vLLM and without --disable-log-stats"
@@ -207,7 +221,13 @@ class Latency:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Medians and a percentile in milliseconds, and tokens a second."""
+        """Medians and a percentile in milliseconds, and tokens a second; of a model that pools, answers a second."""
+        if not self.between_tokens:
+            return {
+                "answer, median (ms)": 1e3 * statistics.median(self.first_token),
+                "answer, 99 of 100 (ms)": 1e3 * _p99(self.first_token),
+                "answers a second": self.requests / self.seconds,
+            }
         return {
             "first token, median (ms)": 1e3 * statistics.median(self.first_token),
             "between tokens, median (ms)": 1e3 * statistics.median(self.between_tokens),

@@ -6,7 +6,7 @@ They are plain data, as in JSON; :func:`.engine.sampling_params` makes vLLM's ``
 import random
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SEEDED_KINDS = ("seed", "top_k", "top_p", "min_p", "filters", "penalties", "samples")
@@ -75,6 +75,7 @@ class Accepts:
         most_listed: the largest number of logprobs a token; -1 for the whole vocabulary.
         kinds: the members of ``EVERY_KIND`` that it accepts.
         thought: the tokens that begin a thought and those that end it; empty without ``--reasoning-config``.
+        pooling: what :func:`.pooling.about` says of it; empty if it generates.
     """
 
     vocabulary: range
@@ -82,6 +83,7 @@ class Accepts:
     most_listed: int = 20
     kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in OF_TEXT)
     thought: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    pooling: Mapping[str, Any] = field(default_factory=dict)
 
     def listed(self, positions: int) -> list[int | None]:
         """The members of ``LISTED`` that are allowed for a request with this number of listed positions."""

@@ -49,7 +49,8 @@ class StepResult:
     """What an engine did with requests that were sent together."""
 
     requests: list[dict[str, Any]]
-    """Of each request: ``completions`` (``text``, ``tokens``, ``logprobs``), ``prompt_logprobs``, ``cached`` (tokens
+    """Of each request: ``completions`` (``text``, ``tokens``, ``logprobs``; of a pooling model the one thing that
+    :func:`..answers.answer_of` reads), ``prompt_logprobs``, ``cached`` (tokens
     found in the prefix cache) and ``token_seconds`` (when each token came); or ``refused``, why vLLM did not take it.
     """
     batches: list[tuple[float, int]]
@@ -149,13 +150,26 @@ class Engine:
         """The output of the engine's process so far."""
         return self._log.read_text(errors="replace")
 
-    def step(self, name: str, requests: list[dict[str, Any]], reset_prefix_cache: bool = False) -> StepResult:
+    def step(
+        self,
+        name: str,
+        requests: list[dict[str, Any]],
+        reset_prefix_cache: bool = False,
+        preempt_after: int | None = None,
+    ) -> StepResult:
         """Send the requests of :mod:`.requests` together and wait for all of them.
+
+        Args:
+            name: of the step.
+            requests: each a ``prompt`` and its ``params``.
+            reset_prefix_cache: let go of what is cached first.
+            preempt_after: steps of the engine after which what runs is preempted; None for never.
 
         Raises:
             EngineFailed: the engine refused one of them or broke.
         """
         told = {"name": name, "requests": requests, "reset_prefix_cache": reset_prefix_cache}
+        told |= {} if preempt_after is None else {"preempt_after": preempt_after}
         answer = self.ask("step", told)
         batches = [(seconds, size) for seconds, size in answer["batches"]]
         return StepResult(answer["requests"], batches, answer["preemptions"])

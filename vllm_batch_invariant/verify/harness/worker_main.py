@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from ..printing import one_line
+from . import pooling
 from .drive import add_request, describe, drive
 
 _answers: TextIO | None = None
@@ -66,10 +67,13 @@ class Driver:
         return describe_engine(self.llm) | {"startup_seconds": time.perf_counter() - begin}
 
     def step(self, step: dict[str, Any]) -> dict[str, Any]:
-        """Send requests together; returns their answers, the times of tokens, and the batches."""
+        """Send requests together; returns their answers, the times of tokens, and the batches.
+
+        Where ``step`` has ``preempt_after``, what runs after so many steps of the engine is preempted.
+        """
         from vllm.sampling_params import RequestOutputKind
 
-        from .engine import sampling_params
+        from .engine import request_params
 
         if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
@@ -78,8 +82,8 @@ class Driver:
         names = [f"{number}-{step['name']}" for number in range(len(step["requests"]))]
         for name, request in zip(names, step["requests"], strict=True):
             try:
-                params = sampling_params(request["params"])
-                if params.n > 1:  # otherwise its samples come one by one
+                params = request_params(request["params"])
+                if getattr(params, "n", 1) > 1:  # otherwise its samples come one by one
                     params.output_kind = RequestOutputKind.FINAL_ONLY
                 add_request(engine, name, {"prompt_token_ids": request["prompt"]}, params)
             except Exception as error:  # vLLM refuses a request by any exception
@@ -89,7 +93,9 @@ class Driver:
         batches: list[tuple[float, int]] = []
         times: dict[str, list[float]] = {name: [] for name in names}
         begin = time.perf_counter()
-        for outputs in drive(engine):
+        for number, outputs in enumerate(drive(engine), 1):
+            if number == step.get("preempt_after"):
+                engine.reset_prefix_cache(reset_running_requests=True)
             now = time.perf_counter() - begin
             if outputs:
                 batches.append((now, len(outputs)))
@@ -135,6 +141,7 @@ def describe_engine(llm: Any) -> dict[str, Any]:
         "tokens_in_a_step": config.scheduler_config.max_num_batched_tokens,
         "requests_in_a_step": config.scheduler_config.max_num_seqs,
         "most_logprobs": config.model_config.max_logprobs,
+        "pooling": pooling.about(llm),
         "tokenizer": not config.model_config.skip_tokenizer_init,
         "page": config.cache_config.block_size,
         "pages": config.cache_config.num_gpu_blocks,

@@ -186,6 +186,7 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
     """An engine in a process of its own, which an interruption ends at any moment."""
     from ..bisect.engine import WORKER_EXTENSION
+    from ..harness import pooling
     from ..harness.mode import THEIRS
     from ..harness.worker import Engine
 
@@ -193,6 +194,7 @@ def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
         with waiting(consoles()[1], "starting an engine"):
             traced = ("--worker-extension-cls", WORKER_EXTENSION) * getattr(options, "trace", False)
             engine = stack.enter_context(Engine(options.model, [*options.serve_args, *traced], os.environ.get(FLAG)))
+        pooling.refuse(engine.info.get("pooling") or {}, "completion for a receipt")
         if engine.info["mode"] == THEIRS:
             note(f"mode: {THEIRS}")
         yield engine

@@ -14,6 +14,7 @@ import openai
 
 from ...integration.engine.endpoint import PATH
 from ..answers import NO_LOGPROBS, generated_tokens_from
+from ..harness import pooling
 from ..harness.client import Connection, Served, connect
 from ..harness.metrics import Reading, read_metrics
 from ..outcome import NoTestError
@@ -175,7 +176,8 @@ async def _answer(endpoint: Any, asked: dict[str, Any]) -> tuple[dict[str, Any],
         answer = json.loads(raw.http_response.content)
         return answer, answer["choices"][0]
     except openai.OpenAIError as error:
-        raise NoTestError(f"the server gives no completion: {one_line(error)}") from error
+        hint = f"; {pooling.HOW}" if isinstance(error, openai.NotFoundError) else ""
+        raise NoTestError(f"the server gives no completion: {one_line(error)}{hint}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise NoTestError(_NO_COMPLETION) from error
 

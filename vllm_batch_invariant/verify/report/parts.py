@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..answers import Answer
+from ..answers import Answer, compare_answers
 from ..harness.metrics import Trace
 from ..json_file import run
 from ..printing import count, printable
@@ -54,6 +54,8 @@ def map_parts(label: str, name: str, samples: Sequence[tuple[str, Answer]]) -> t
     """
     if not samples:
         return (f"{label}: no sample was taken.",)
+    if samples[0][1].dtype:
+        return _vectors(label, samples)
     found = map_of(samples)
     if not found.different:
         return (f"{label}: all {len(samples)} samples have the same tokens and logprobs, bit for bit.",)
@@ -73,6 +75,24 @@ def map_parts(label: str, name: str, samples: Sequence[tuple[str, Answer]]) -> t
     rows = tuple(_difference(found.rows[place], anchor) for place, anchor in anchors.items())
     table = Table(f"{label}: samples with other bits than {found.rows[0].labels[0]}", header, rows)
     return MapFigure(caption, found, description, anchors), table.without_empty_columns()
+
+
+def _vectors(label: str, samples: Sequence[tuple[str, Answer]]) -> tuple[Part, ...]:
+    """The same of what a pooling model gave: a row for all samples with the same bits."""
+    first, grouped = samples[0][1], dict[Answer, list[str]]()
+    for name, answer in samples:
+        grouped.setdefault(answer, []).append(name)
+    if len(grouped) == 1:
+        return (f"{label}: all {len(samples)} samples have the same values, bit for bit.",)
+    rows = []
+    for answer, names in list(grouped.items())[1:]:
+        found = compare_answers([first, answer]).earliest_logprob
+        more = len(names) - _MOST_LABELS
+        shown = ", ".join(names[:_MOST_LABELS]) + (f" and {more} more" if more > 0 else "")
+        there = ("", "") if found is None else (str(found.position), str(found))
+        rows.append(tuple(map(Cell, (shown, str(len(names)), *there))))
+    header = ("samples", "how many", f"first {first.unit} to differ", "there")
+    return (Table(f"{label}: samples with other bits than {samples[0][0]}", header, tuple(rows)),)
 
 
 def _difference(row: Row, anchor: str) -> tuple[Cell, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
 from ..addresses import address
-from ..answers import PROMPT, Counts, RequestSpec
+from ..answers import GENERATE, OF_POOLING, OF_TEXT, PROMPT, Counts, RequestSpec
 from ..arguments import (
     OneLineParser,
     add_base_url,
@@ -26,11 +26,16 @@ from ..arguments import (
     choose_mode,
     not_negative,
 )
+from ..harness import pooling
 from ..printing import consoles, waiting
 
 if TYPE_CHECKING:
     from .progress import Progress
     from .report import ReproduceResult
+
+
+_EVERY = {False: 0.25, True: 0.05}
+"""Seconds between two readings of a server's metrics, by whether its model pools, which answers sooner."""
 
 
 def add_arguments(parser: OneLineParser) -> None:
@@ -47,6 +52,12 @@ def add_arguments(parser: OneLineParser) -> None:
     target.add_argument("--compare", action="store_true", help=f"serve with {FLAG}=0, then with 1")
     target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
     request = parser.add_argument_group("request")
+    request.add_argument(
+        "--task",
+        choices=(GENERATE, *pooling.TASKS),
+        default=GENERATE,
+        help="what is asked; of a model that pools: an embedding, a score or classes",
+    )
     request.add_argument("--prompt", default=PROMPT, help="the prompt (default: one of 120 words)")
     kind = request.add_mutually_exclusive_group()
     kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
@@ -60,6 +71,19 @@ def add_arguments(parser: OneLineParser) -> None:
         "--logprobs", type=at_least(1), default=5, metavar="N", help="candidates to compare at each position"
     )
     request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
+    pools = parser.add_argument_group("request to a model that pools")
+    pools.add_argument("--dimensions", type=at_least(1), metavar="N", help="of the embedding (default: all)")
+    activation = pools.add_mutually_exclusive_group()
+    activation.add_argument(
+        "--activation",
+        action="store_true",
+        default=None,
+        help="normalise the embedding, or make classes or a score of logits (default: as the model does)",
+    )
+    activation.add_argument(
+        "--no-activation", dest="activation", action="store_false", default=None, help="leave that out"
+    )
+    pools.add_argument("--truncate", type=at_least(1), metavar="N", help="tokens of the prompt at most (default: all)")
     load = parser.add_argument_group("load")
     load.add_argument(
         "--samples", type=at_least(2), default=1000, metavar="N", help="number of times the request is sent"
@@ -91,9 +115,24 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
     if options.base_url and (options.offline or options.compare or options.serve_args):
         parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
     check_base_url(parser, options)
+    _check_task(parser, options)
     if options.compare and options.offline:
         parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
     check_reports(parser, options)
+
+
+def _check_task(parser: OneLineParser, options: argparse.Namespace) -> None:
+    pools = options.task != GENERATE
+    others = OF_TEXT if pools else OF_POOLING
+    changed = [name for name in others if getattr(options, name) != parser.get_default(name)]
+    if given := [f"--{name.replace('_', '-')}" for name in changed]:
+        if not pools:
+            parser.error(f"{', '.join(given)}: for a model that pools, with --task {', '.join(pooling.TASKS)}")
+        parser.error(f"--task {options.task} goes without {', '.join(given)}")
+    if options.dimensions and options.task != "embed":
+        parser.error("--dimensions is of an embedding: it goes with --task embed")
+    if pools and options.offline and not pooling.TASKS[options.task].engine:
+        parser.error(f"--task {options.task}: a server makes it of texts: leave out --offline")
 
 
 def run(options: argparse.Namespace, parser: OneLineParser) -> int:
@@ -104,7 +143,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     flags = choose_mode(parser, options)
     out, notes = consoles()
-    progress, results = Progress(notes, options.samples), []
+    progress, results = Progress(notes, options.samples, options.task != GENERATE), []
     try:
         for result in _results(options, flags, progress):
             results.append(result)
@@ -129,6 +168,7 @@ def spec_of(options: argparse.Namespace) -> RequestSpec:
         seed=options.seed,
         logprobs=options.logprobs,
         ignore_eos=options.ignore_eos,
+        **{name: getattr(options, name) for name in ("task", *OF_POOLING)},
     )
 
 
@@ -182,7 +222,7 @@ def _against(
     return asyncio.run(
         online.run(
             base_url, api_key, model, spec_of(options), *load, label, started,
-            partial(progress.shown, label),
+            partial(progress.shown, label), _EVERY[options.task != GENERATE],
         )
     )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """A load through ``vllm.LLM``: run in the engine's process, told as plain data to the one of the command."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from ..answers import Answer, RequestSpec, Tally
-from ..harness.load import Run, plan_load
+from ..harness.load import Run, plan_of
 from ..harness.metrics import BatchLog, Reading
 
 RUN = f"{__name__}:run"
@@ -20,7 +21,7 @@ def run(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
     spec, log, told, tally = RequestSpec(**request["spec"]), BatchLog(), 0.0, Tally()
     context = llm.llm_engine.model_config.max_model_len
-    plan = plan_load(request["samples"], request["concurrency"], spec.max_tokens, context, request["seed"])
+    plan = plan_of(spec, request["samples"], request["concurrency"], context)
 
     def on_reading(reading: Reading) -> None:
         nonlocal told
@@ -32,14 +33,19 @@ def run(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     done = run_offline(llm, spec, plan, log, tally.add)
     found: dict[Answer, int] = {}
     which = [found.setdefault(answer, len(found)) for answer in done.answers]
-    answers = [[answer.text, answer.tokens, [bits.hex() for bits in answer.bits]] for answer in found]
+    answers = [asdict(answer) | {"bits": [bits.hex() for bits in answer.bits]} for answer in found]
     figures = {name: value for name, value in vars(done).items() if name != "answers"}
     return {"answers": answers, "which": which, "run": figures, "readings": [_plain(one) for one in log.readings]}
 
 
 def run_of(data: dict[str, Any]) -> tuple[Run, BatchLog]:
     """The run, and the readings of the engine's metrics."""
-    found = [Answer(text, tuple(tokens), tuple(map(bytes.fromhex, bits))) for text, tokens, bits in data["answers"]]
+    found = [
+        Answer(
+            one["text"], tuple(one["tokens"]), tuple(map(bytes.fromhex, one["bits"])), one["dtype"], tuple(one["shape"])
+        )
+        for one in data["answers"]
+    ]
     log = BatchLog([reading_of(reading) for reading in data["readings"]])
     return Run(tuple(found[place] for place in data["which"]), **data["run"]), log
 

@@ -10,7 +10,7 @@ from ..answers import Counts, RequestSpec, Tally
 from ..harness import mode
 from ..harness.client import connect
 from ..harness.http_load import Load
-from ..harness.load import plan_load
+from ..harness.load import plan_of
 from ..harness.metrics import BatchLog, watch
 from ..outcome import NoTestError
 from ..printing import one_line
@@ -54,15 +54,16 @@ async def run(
     Raises:
         NoTestError: the server does not answer, returns no logprobs or no metrics, or its batch never varied.
     """
-    log = BatchLog()
+    log = BatchLog(of_answers=spec.pools)
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        plan = plan_load(samples, concurrency, spec.max_tokens, served.context, spec.seed)
+        plan = plan_of(spec, samples, concurrency, served.context)
         tally = Tally()
         with progress(log) as tell:
             try:
                 async with asyncio.timeout(timeout), watch(server.http, server.metrics, log, every):
-                    done = await Load(server.api, served.name, spec, lambda answer: tell(tally.add(answer))).run(plan)
+                    load = Load(server, served.name, spec, lambda answer: tell(tally.add(answer)))
+                    done = await load.run(plan)
             except TimeoutError:
                 raise NoTestError(f"the run was not done within --timeout {timeout:.0f} s") from None
             except httpx.HTTPError as error:

@@ -9,15 +9,17 @@ from ..report.html import Cell, Page, Part, Section, Table, Verdict
 from ..report.parts import batch_parts, count, map_parts, pairs, words
 from .report import ReproduceResult, rows_of
 
-_TABULATED = ("samples whose tokens differ, by position", "samples whose logprobs differ, by position")
-"""Rows of the console's table that are bars there, and a table of their own on the page."""
+_TABULATED = ("samples whose ", ", by ")
+"""How names of rows begin and go on that are bars on the console, and a table of their own on the page."""
 
 
 def page_of(target: str, spec: RequestSpec, results: Sequence[ReproduceResult]) -> Page:
     """The results, at least one, as a page."""
     columns = [rows_of(result) for result in results]
     rows = tuple(
-        (Cell(name), *(Cell(column[name]) for column in columns)) for name in columns[0] if name not in _TABULATED
+        (Cell(name), *(Cell(column[name]) for column in columns))
+        for name in columns[0]
+        if not all(part in name for part in _TABULATED)
     )
     header = ("", *(result.label for result in results))
     run = Table("The same request, under a load that varies the batch", header, rows)
@@ -36,7 +38,7 @@ def page_of(target: str, spec: RequestSpec, results: Sequence[ReproduceResult]) 
             Section("run", "The run", (run,)),
             Section("map", "Map of samples", tuple(samples)),
             Section("batches", "Batch size over time", tuple(batches)),
-            Section("request", "The request", (pairs("The request", _rows(vars(spec))),)),
+            Section("request", "The request", (pairs("The request", _rows(spec.asked)),)),
             Section("tested", "What was tested", tuple(_tested(result) for result in results)),
         ),
     )
@@ -52,10 +54,12 @@ def _tested(result: ReproduceResult) -> Table:
 
 def _verdict(result: ReproduceResult) -> Verdict:
     found, running = result.comparison, result.batches.running
+    counts = {"completion": found.completions, "logprob sequence": found.logprob_sequences}
+    counts = {"vector": found.logprob_sequences} if result.pools else counts
+    different = [(str(number), what + "s" * (number != 1)) for what, number in counts.items()]
     numbers = (
         (str(found.samples), "answers to one request"),
-        (str(found.completions), "completion" + "s" * (found.completions != 1)),
-        (str(found.logprob_sequences), "logprob sequence" + "s" * (found.logprob_sequences != 1)),
+        *different,
         (f"{min(running)} to {max(running)}", "requests in the batch"),
     )
     outcome = Outcome.HOLDS if found.identical else Outcome.BREAKS
@@ -69,10 +73,13 @@ def _positions(result: ReproduceResult) -> tuple[Part, ...]:
         return ()
     length = max(result.length, *found.token_positions, *found.logprob_positions)
     ranges = (binned(positions, length) for positions in (found.token_positions, found.logprob_positions))
+    header: tuple[str, ...] = ("tokens", "first token to differ", "first logprob to differ")
+    if result.pools:
+        header = (f"{found.unit}s", f"first {found.unit} to differ")
     rows = tuple(
-        (Cell(f"{first} to {last}"), Cell(str(tokens)), Cell(str(logprobs)))
+        (Cell(f"{first} to {last}"), *map(Cell, (str(logprobs),) if result.pools else (str(tokens), str(logprobs))))
         for (first, last, tokens), (_, _, logprobs) in zip(*ranges, strict=True)
         if tokens or logprobs
     )
     caption = f"{result.label}: {count(len(result.answers), 'sample')} by where they first differ from the first"
-    return (Table(caption, ("tokens", "first token to differ", "first logprob to differ"), rows),)
+    return (Table(caption, header, rows),)

@@ -23,11 +23,12 @@ class Progress:
     Args:
         notes: the console to tell them on.
         samples: of each run.
+        pools: whether a pooling model answers.
     """
 
-    def __init__(self, notes: Console, samples: int) -> None:
+    def __init__(self, notes: Console, samples: int, pools: bool = False) -> None:
         self.notes = notes
-        self._samples = samples
+        self._samples, self._pools = samples, pools
         self._label, self._counts, self._done = "", Counts(), True
 
     @property
@@ -36,7 +37,8 @@ class Progress:
         if self._done or self._counts.samples < 2:
             return ""
         end = "they differ" if self._counts.differ else "no difference yet"
-        return f"{self._label}, {self._counts.samples} of {self._samples} so far: {in_words(self._counts)}: {end}"
+        kinds = in_words(self._counts, self._pools)
+        return f"{self._label}, {self._counts.samples} of {self._samples} so far: {kinds}: {end}"
 
     @contextmanager
     def shown(self, label: str, log: BatchLog) -> Iterator[Callable[[Counts], None]]:
@@ -57,7 +59,7 @@ class Progress:
         self._done = True  # left alone by an error: what was seen is still to be told
 
     def _now(self) -> str:
-        return f"{self._counts.samples} of {self._samples}: {in_words(self._counts)}"
+        return f"{self._counts.samples} of {self._samples}: {in_words(self._counts, self._pools)}"
 
     @contextmanager
     def _lines(self, log: BatchLog) -> Iterator[Callable[[], None]]:

@@ -68,8 +68,13 @@ class ReproduceResult:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest answer."""
-        return max(len(answer.tokens) for answer in self.answers)
+        """Positions of the longest answer."""
+        return max(len(answer.bits) for answer in self.answers)
+
+    @property
+    def pools(self) -> bool:
+        """Whether a pooling model gave the answers."""
+        return bool(self.answers[0].dtype)
 
     @property
     def status(self) -> Status:
@@ -82,10 +87,15 @@ class ReproduceResult:
         found = self.comparison
         if found.identical:
             return f"{self.label}: {found.samples} of {found.samples} samples are bitwise identical"
-        return (
-            f"{self.label}: {found.samples} samples of one request gave {count(found.completions, 'completion')} "
-            f"and {count(found.logprob_sequences, 'logprob sequence')}"
-        )
+        return f"{self.label}: {found.samples} samples of one request gave {self.kinds}"
+
+    @property
+    def kinds(self) -> str:
+        """How many different answers there are, in words."""
+        found = self.comparison
+        if self.pools:
+            return count(found.logprob_sequences, "vector")
+        return f"{count(found.completions, 'completion')} and {count(found.logprob_sequences, 'logprob sequence')}"
 
     @property
     def headline(self) -> str:
@@ -93,7 +103,8 @@ class ReproduceResult:
         found = self.comparison
         if found.identical:
             return f"Reproducible. All {found.samples} answers are equal, bit for bit."
-        positions = {"tokens": found.token_positions, "logprobs": found.logprob_positions}
+        bits = "values" if self.pools else "logprobs"
+        positions = {"tokens": found.token_positions, bits: found.logprob_positions}
         differ = [f"{sum(some.values())} have other {what}" for what, some in positions.items() if some]
         return f"Not reproducible. Of {found.samples - 1} repeats {' and '.join(differ) or 'some have other text'}."
 
@@ -125,6 +136,10 @@ def _samples(answers: Sequence[Answer]) -> dict[str, Any]:
 def _different(reference: Answer, answer: Answer) -> dict[str, Any]:
     """One answer, and the candidates that it and sample 0 list where its logprobs and its tokens first differ."""
     logprob = first_difference(reference.bits, answer.bits)
+    if answer.dtype:
+        rows = [[_number(value) for value in answer.values(place)] for place in range(len(answer.bits))]
+        values = rows if answer.unit == "row" else [value for row in rows for value in row]
+        return {"dtype": answer.dtype, "shape": list(answer.shape), "values": values, "first_value": logprob}
     token = first_difference(reference.tokens, answer.tokens)
     return {
         "text": answer.text,
@@ -156,7 +171,7 @@ def as_json(
     return {
         "target": target,
         "arguments": list(arguments),
-        "request": asdict(spec),
+        "request": spec.asked,
         "results": [result.as_json() for result in results],
     }
 
@@ -189,10 +204,16 @@ def print_report(console: Console, results: Sequence[ReproduceResult], verbose: 
 def summary_of(result: ReproduceResult) -> dict[str, str]:
     """The rows of the short table: name and text."""
     found, running = result.comparison, result.batches.running
-    return {
-        "answers": str(found.samples),
+    different = {
         "different texts": str(found.completions),
         "different logprobs, same text or not": str(found.logprob_sequences),
+    }
+    if result.pools:
+        shape = " x ".join(map(str, result.answers[0].shape))
+        different = {"values of an answer": shape, "different vectors": str(found.logprob_sequences)}
+    return {
+        "answers": str(found.samples),
+        **different,
         "requests in the batch": f"{min(running)} to {max(running)}",
     }
 
@@ -230,6 +251,14 @@ def _parting(result: ReproduceResult, in_colour: bool) -> Iterator[Text]:
     where no token parts, the first two logprobs that differ.
     """
     found = result.comparison
+    if result.pools:
+        if (parted := found.earliest_logprob) is not None:
+            of_all = Counter(_differing(result.answers[0], answer) for answer in result.answers)
+            yield Text(
+                f"{result.label}: at {found.unit} {parted.position} answer 0 has {parted.expected}, answer "
+                f"{parted.sample} {parted.got}; {max(of_all)} of {result.length} {found.unit}s differ at most"
+            )
+        return
     if (parted := found.earliest_token) is not None:
         answers = result.answers[0], result.answers[parted.sample]
         ways = parted_texts(*(answer.text for answer in answers)) or ("", (parted.expected, ""), (parted.got, ""))
@@ -271,6 +300,11 @@ def parted_texts(one: str, other: str) -> tuple[str, tuple[str, str], tuple[str,
     return one[:start], parts(one, start), parts(other, start)
 
 
+def _differing(one: Answer, other: Answer) -> int:
+    """At how many positions what a pooling model gave differs."""
+    return sum(left != right for left, right in zip_longest(one.bits, other.bits))
+
+
 def _marked(begin: str, shared: str, word: str, rest: str, colour: str | None) -> Text:
     """A text around a marked word, on one line; in a colour, or else between asterisks."""
     room = max(_FROM - len(word), 0)
@@ -290,8 +324,10 @@ def _shown(logprob: float | None) -> str:
     return "(not listed)" if logprob is None else f"{logprob:.9g}"
 
 
-def in_words(counts: Counts) -> str:
+def in_words(counts: Counts, pools: bool = False) -> str:
     """The counts of different answers."""
+    if pools:
+        return count(counts.logprob_sequences, "vector")
     return f"{count(counts.completions, 'completion')}, {count(counts.logprob_sequences, 'logprob sequence')}"
 
 
@@ -299,15 +335,25 @@ def rows_of(result: ReproduceResult) -> dict[str, str]:
     """The rows of the table: name and text."""
     found, run = result.comparison, result.run
     running = result.batches.running
-    return {
-        "mode": result.info["mode"],
-        "samples": str(found.samples),
+    compared = {
         "unique completions": str(found.completions),
         "unique logprob sequences": str(found.logprob_sequences),
         "first token that differs": _divergence(found.earliest_token),
         "samples whose tokens differ, by position": _histogram(found.token_positions, result.length),
         "first logprob that differs": _position(found.earliest_logprob),
         "samples whose logprobs differ, by position": _histogram(found.logprob_positions, result.length),
+    }
+    if result.pools:
+        compared = {
+            "unique vectors": str(found.logprob_sequences),
+            f"first {found.unit} that differs": _divergence(found.earliest_logprob),
+            f"samples whose {found.unit}s differ, by the first": _histogram(found.logprob_positions, result.length),
+        }
+    throughput = f"{run.completions_per_second:.2f} completions/s, {run.tokens_per_second:.0f} tokens/s"
+    return {
+        "mode": result.info["mode"],
+        "samples": str(found.samples),
+        **compared,
         "requests in the batch": (
             f"{min(running)} to {max(running)}, median {statistics.median(running):.0f} "
             f"({count(len(set(running)), 'size')} seen in {count(len(running), 'reading')})"
@@ -317,7 +363,7 @@ def rows_of(result: ReproduceResult) -> dict[str, str]:
         + (f" ({run.failure})" if run.failure else ""),
         "their parameters": run.varied,
         "time": f"{run.seconds:.1f} s",
-        "throughput": f"{run.completions_per_second:.2f} completions/s, {run.tokens_per_second:.0f} tokens/s",
+        "throughput": f"{run.completions_per_second:.2f} answers/s" if result.pools else throughput,
     }
 
 
@@ -329,6 +375,8 @@ def _divergence(divergence: Divergence | None) -> str:
     if divergence is None:
         return "none"
     got, expected = divergence.texts
+    if not (divergence.got_text or divergence.expected_text):
+        return f"{_position(divergence)}\n{divergence.tokens}"
     return f"{_position(divergence)}\n{divergence.tokens}\n{got}\ninstead of {expected}"
 
 
