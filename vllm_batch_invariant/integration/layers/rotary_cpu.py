@@ -31,8 +31,8 @@ def of_rows(rotate: Any) -> Any:
     def rotary_embedding(
         positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *rest: Any, **named: Any
     ) -> None:
-        query, key = (x.view(len(x), -1) if x is not None and x.dim() == 3 else x for x in (query, key))
-        rotate(positions, query, key, *rest, **named)
+        rows = (x.view(len(x), -1) if x is not None and x.dim() == 3 else x for x in (query, key))
+        rotate(positions, *rows, *rest, **named)
 
     rotary_embedding.of_rows = True  # type: ignore[attr-defined]  # what a function keeps of itself
     return rotary_embedding
