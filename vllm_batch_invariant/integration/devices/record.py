@@ -13,7 +13,7 @@ from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
 from ..engine import loading, request_state, weights
-from ..layers import int8, mrope, norm, pooling, quantised, review
+from ..layers import int8, mrope, norm, pooling, quantised, review, short_conv
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -122,6 +122,7 @@ class VllmDevice:
         norm.install()
         mrope.install()
         pooling.install()
+        short_conv.install()
         int8.install()
         quantised.install()
         for fusion in self.fusions:

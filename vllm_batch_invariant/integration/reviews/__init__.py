@@ -220,9 +220,11 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
+        convolution_models: with short convolutions beside attention.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
+        short_convolutions: versions whose engines have served them, by device.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
     """
@@ -232,9 +234,11 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
+    convolution_models: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
+    short_convolutions: Mapping[str, str]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 
