@@ -28,12 +28,10 @@ NEAR = 0.25
 """Of logprobs in bf16."""
 VOCABULARY = range(3, 500)
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True} | OF_DEVICE | EAGER_ON_GPU
-SETTINGS = {
-    "any cut": {"enable_prefix_caching": False, "max_num_batched_tokens": 61, "num_gpu_blocks_override": 20},
-    "prefix cache": {"max_num_batched_tokens": 160, "num_gpu_blocks_override": 28},
-}
-"""vLLM cuts prompts at the ends of pages alone where it caches prefixes. With so few pages some requests are preempted.
-"""
+DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 28}
+"""With so few pages some requests are preempted."""
+UNCACHED = {"enable_prefix_caching": False, "max_num_batched_tokens": 61, "num_gpu_blocks_override": 20}
+"""A request then has one state, and a prompt is cut anywhere, not also at the ends of pages."""
 TARGETS = [
     request(tokens(300, 1, VOCABULARY), max_tokens=6, logprobs=5),
     request(tokens(70, 2, VOCABULARY), max_tokens=12, temperature=1.0, seed=7, logprobs=2, prompt_logprobs=2),
@@ -98,8 +96,8 @@ def started(checkpoint: Path, afterwards: Callable[[Engine], Any] = ask, flag: s
 
 @pytest.fixture(scope="module")
 def found(checkpoint: Path) -> dict[str, Any]:
-    """With no prefix cache."""
-    return started(checkpoint, **SETTINGS["any cut"])
+    """As vLLM starts: with a prefix cache."""
+    return started(checkpoint, **DEFAULT)
 
 
 SAME = ("among others", "warm", "in pages of NaN", "among others in pages of NaN", "no fault")
@@ -108,6 +106,7 @@ SAME = ("among others", "warm", "in pages of NaN", "among others in pages of NaN
 def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(found: dict[str, Any]) -> None:
     assert found["preemptions"] > 0
     assert found["pages"] > 0
+    assert found["cached"][0] >= 256
     assert [name for name in SAME if found[name] != found["alone"]] == []
 
 
@@ -140,17 +139,25 @@ def test_a_fault_of_the_states_shows(found: dict[str, Any], fault: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_pages_that_the_prefix_cache_keeps_hold_the_same_bits(found: dict[str, Any], checkpoint: Path) -> None:
-    kept = started(checkpoint, **SETTINGS["prefix cache"])
-    assert kept["cached"][0] >= 256
-    assert kept["preemptions"] > 0
-    assert [name for name in SAME if kept[name] != found["alone"]] == []
+def test_without_a_prefix_cache_the_bits_are_the_same(found: dict[str, Any], checkpoint: Path) -> None:
+    uncached = started(checkpoint, **UNCACHED)
+    assert uncached["preemptions"] > 0
+    assert [name for name in SAME if uncached[name] != found["alone"]] == []
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+@pytest.mark.parametrize("settings", [DEFAULT, UNCACHED], ids=["prefix cache", "no prefix cache"])
+def test_steps_of_decode_in_cuda_graphs_have_the_same_bits(
+    found: dict[str, Any], checkpoint: Path, settings: dict[str, Any]
+) -> None:
+    replayed = started(checkpoint, **settings | {"enforce_eager": False})
+    assert [name for name in SAME if replayed[name] != found["alone"]] == []
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_other_dtypes_keep_their_bits(checkpoint: Path, dtype: str) -> None:
-    other = started(checkpoint, dtype=dtype, **SETTINGS["any cut"])
+    other = started(checkpoint, dtype=dtype, **UNCACHED)
     assert [name for name in SAME if other[name] != other["alone"]] == []
     assert distance_from_float64(checkpoint, other["alone"]) < (1e-4 if dtype == "float32" else NEAR / 4)
 
@@ -164,5 +171,5 @@ def test_plain_vllm_fails_the_same_comparison(checkpoint: Path) -> None:
         steps = engine.step("alone", TARGETS[:1], True), engine.step("among others", [*OTHERS[:8], TARGETS[0]], True)
         return [step.requests[-1]["completions"] for step in steps]
 
-    by_itself, among = started(checkpoint, asked, "0", enforce_eager=True, **SETTINGS["any cut"])
+    by_itself, among = started(checkpoint, asked, "0", enforce_eager=True, **UNCACHED)
     assert by_itself != among

@@ -407,6 +407,7 @@ def _convolutions_elsewhere(config: Config) -> str | None:
         return f"short convolutions with vLLM {version}"
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     dtype = getattr(cache, "mamba_cache_dtype", "auto")
+    quantised = getattr(model, "quantization", None)
     kept = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     found = {
         f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
@@ -415,7 +416,7 @@ def _convolutions_elsewhere(config: Config) -> str | None:
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         "speculative decoding": config.speculative_config is not None,
         f"states in {dtype}": dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
-        f"quantisation {model.quantization}": bool(model.quantization),
+        f"quantisation {quantised}": bool(quantised),
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype.startswith("fp8"),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False),

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
+from ..harness.engine import pages_of_states
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Place, starts
 
@@ -54,6 +55,7 @@ class Settings:
         stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
         exact: exact arithmetic.
         options: the values of ``OPTIONS`` by name, without those that are ``NONE``.
+        state_pages: pages of a small cache for the states of a request, beside those for its keys.
     """
 
     requests: int
@@ -73,6 +75,7 @@ class Settings:
     exact: bool = False
     drafter: str = "ngram"
     options: Mapping[str, str] = field(default_factory=dict)
+    state_pages: int = 0
 
     def arguments(self, model: str) -> list[str]:
         """For ``vllm serve MODEL``."""
@@ -97,7 +100,9 @@ class Settings:
             made += option.arguments.get(self.options.get(option.name, NONE), ())
         # one page is vLLM's own
         return made + (
-            ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
+            ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2 + self.state_pages)]
+            if self.small_cache
+            else []
         )
 
     @property
@@ -167,6 +172,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if place.is_multimodal else "",
         exact=is_exact(),
+        state_pages=pages_of_states(place.model),
     )
     for row in FIELDS:
         if row.fits(place, settings):
