@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 IN_ENGINE = "tests.engine.convolutions"
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_dense_layers": 1}
 NEAR = 0.25
 """Of logprobs in bf16."""
 VOCABULARY = range(3, 500)
@@ -41,21 +42,28 @@ OTHERS += concurrent_requests(5, 3, vocabulary=VOCABULARY)
 """The first ones need one page of keys more than they begin with."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
     """Random weights in bf16, with taps that matter as much as what goes around them. vLLM ties the embeddings of every
     LFM2: they are small, so that a token does not foretell itself, and the last norm makes up for that.
     """
-    torch.manual_seed(0)
-    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**CONFIG))
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(0, 0.4 if ".conv.conv." in name else 0.02 if "embed_tokens" in name else 0.08)
+                size = 0.4 if ".conv.conv." in name else 0.02 if "embed_tokens" in name else 0.08
+                weight.normal_(0, size, generator=generator)
+        for name, bias in model.named_buffers():
+            if name.endswith("expert_bias"):
+                bias.normal_(0, 0.2, generator=generator)
         model.model.embedding_norm.weight.fill_(8.0)
-    folder = tmp_path_factory.mktemp("lfm2")
     model.bfloat16().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**CONFIG))
+    return written(model, tmp_path_factory.mktemp("lfm2"))
 
 
 def seen(answers: list[dict[str, Any]]) -> list[Any]:
@@ -121,7 +129,9 @@ def test_logprobs_of_decode_are_those_of_prefill(found: dict[str, Any]) -> None:
 def distance_from_float64(checkpoint: Path, answers: list[Any]) -> float:
     """The largest of listed logprobs of a prompt of 70 tokens from those of Transformers' model in float64."""
     prompt, listed = TARGETS[1]["prompt"], answers[1][1]
-    model = transformers.Lfm2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     rows = zip(expected, listed[1:], strict=False)
@@ -160,6 +170,17 @@ def test_other_dtypes_keep_their_bits(checkpoint: Path, dtype: str) -> None:
     other = started(checkpoint, dtype=dtype, **UNCACHED)
     assert [name for name in SAME if other[name] != other["alone"]] == []
     assert distance_from_float64(checkpoint, other["alone"]) < (1e-4 if dtype == "float32" else NEAR / 4)
+
+
+@pytest.mark.exhaustive
+def test_experts_beside_short_convolutions_keep_their_bits(tmp_path: Path) -> None:
+    """LFM2-MoE."""
+    model = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**CONFIG, **EXPERTS))
+    folder = written(model, tmp_path)
+    kept = started(folder, dtype="float32", **DEFAULT)
+    assert kept["preemptions"] > 0
+    assert [name for name in SAME if kept[name] != kept["alone"]] == []
+    assert distance_from_float64(folder, kept["alone"]) < 1e-4
 
 
 @pytest.mark.exhaustive

@@ -680,7 +680,7 @@ COVERED = (
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
         "encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
-    Feature("Short convolutions", "LFM2 (dense): on a CPU with vLLM 0.32, by one worker"),
+    Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, by one worker"),
     Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ...ops.causal_conv import causal_conv
+from ...ops.causal_conv import ConvReduction, causal_conv
 from ..reviews import patch_points
 
 _BACKEND = f"{__package__}.short_conv_backend.Backend"
@@ -38,6 +38,15 @@ def forward(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> Non
         weight = self.conv.weight
         convolved = causal_conv(projected, weight.view(len(weight), -1), self.conv.bias, states, gated=True)
     output[: len(hidden_states)] = self.out_proj(convolved)[0]
+
+
+def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """Those of a model's layers, by name, with activations of a dtype."""
+    if not patch_points.SHORT_CONV.is_there():
+        return {}
+    layers = (layer for layer in model.modules() if isinstance(layer, patch_points.SHORT_CONV.get()))
+    widths = {layer.conv.weight.shape[-1] for layer in layers}
+    return {f"short convolution of {width} taps": ConvReduction.of(width, dtype, True) for width in sorted(widths)}
 
 
 def _states(layer: Any) -> torch.Tensor:
