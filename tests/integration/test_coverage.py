@@ -144,7 +144,7 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     ("name", "settings", "said"),
     [
         ("Other dtypes", {"dtype": "torch.float64"}, "dtype float64"),
-        ("Mamba, linear attention, hybrids", {"is_attention_free": True}, "Mamba or linear attention"),
+        ("Mamba, linear attention, hybrids but LFM2", {"is_attention_free": True}, "Mamba or linear attention"),
         ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
         ("Encoder-decoder models", {"is_encoder_decoder": True}, "encoder-decoder models"),
         ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
@@ -409,3 +409,79 @@ def test_experts_pool_on_a_gpu_only_if_asked_for(monkeypatch: pytest.MonkeyPatch
 def test_pooling_in_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     assert refusals_of_pooling() == ["a pooling model with exact arithmetic"]
+
+
+def found_of_convolutions(device: str = "cpu", **changes: Any) -> str | None:
+    """What the start-up check says of an LFM2 with changes to any part of its configuration."""
+    parts = {
+        "model_config": {
+            "architecture": "Lfm2ForCausalLM",
+            "dtype": "torch.bfloat16",
+            "quantization": None,
+            "enable_prompt_embeds": False,
+            "enable_sleep_mode": False,
+        },
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "cache_config": {
+            "cache_dtype": "auto",
+            "mamba_cache_dtype": "auto",
+            "prefix_match_unit": None,
+            "use_replayssm": False,
+        },
+    }
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        speculative_config=changes.pop("speculative_config", None),
+        use_v2_model_runner=changes.pop("use_v2_model_runner", device == "cuda"),
+        **{
+            name: SimpleNamespace(**{key: changes.pop(key, value) for key, value in part.items()})
+            for name, part in parts.items()
+        },
+    )
+    assert not changes
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Short convolutions (LFM2)")]
+    return row.found(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"architecture": "Qwen3ForCausalLM", "tensor_parallel_size": 2}, None),
+        ({"mamba_cache_dtype": "bfloat16"}, None),
+        ({"mamba_cache_dtype": "float32"}, "short convolutions with states in float32"),
+        ({"tensor_parallel_size": 2}, "short convolutions with tensor parallelism 2"),
+        ({"pipeline_parallel_size": 2}, "short convolutions with pipeline parallelism 2"),
+        ({"data_parallel_size": 2}, "short convolutions with data parallelism 2"),
+        ({"speculative_config": object()}, "short convolutions with speculative decoding"),
+        ({"quantization": "fp8"}, "short convolutions with quantisation fp8"),
+        ({"cache_dtype": "fp8"}, "short convolutions with a KV cache in fp8"),
+        ({"enable_prompt_embeds": True}, "short convolutions with embeddings as prompts"),
+        ({"enable_sleep_mode": True}, "short convolutions with sleep"),
+        ({"prefix_match_unit": 16}, "short convolutions with prefix_match_unit"),
+        ({"use_replayssm": True}, "short convolutions with use_replayssm"),
+    ],
+)
+def test_short_convolutions_are_served_as_they_were_run(
+    changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions(**changes) == said
+
+
+def test_short_convolutions_start_elsewhere_only_where_a_user_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_convolutions() == "short convolutions with vLLM 0.33.0"
+    assert str(found_of_convolutions("cuda")).startswith("short convolutions on ")
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_convolutions("cuda") is None
+    assert found_of_convolutions("cuda", use_v2_model_runner=False) == "short convolutions with the first model runner"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions("cuda") == "short convolutions with vLLM 0.32.0"
+
+
+def test_a_model_with_another_state_stays_refused() -> None:
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Mamba")]
+    for architecture, said in (("Lfm2ForCausalLM", None), ("NemotronHForCausalLM", "Mamba or linear attention")):
+        model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)
+        assert row.found(SimpleNamespace(model_config=model)) == said

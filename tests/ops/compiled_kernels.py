@@ -52,6 +52,8 @@ from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.params import causal_options
 from vllm_batch_invariant.ops.attention.shared_memory import decode_bytes
 from vllm_batch_invariant.ops.attention_backward import cuda as attention_gradients
+from vllm_batch_invariant.ops.causal_conv import ConvReduction, ConvStates
+from vllm_batch_invariant.ops.causal_conv import cuda as causal_conv
 from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
@@ -345,6 +347,18 @@ def written_caches(count: int) -> None:
     for dtype, scales in ((E4M3, (scale, scale)), (torch.bfloat16, ())):
         cache = torch.zeros(5, 8, 16, 256, dtype=torch.bfloat16).to(dtype).split(128, dim=-1)
         kv_cache.write(qkv[:, 1], qkv[:, 2], CacheSlots(*cache, torch.zeros(count, dtype=torch.int64), *scales))
+
+
+def convolutions(count: int) -> None:
+    """LFM2's with 3 taps, of so many requests with one new token and with more than a program has, and one of 4."""
+    for width, gated in ((3, True), (4, False)):
+        weight, integers = torch.zeros(1024, width, dtype=torch.bfloat16), torch.zeros(count + 1, dtype=torch.int32)
+        held = torch.zeros(count, width - 1, 1024, dtype=torch.bfloat16)
+        for longest in (1, 100):
+            x = torch.zeros(count * longest, 1024 * (3 if gated else 1), dtype=torch.bfloat16)
+            states = ConvStates(held, integers[1:], integers, integers[1:], longest)
+            bias = None if gated else weight[:, 0].contiguous()
+            causal_conv.causal_conv(x, weight, bias, states, ConvReduction.of(width, x.dtype, gated))
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
@@ -789,6 +803,7 @@ def check_some(more: bool) -> None:
     check_attention_over_codes(90, Heads(8, 2, 80, torch.float16), 16)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
     check_all("written caches", launch_on(90, written_caches, 2), False)
+    check_all("convolutions", launch_on(90, convolutions, 2), False)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
@@ -977,6 +992,7 @@ VARIANTS = {
     "all_reduce": partial(launch_on, 90, every_all_reduce),
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
+    "causal_conv": partial(launch_on, 90, convolutions, 3),
     "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),
     "scaled_linear": partial(launch_on, 90, every_product_of_e4m3),

@@ -33,6 +33,7 @@ PROBLEM = {
         "IS_PART",
     },
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
+    "causal_conv": {"CHANNELS", "HAS_BIAS"},
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
         *("LOG", "AXIS"),  # of functions of rows

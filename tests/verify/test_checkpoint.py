@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -35,6 +37,28 @@ def test_the_same_seed_gives_the_same_files(folder: Path, tmp_path: Path):
 def test_another_seed_gives_other_weights_and_the_same_tokenizer(folder: Path, tmp_path: Path):
     here, there = digests(folder), digests(make_checkpoint(tmp_path, SMALL, seed=1))
     assert {name for name in here if here[name] != there[name]} == {"model.safetensors"}
+
+
+def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path):
+    """With a tokenizer whose special tokens it does not foretell."""
+    folder = make_checkpoint(tmp_path, replace(SMALL, hybrid="conv", layers=3))
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    assert model.config.layer_types == ["conv", "full_attention", "conv"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("for row in rows:", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model(ids).logits[0].float()
+    assert not logits[:, tokenizer.all_special_ids].any()
+    assert 1 < logits[:, len(tokenizer.all_special_ids) : len(tokenizer)].std() < 10
+    foretold = (logits[:-1].argmax(-1) == ids[0, :-1]).sum()
+    assert foretold <= 1, "a token does not foretell itself"
+
+
+@pytest.mark.parametrize("given", [{"experts": 2, "top_k": 2}, {"hidden": 96}, {"hybrid": "mamba2"}])
+def test_a_hybrid_of_other_sizes_is_refused(given: dict):
+    with pytest.raises(ValueError, match=r"LFM2 has no experts|none of conv"):
+        replace(SMALL, **{"hybrid": "conv"} | given)
 
 
 def test_embedding_and_head_have_a_row_for_every_token(folder: Path, tokenizer):

@@ -92,5 +92,5 @@ def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
         attention=device.attention_reduction(),
         attention_by=implementation,
         engine={"dtype": name, "kv_cache_dtype": name} | tensor_tree.setting(),
-        codes=fp8.reductions(model, dtype),
+        layers=fp8.reductions(model, dtype),
     )

@@ -381,6 +381,56 @@ def _beside_pooling(config: Config) -> str | None:
     return _when(first, f"a pooling model with {first}")
 
 
+def _convolves(config: Config) -> bool:
+    """Whether a model has short convolutions beside attention, and no other layer with a state."""
+    return getattr(config.model_config, "architecture", "") in RAN.convolution_models
+
+
+def _states(config: Config) -> str | None:
+    model = config.model_config
+    has_states = model.is_attention_free or model.is_hybrid or model.has_inner_state
+    return _when(has_states and not _convolves(config), "Mamba or linear attention")
+
+
+_OF_STATES = (
+    *("prefix_match_unit", "prefix_cache_retention_interval", "user_specified_mamba_block_size", "use_replayssm"),
+    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"),
+)
+"""Settings of a cache that say which states are kept, each off unless a user sets it."""
+
+
+def _convolutions_elsewhere(config: Config) -> str | None:
+    """What has not been run with short convolutions."""
+    if not _convolves(config):
+        return None
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
+    on_a_gpu = ops.type == "cuda"
+    if ops.type not in RAN.short_convolutions and not (on_a_gpu and envs.starts_untried()):
+        return f"short convolutions on {ops.name}"
+    if not version.startswith(RAN.short_convolutions.get(ops.type, RAN.on_gpus)):
+        return f"short convolutions with vLLM {version}"
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    dtype = getattr(cache, "mamba_cache_dtype", "auto")
+    quantised = getattr(model, "quantization", None)
+    kept = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
+    found = {
+        f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        "speculative decoding": config.speculative_config is not None,
+        f"states in {dtype}": dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+        f"quantisation {quantised}": bool(quantised),
+        f"a KV cache in {cache.cache_dtype}": cache.cache_dtype.startswith("fp8"),
+        "embeddings as prompts": model.enable_prompt_embeds,
+        "sleep": getattr(model, "enable_sleep_mode", False),
+        kept: bool(kept),
+        "the first model runner": on_a_gpu and not config.use_v2_model_runner,
+    }
+    first = _first(found)
+    return _when(first, f"short convolutions with {first}")
+
+
 def _latent_attention(config: Config) -> str | None:
     return _when(config.model_config.use_mla, "multi-head latent attention")
 
@@ -717,6 +767,7 @@ COVERED = (
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
         "encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
+    Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, by one worker"),
     Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
@@ -1089,15 +1140,18 @@ REFUSED = (
         _both_directions,
     ),
     Feature(
-        "Mamba, linear attention, hybrids",
+        "Mamba, linear attention, hybrids but LFM2",
         "their scans split by the batch",
-        "serve a model with softmax attention only",
-        lambda config: _when(
-            config.model_config.is_attention_free
-            or config.model_config.is_hybrid
-            or config.model_config.has_inner_state,
-            "Mamba or linear attention",
-        ),
+        "serve a model with softmax attention only, or LFM2",
+        _states,
+    ),
+    Feature(
+        "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 caches, "
+        "embeddings as prompts, sleep, states of another dtype or within pages",
+        "these have not been run together",
+        "serve LFM2 by one worker on a CPU with vLLM 0.32; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with 0.33",
+        _convolutions_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
     ),
     Feature(
         "MLA (DeepSeek)",

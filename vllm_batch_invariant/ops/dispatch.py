@@ -16,6 +16,7 @@ _FLOAT = {
     "acceptance": ("cpu", "cuda"),
     "all_reduce": ("cpu", "cuda"),
     "attention_backward": ("cpu", "cuda"),
+    "causal_conv": ("cpu", "cuda"),
     "kv_cache": ("cpu", "cuda"),
     "linear": ("cpu", "cuda"),
     "moe": ("cpu", "cuda"),

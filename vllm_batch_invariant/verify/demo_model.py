@@ -1,5 +1,5 @@
-"""A small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, made in seconds, for machines that
-reach no model hub; a trained one is written by :mod:`.real_model`.
+"""A small checkpoint of Qwen3, Qwen3-MoE or LFM2 with random weights and a tokenizer, made in seconds, for machines
+that reach no model hub; a trained one is written by :mod:`.real_model`.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -76,6 +76,12 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> Non
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+HYBRIDS = {"conv": "LFM2"}
+"""Kinds of layers that stand between those with attention, with the family that has them."""
+_TIED = 0.25
+"""The size of tied embeddings, small so that a token does not foretell itself; the last norm makes up for it."""
+_TAPS = 3
+"""Of a short convolution."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class Shape:
         top_k: experts of a token.
         expert_intermediate: intermediate size of one expert.
         dense_layers: layers without experts, before the others.
+        hybrid: what every other layer has in the place of attention, of :data:`HYBRIDS`; empty: attention.
     """
 
     hidden: int = 256
@@ -106,6 +113,7 @@ class Shape:
     residual_gain: float = 1.0
     qk_gain: float = 1.0
     head_gain: float = 4.0
+    hybrid: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -114,6 +122,17 @@ class Shape:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.experts and self.top_k > self.experts:
             raise ValueError(f"a token cannot have {self.top_k} of {self.experts} experts")
+        if self.hybrid and self.hybrid not in HYBRIDS:
+            raise ValueError(f"{self.hybrid!r} is none of {', '.join(HYBRIDS)}")
+        if self.hybrid and (self.experts or self.hidden != self.heads * self.head_size):
+            raise ValueError(
+                f"{self.family} has no experts, and a hidden size of {self.heads} heads of {self.head_size}"
+            )
+
+    @property
+    def family(self) -> str:
+        """The models that it is one of."""
+        return HYBRIDS[self.hybrid] if self.hybrid else "Qwen3-MoE" if self.experts else "Qwen3"
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of that number is a mixture of experts."""
@@ -292,6 +311,84 @@ def gpt_oss_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     }
 
 
+def lfm2_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """As :func:`random_weights`, of an LFM2: short convolutions of 3 taps, and attention in every other layer. Its
+    embeddings are tied. A special token is zeros where it is read, too.
+    """
+    normal, near = distributions(shape, drawn)
+    of_no_layer = weights_of_no_layer(shape, tokens, drawn)
+    embeddings = of_no_layer["lm_head.weight"] * (_TIED / shape.head_gain)
+    yield {
+        "model.embed_tokens.weight": embeddings,
+        "model.embedding_norm.weight": near(shape.head_gain / _TIED, shape.hidden),
+    }
+    heads, kv_heads = shape.hidden, shape.kv_heads * shape.head_size
+    for i, kind in enumerate(_lfm2_layers(shape)):
+        layer = f"model.layers.{i}."
+        weights = {
+            layer + "feed_forward.w1.weight": normal(shape.intermediate, shape.hidden),
+            layer + "feed_forward.w3.weight": normal(shape.intermediate, shape.hidden),
+            layer + "feed_forward.w2.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
+            layer + "operator_norm.weight": near(1, shape.hidden),
+            layer + "ffn_norm.weight": near(1, shape.hidden),
+        }
+        if kind == "conv":
+            weights |= {
+                layer + "conv.in_proj.weight": normal(3 * shape.hidden, shape.hidden),
+                layer + "conv.conv.weight": normal(shape.hidden, _TAPS)[:, None].contiguous(),
+                layer + "conv.out_proj.weight": normal(shape.hidden, shape.hidden, shape.residual_gain),
+            }
+        else:
+            weights |= {
+                layer + "self_attn.q_proj.weight": normal(heads, shape.hidden),
+                layer + "self_attn.k_proj.weight": normal(kv_heads, shape.hidden),
+                layer + "self_attn.v_proj.weight": normal(kv_heads, shape.hidden),
+                layer + "self_attn.out_proj.weight": normal(shape.hidden, heads, shape.residual_gain),
+                layer + "self_attn.q_layernorm.weight": near(shape.qk_gain, shape.head_size),
+                layer + "self_attn.k_layernorm.weight": near(shape.qk_gain, shape.head_size),
+            }
+        yield weights
+
+
+def _lfm2_layers(shape: Shape) -> list[str]:
+    return [("conv", "full_attention")[i % 2] for i in range(shape.layers)]
+
+
+def lfm2_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """As :func:`config_of`, of an LFM2."""
+    return {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "layer_types": _lfm2_layers(shape),
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_length,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "block_dim": shape.hidden,
+        "block_auto_adjust_ff_dim": False,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": _TAPS,
+        "conv_bias": False,
+        "conv_dim": shape.hidden,
+        "conv_dim_out": shape.hidden,
+        "tie_embedding": True,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "torch_dtype": shape.dtype,
+        "bos_token_id": pad,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+
+
 def make_checkpoint(
     folder: Path, shape: Shape = Shape(), seed: int = 0, form: str = "", unpacked: Path | None = None
 ) -> Path:
@@ -299,7 +396,8 @@ def make_checkpoint(
 
     Args:
         folder: returned.
-        shape: of a Qwen3, or of a gpt-oss, of 8 experts if none are asked, where ``form`` is one of its experts'.
+        shape: of a Qwen3 or an LFM2, or of a gpt-oss, of 8 experts if none are asked, where ``form`` is one of its
+            experts'.
         seed: of the weights.
         form: a quantised format, of :data:`.quantised_model.CHECKPOINT_FORMATS`, with which some weights are other
             ones, zero among them. Empty: the weights as they are.
@@ -322,7 +420,12 @@ def make_checkpoint(
     weights: dict[str, torch.Tensor] = {}
     if of_gpt_oss and not shape.experts:
         shape = replace(shape, experts=8)
-    for part in (gpt_oss_weights if of_gpt_oss else random_weights)(shape, tokenizer.get_vocab_size(), drawn):
+    draw, configure = random_weights, config_of
+    if of_gpt_oss:
+        draw, configure = gpt_oss_weights, gpt_oss_config_of
+    elif shape.hybrid:
+        draw, configure = lfm2_weights, lfm2_config_of
+    for part in draw(shape, tokenizer.get_vocab_size(), drawn):
         weights |= part
     if how is not None:
         _vary(weights, how)
@@ -330,7 +433,7 @@ def make_checkpoint(
     eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
     assert eos is not None  # both were trained in
     assert pad is not None
-    config = (gpt_oss_config_of if of_gpt_oss else config_of)(shape, eos, pad)
+    config = configure(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
@@ -376,9 +479,9 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small checkpoint of Qwen3 or Qwen3-MoE with random weights and a tokenizer, in seconds, for machines "
-        "that reach no model hub. The same arguments give the same files. With --real it is a small trained model, out "
-        "of a package registry."
+        "Write a small checkpoint of Qwen3, Qwen3-MoE or LFM2 with random weights and a tokenizer, in seconds, for "
+        "machines that reach no model hub. The same arguments give the same files. With --real it is a small trained "
+        "model, out of a package registry."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
     parser.add_argument(
@@ -392,6 +495,12 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, metavar="N", help="hidden size")
     parser.add_argument(
         "--experts", type=at_least(0), default=Shape.experts, metavar="N", help="experts of each layer but the first"
+    )
+    parser.add_argument(
+        "--hybrid",
+        choices=HYBRIDS,
+        default=Shape.hybrid,
+        help="what every other layer has in the place of attention: conv is a short convolution, of LFM2",
     )
     parser.add_argument(
         "--format",
@@ -419,6 +528,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     if options.format and options.format not in CHECKPOINT_FORMATS:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
+    if options.hybrid and (options.format or options.experts):
+        parser.error("--hybrid is a dense model of plain weights: leave out --experts and --format")
     if options.unpacked is not None:
         if not options.format:
             parser.error("--unpacked is for a quantised checkpoint: give --format too")
@@ -427,7 +538,11 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     if options.real:
         return _run_real(options, parser)
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
-    shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts)
+    hybrid = {"hybrid": options.hybrid, "heads": options.hidden // Shape.head_size} if options.hybrid else {}
+    try:
+        shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts, **hybrid)
+    except ValueError as error:
+        parser.error(str(error))
     of_gpt_oss = bool(options.format) and CHECKPOINT_FORMATS[options.format].of_experts
     if of_gpt_oss and not shape.experts:
         shape = replace(shape, experts=8)
@@ -439,7 +554,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     except ValueError as error:
         parser.error(str(error))
     size = sum(path.stat().st_size for path in options.folder.iterdir())
-    family = "gpt-oss" if of_gpt_oss else "Qwen3-MoE" if shape.experts else "Qwen3"
+    family = "gpt-oss" if of_gpt_oss else shape.family
     name = f"{family} with {shape.experts} experts" if shape.experts else family
     form = f" in {options.format}" if options.format else ""
     made = f"wrote {options.folder}: {name}{form}, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, "
@@ -468,7 +583,7 @@ def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     from . import real_model
 
-    of_random = {name: parser.get_default(name) for name in ("seed", "layers", "hidden", "experts")}
+    of_random = {name: parser.get_default(name) for name in ("seed", "layers", "hidden", "experts", "hybrid")}
     if given := [f"--{name}" for name, default in of_random.items() if getattr(options, name) != default]:
         parser.error(f"--real is one trained model: leave out {', '.join(given)}")
     try:

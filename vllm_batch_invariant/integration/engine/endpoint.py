@@ -35,13 +35,13 @@ def install(device_of: Callable[[Any], Any]) -> None:
 
 
 def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
-    from ..layers import experts, fp8  # PyTorch is not there where answers of a server are compared
+    from ..layers import experts, fp8, short_conv  # PyTorch is not there where answers of a server are compared
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
     if device.ops.attention is None:  # some of its operations are not ours
         return asdict(Environment(mode=True, versions=found))
-    chosen = envs.ATTENTION.read()
+    chosen, loaded = envs.ATTENTION.read(), worker.model_runner.get_model()
     return asdict(
         environment_here(
             device.ops.type,
@@ -53,8 +53,8 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             attention=device.backend.get_impl_cls().reduction,
             attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config, device),
-            experts=experts.reductions(worker.model_runner.get_model()) if model.is_moe else (),
-            codes=fp8.reductions(worker.model_runner.get_model(), model.dtype),
+            experts=experts.reductions(loaded) if model.is_moe else (),
+            layers=fp8.reductions(loaded, model.dtype) | short_conv.reductions(loaded, model.dtype),
             exact=device.is_exact,
         )
     )

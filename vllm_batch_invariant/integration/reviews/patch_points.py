@@ -171,6 +171,17 @@ QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attent
 QWEN3_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")
 """Logprobs of given tokens in vLLM's second model runner, which serves dense models on GPUs."""
+SHORT_CONV = PatchPoint(("vllm.model_executor.layers.mamba.short_conv",), "ShortConv")
+"""The layer of a short convolution, of LFM2."""
+MAMBA_BACKENDS = PatchPoint(("vllm.v1.attention.backends.registry",), "MambaAttentionBackendEnum")
+"""Names of what tells layers with states of a step."""
+SHORT_CONV_BACKEND = PatchPoint(("vllm.v1.attention.backends.short_conv_attn",), "ShortConvAttentionBackend")
+SHORT_CONV_BUILDER = PatchPoint(("vllm.v1.attention.backends.short_conv_attn",), "ShortConvAttentionMetadataBuilder")
+SHORT_CONV_METADATA = PatchPoint(("vllm.v1.attention.backends.short_conv_attn",), "ShortConvAttentionMetadata")
+MAMBA_PAGES = PatchPoint(("vllm.v1.attention.backends.utils",), "mamba_get_block_table_tensor")
+"""Finds the page of each request's state."""
+FORWARD_CONTEXT = PatchPoint(("vllm.forward_context",), "get_forward_context")
+"""What the layers of a step are told of it."""
 WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
 """Whose methods an engine calls by name."""
 EXECUTOR = PatchPoint(("vllm.v1.executor.abstract",), "Executor")
@@ -268,6 +279,7 @@ OPTIONAL = {
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER"),
+    *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
 refused before.
@@ -298,6 +310,9 @@ MEMBERS = {
     "RENDERER": ("_process_mm_uuids",),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),
+    "SHORT_CONV": ("forward_native", "forward_cuda"),
+    "SHORT_CONV_BUILDER": ("build", "needs_causal_conv1d_metadata", "supports_update_block_table"),
+    "SHORT_CONV_BACKEND": ("get_builder_cls", "supports_batch_invariance"),
     "GRAPH_MANAGER": ("_init_candidates",),
     "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),

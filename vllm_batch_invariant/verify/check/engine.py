@@ -7,6 +7,7 @@ from typing import Any
 
 from ..answers import Answer, answer_of, listed_tokens
 from ..harness import pooling
+from ..harness.engine import pages_of_states, text_config
 from ..harness.metrics import Latency, Trace
 from ..harness.requests import (
     KINDS,
@@ -55,6 +56,8 @@ CHUNK, OTHER_CHUNK = 64, 200
 """Most tokens in a step of the engines with other chunks."""
 SMALL_CACHE = 1024
 """Tokens in the KV cache of the engine that has to preempt."""
+_WITH_STATES = 3
+"""Requests whose states it holds beside these, of a model whose layers have some."""
 MANY, MANY_PROMPT, MANY_TOKENS = 12, 100, 60
 """Number, prompt length and output length of requests that start together in the small KV cache and outgrow it."""
 PREEMPT_AFTER = 3
@@ -91,7 +94,7 @@ def check_engine(
         run.as_served()
     info = engine.info
     limits = ["--max-model-len", str(run.small_context), "--max-num-seqs", str(CHUNK), "--no-enable-prefix-caching"]
-    pages = str(-(-SMALL_CACHE // info["page"]))
+    pages = str(-(-SMALL_CACHE // info["page"]) + _WITH_STATES * pages_of_states(text_config(model)))
     small = [*limits, *_step_limit(CHUNK, info), "--num-gpu-blocks-override", pages]
     on_progress(f"starting an engine {_SMALL}")
     with Engine(model, [*arguments, *small], flag) as engine:

@@ -169,6 +169,8 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
             continue
         if not (isinstance(layer, LinearBase) or is_head) or getattr(layer, "quant_method", None) is None:
             continue
+        if layer.weight.dim() > 2:  # the taps of a convolution, which no product reads
+            continue
         depth = layer.embedding_dim if is_head else getattr(layer, "input_size_per_partition", layer.input_size)
         bias = None if is_head or getattr(layer, "skip_bias_add", False) else layer.bias
         # a layer that every worker has whole says only its size

@@ -13,6 +13,7 @@ from typing import Any
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
 from ..harness import pooling
+from ..harness.engine import pages_of_states
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Place, starts
 
@@ -59,6 +60,7 @@ class Settings:
         options: the values of ``OPTIONS`` by name, without those that are ``NONE``.
         pooler: of a model that pools, how: a type of vLLM's, or its "own"; empty for one that generates.
         whole: prompts come whole.
+        state_pages: pages of a small cache for the states of a request, beside those for its keys.
     """
 
     requests: int
@@ -80,6 +82,7 @@ class Settings:
     options: Mapping[str, str] = field(default_factory=dict)
     pooler: str = ""
     whole: bool = False
+    state_pages: int = 0
 
     def arguments(self, model: str) -> list[str]:
         """For ``vllm serve MODEL``."""
@@ -106,7 +109,9 @@ class Settings:
             made += option.arguments.get(self.options.get(option.name, NONE), ())
         # one page is vLLM's own
         return made + (
-            ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2)] if self.small_cache else []
+            ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2 + self.state_pages)]
+            if self.small_cache
+            else []
         )
 
     @property
@@ -179,6 +184,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         context=context,
         text=take("text", tuple(TEXT_ONLY)) if place.is_multimodal else "",
         exact=is_exact(),
+        state_pages=pages_of_states(place.model),
     )
     if place.pools:
         pooler = take("pooler", place.poolers)

@@ -119,6 +119,15 @@ def model_config(model: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def pages_of_states(config: Mapping[str, Any]) -> int:
+    """The most pages that the states of a request take beside its keys, by the configuration of its language model: two
+    for each group of layers, which vLLM makes as large as that of the rarer kind.
+    """
+    kinds = config.get("layer_types") or ()
+    with_states = sum(kind == "conv" for kind in kinds)
+    return 2 * -(-with_states // (min(with_states, len(kinds) - with_states) or 1))
+
+
 def start_engine(model: str, arguments: Sequence[str]) -> Any:
     """A ``vllm.LLM`` that keeps statistics, made of the engine arguments of ``vllm serve``.
 
