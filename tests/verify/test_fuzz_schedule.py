@@ -30,7 +30,7 @@ from vllm_batch_invariant.verify.fuzz.schedule import (
     draw_settings,
     draw_targets,
 )
-from vllm_batch_invariant.verify.harness.engine import sampling_params
+from vllm_batch_invariant.verify.harness.engine import pages_of_states, sampling_params
 from vllm_batch_invariant.verify.harness.requests import (
     BUDGET,
     BUDGETS,
@@ -415,3 +415,26 @@ def test_a_body_for_a_server_has_the_clients_arguments_and_vllms_apart() -> None
     assert over_http(params, chat=False) == same | {"logprobs": 5}
     assert over_http(params, chat=True) == same | {"logprobs": True, "top_logprobs": 5}
     assert over_http(params | {"output_kind": "DELTA"}, chat=False) == over_http(params, chat=False)
+
+
+def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    model = {"architectures": ["Lfm2ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
+    drawn = [draw_settings("states", number, 256, Place("cpu", 4, model=model)) for number in range(40)]
+    assert {(one.drafts, one.workers, one.stages, one.tree) for one in drawn} == {(0, 1, 1, 1)}
+    assert {one.options.get("cache", NONE) for one in drawn} <= {NONE, "auto"}
+    assert {one.prefix_cache for one in drawn} == {True, False}
+    assert {one.state_pages for one in drawn} == {6}, "three layers of one kind beside one of the other"
+    plain = draw_settings("states", 0, 256, Place("cpu", 4))
+    assert plain.state_pages == 0
+
+
+def test_states_take_two_pages_of_each_group_of_layers() -> None:
+    for kinds, pages in (
+        ([], 0),
+        (["full_attention"] * 4, 0),
+        (["conv", "full_attention"] * 3, 2),
+        (["conv"] * 10 + ["full_attention"] * 6, 4),
+    ):
+        assert pages_of_states({"layer_types": kinds}) == pages, kinds
