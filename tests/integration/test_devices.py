@@ -122,6 +122,7 @@ def config(device_type: str, mode: str, second_runner: bool = True, page: int | 
     mode = patch_points.CUDAGRAPH_MODE.get()[mode]
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=device_type),
+        model_config=None,
         attention_config=SimpleNamespace(backend=None),
         compilation_config=SimpleNamespace(
             mode=None, cudagraph_mode=mode, cudagraph_capture_sizes=[1, 2, 64], custom_ops=["none", "-silu", "+norm"]

@@ -96,9 +96,10 @@ def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise result
             return result
 
-        model = SimpleNamespace(skip_tokenizer_init=False, max_model_len=CONTEXT)
+        model = SimpleNamespace(skip_tokenizer_init=False, max_model_len=CONTEXT, runner_type="generate")
         tokenizer = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
-        llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=model), get_tokenizer=lambda: tokenizer)
+        engine = SimpleNamespace(model_config=model, vllm_config=SimpleNamespace(model_config=model))
+        llm = SimpleNamespace(llm_engine=engine, get_tokenizer=lambda: tokenizer)
         monkeypatch.setenv("COLUMNS", "160")
         monkeypatch.setattr(command, "start_quiet_engine", lambda model, arguments: llm)
         monkeypatch.setattr(

@@ -1111,7 +1111,7 @@ REFUSED = (
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos with several workers, stages or engines, speculative decoding, quantised weights, a KV "
+        "Images and videos with several workers, stages or engines, speculative decoding, quantisation, a KV "
         "cache in fp8, exact arithmetic, FlexAttention",
         "these have not been run together",
         "leave one of the two out, or serve text only, with --language-model-only",

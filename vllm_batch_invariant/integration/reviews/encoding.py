@@ -21,6 +21,6 @@ def encoded(model: Any) -> tuple[str, ...]:
     Args:
         model: vLLM's configuration of any model.
     """
-    if not model.is_multimodal_model:
+    if not getattr(model, "is_multimodal_model", False):
         return ()
     return tuple(kind for kind in taken(model) if kind in ran().encoded.get(model.architecture, ()))
