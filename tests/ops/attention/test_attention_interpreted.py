@@ -197,8 +197,8 @@ def test_sequences_that_see_both_sides_have_the_same_bits_alone_and_among_others
     assert (in_pages.double() - expected.double()).abs().max().item() < ATOL
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 40}], ids=str)
-def test_tokens_that_see_all_of_their_image_have_the_same_bits_in_chunks_and_among_others(options):
+def test_tokens_that_see_all_of_their_image_have_the_same_bits_in_chunks_and_among_others():
+    options = {"sliding_window": 40}
     request, images = Request(HEADS, 330, 7), ((5, 7), (60, 140), (200, 329))
 
     def rows(chunks: list[Chunk]) -> torch.Tensor:
