@@ -155,6 +155,24 @@ def answers(
     return {"given": given, "calls": calls} | counts
 
 
+Requests = list[dict[str, Any]]
+
+
+def runs_of(targets: Requests, few: Requests, many: Requests) -> dict[str, tuple[Requests, slice, str]]:
+    """The requests of each run, where the targets are, and what is let go of first."""
+    count = len(targets)
+    alone = {f"alone {number}": ([target], slice(1), "cache") for number, target in enumerate(targets)}
+    behind = [*few, *targets], slice(len(few), None)
+    return alone | {
+        "together": (targets, slice(count), "cache"),
+        "from the prefix cache": (targets, slice(count), ""),
+        "from the cache of embeddings": (targets, slice(count), "prefix"),
+        "behind 3": (*behind, "cache"),
+        "before many": ([*targets, *many], slice(count), "cache"),
+        "preempted": (*behind, "running"),
+    }
+
+
 def encoded(llm: Any) -> dict[str, int]:
     """How often the tower was called, and with how many items in all."""
     return llm.apply_model(_counted)[0]

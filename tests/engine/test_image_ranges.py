@@ -40,16 +40,7 @@ TARGETS = [asked(1, [100, 20]), asked(2, [7, 3, 3]), asked(3, [0, 5]), asked(4, 
 FEW = [asked(11, [3, 3]), asked(12, [45]), asked(13, [1, 2, 2, 2])]
 MANY = [asked(20 + number, [1 + 7 * number % 40, 2][: 1 + number % 2], count=2) for number in range(12)]
 COUNT = len(TARGETS)
-RUNS: dict[str, tuple[list[dict[str, Any]], slice, str]] = {
-    **{f"alone {number}": ([target], slice(1), "cache") for number, target in enumerate(TARGETS)},
-    "together": (TARGETS, slice(COUNT), "cache"),
-    "from the prefix cache": (TARGETS, slice(COUNT), ""),
-    "from the cache of embeddings": (TARGETS, slice(COUNT), "prefix"),
-    "behind 3": ([*FEW, *TARGETS], slice(3, None), "cache"),
-    "before 12": ([*TARGETS, *MANY], slice(COUNT), "cache"),
-    "preempted": ([*FEW, *TARGETS], slice(3, None), "running"),
-}
-"""The requests of each run, where the targets are, and what is let go of first."""
+RUNS = images.runs_of(TARGETS, FEW, MANY)
 
 
 @dataclass

@@ -75,16 +75,7 @@ MANY = [
     for n in range(40)
 ]
 COUNT = len(TARGETS)
-RUNS: dict[str, tuple[list[dict[str, Any]], slice, str]] = {
-    **{f"alone {n}": ([target], slice(1), "cache") for n, target in enumerate(TARGETS)},
-    "together": (TARGETS, slice(COUNT), "cache"),
-    "from the prefix cache": (TARGETS, slice(COUNT), ""),
-    "from the cache of embeddings": (TARGETS, slice(COUNT), "prefix"),
-    "behind 3": ([*FEW, *TARGETS], slice(3, None), "cache"),
-    "before 40": ([*TARGETS, *MANY], slice(COUNT), "cache"),
-    "preempted": ([*FEW, *TARGETS], slice(3, None), "running"),
-}
-"""The requests of each run, where the targets are, and what is let go of first."""
+RUNS = images.runs_of(TARGETS, FEW, MANY)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 
 from tests.assertions import assert_near, assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, call_of, paged
+from tests.ops.attention.test_both_directions import OPTIONS
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.ops.attention import attend as attend_call
@@ -23,17 +24,6 @@ IMAGES = ((3, 3), (10, 73), (200, 300), (301, 310), (500, 560))
 """First and last positions: of one token, over borders of tiles and splits, and one directly behind another."""
 CUTS = ((0, 600), (0, 10, 200, 600), (0, 74, 75, 311, 600), (0, 180, 301, 560 + 1, 600))
 """Chunks that cut no image."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all keys": {},
-    "window": {"sliding_window": 37},
-    "window of itself": {"sliding_window": 1},
-    "all options": {
-        "sliding_window": 100,
-        "logits_soft_cap": 2.0,
-        "alibi_slopes": torch.tensor([0.5, 0.0, 0.125, -0.25]),
-        "sinks": torch.tensor([-0.5, 0.0, 2.0, 4.0]),
-    },
-}
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 both = pytest.mark.parametrize("implementation", ["numba", "reference"])
 
