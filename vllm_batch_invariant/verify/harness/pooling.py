@@ -167,9 +167,9 @@ def described(data: "torch.Tensor") -> dict[str, Any]:
     """What an engine gave, as plain data that :func:`..answers.answer_of` reads."""
     import torch
 
-    raw = data.detach().cpu().contiguous()
-    size = raw.reshape(-1).view(torch.uint8).numpy().tobytes().hex()
-    return {"dtype": str(raw.dtype).removeprefix("torch."), "shape": list(raw.shape), "raw": size}
+    values = data.detach().cpu().contiguous()
+    raw = values.reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+    return {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape), "raw": raw}
 
 
 HOW = f"reproduce --task {', '.join(TASKS)} and check MODEL compare what a model gives that pools"
