@@ -381,6 +381,13 @@ def _beside_pooling(config: Config) -> str | None:
     return _when(first, f"a pooling model with {first}")
 
 
+def _several(config: Config) -> dict[str, bool]:
+    """Workers, stages and engines: whether there are more than one."""
+    parallel = config.parallel_config
+    sizes = {kind: getattr(parallel, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")}
+    return {f"{kind} parallelism {size}": size > 1 for kind, size in sizes.items()}
+
+
 def _convolves(config: Config) -> bool:
     """Whether a model has short convolutions beside attention, and no other layer with a state."""
     return getattr(config.model_config, "architecture", "") in RAN.convolution_models
@@ -409,14 +416,12 @@ def _convolutions_elsewhere(config: Config) -> str | None:
         return f"short convolutions on {ops.name}"
     if not version.startswith(RAN.short_convolutions.get(ops.type, RAN.on_gpus)):
         return f"short convolutions with vLLM {version}"
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    model, cache = config.model_config, config.cache_config
     dtype = getattr(cache, "mamba_cache_dtype", "auto")
     quantised = getattr(model, "quantization", None)
     kept = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     found = {
-        f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
-        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
-        f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        **_several(config),
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         "speculative decoding": config.speculative_config is not None,
         f"states in {dtype}": dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
@@ -473,19 +478,15 @@ def _encoded(config: Config) -> str:
 
 
 def _encoded_elsewhere(config: Config) -> str | None:
-    kinds = encoding.encoded(config.model_config)
-    if not kinds:
+    named = _encoded(config)
+    if not named:
         return None
-    device, version, named = (
-        devices.of_config(config),
-        patch_points.installed_version(),
-        f"{' and '.join(kinds)} inputs",
-    )
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
     ran = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
     ran |= RAN.encoding
-    if device.ops.type not in ran:
-        return f"{named} on {device.ops.name}"
-    return _when(not version.startswith(ran[device.ops.type]), f"{named} with vLLM {version}")
+    if ops.type not in ran:
+        return f"{named} on {ops.name}"
+    return _when(not version.startswith(ran[ops.type]), f"{named} with vLLM {version}")
 
 
 def _beside_encoded(config: Config) -> str | None:
@@ -493,17 +494,15 @@ def _beside_encoded(config: Config) -> str | None:
     named = _encoded(config)
     if not named:
         return None
-    parallel, model, attention = config.parallel_config, config.model_config, envs.ATTENTION.read()
+    model, attention = config.model_config, envs.ATTENTION.read()
     found = {
-        f"tensor parallelism {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
-        f"pipeline parallelism {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
-        f"data parallelism {parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        **_several(config),
         "speculative decoding": config.speculative_config is not None,
         f"quantisation {model.quantization}": model.quantization is not None,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
-        f"{envs.ATTENTION.name}={attention}": attention not in ("auto", "numba", "triton"),
+        f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
     }
     first = _first(found)
     return _when(first, f"{named} with {first}")

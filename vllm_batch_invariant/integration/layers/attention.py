@@ -68,13 +68,12 @@ def ranges_of(batch: Any) -> torch.Tensor | None:
         RuntimeError: an image is cut: its first tokens would not see its last ones.
     """
     asked = getattr(batch, "mm_req_doc_ranges", None) or {}
-    starts, lengths, found = batch.query_start_loc.tolist() if any(asked.values()) else [], None, None
+    if not any(asked.values()):
+        return None
+    if batch.query_start_loc.device.type != "cpu":
+        raise NotCovered("tokens that see all of their image on a GPU", "no GPU has run them", "serve it on a CPU")
+    starts, lengths, found = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), None
     for request, images in asked.items():
-        if not images:
-            continue
-        if batch.query_start_loc.device.type != "cpu":
-            raise NotCovered("tokens that see all of their image on a GPU", "no GPU has run them", "serve it on a CPU")
-        lengths = lengths or batch.seq_lens.tolist()
         start, stop, length = starts[request], starts[request + 1], lengths[request]
         first = length - (stop - start)  # position of the request's first row
         for low, high in images:
@@ -276,9 +275,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
 
     def _call(self, query: torch.Tensor, cache: PagedCache, batch: Metadata) -> PagedAttention:
         self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
-        starts = batch.query_start_loc
-        ranges = None if batch.ranges is None else batch.ranges[: len(query)]
-        return PagedAttention(query, cache, batch.seq_lens, starts, self.spec, self.reduction, ranges)
+        lengths, starts = batch.seq_lens, batch.query_start_loc
+        return PagedAttention(query, cache, lengths, starts, self.spec, self.reduction, batch.ranges)
 
 
 class ExactAttention(FixedSplitAttention):

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 from ... import envs
 from ...errors import NotCovered
 from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
-from ..reviews import patch_points, sources
+from ..reviews import encoding, patch_points, sources
 
 HEAD_SIZES = (64, 72, 80)
 """Of the towers of Qwen2.5-VL, Qwen3-VL and Gemma 3."""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
-_IMPLEMENTATIONS = ("auto", "numba", "triton")
-"""Of attention, that see keys after a row's own."""
 _ONLY_ON = {"vllm.v1.worker.gpu.": "cuda"}
 """How the names of functions begin that one device type alone uses: the second model runner's."""
 
@@ -63,7 +61,7 @@ def problem_of(layer: Any) -> str | None:
         return None
     if layer.head_size not in HEAD_SIZES:
         return f"encoders have heads of size {', '.join(map(str, HEAD_SIZES))}, and this one of {layer.head_size}"
-    return None if chosen in _IMPLEMENTATIONS else f"encoders have not been run with {envs.ATTENTION.name}={chosen}"
+    return None if chosen in encoding.ATTENTION else f"encoders have not been run with {envs.ATTENTION.name}={chosen}"
 
 
 def _forward(

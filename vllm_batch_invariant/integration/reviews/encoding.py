@@ -4,6 +4,9 @@ from typing import Any
 
 from . import ran
 
+ATTENTION = ("auto", "numba", "triton")
+"""Implementations of attention that encoders of images have been run with."""
+
 
 def taken(model: Any) -> list[str]:
     """Kinds of items that requests may bring to a model that is served as text, or with some of them.
