@@ -273,6 +273,20 @@ def test_tiles_are_certified_and_a_wrong_scale_is_found(device, monkeypatch: pyt
         cuda.certify(*given)
 
 
+def test_operands_of_the_certificate_have_scales_in_fp32_while_a_model_in_16_bits_is_loaded(device) -> None:
+    if device.name == "cpu":
+        pytest.skip("of GPUs")
+    cuda, on = device.module("moe"), torch.device(device.type)
+    schedule = cuda.layer_schedules(torch.bfloat16, cuda.Gpu.of(0), scaled=True)[0]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        cases = list(cuda._cases_of_codes(schedule, 256, 136, torch.bfloat16, on, FP8_BLOCK))
+    finally:
+        torch.set_default_dtype(before)
+    assert {one.dtype for _, _, x, weight in cases for one in (x.scales, weight.tensors[1])} == {torch.float32}
+
+
 def test_no_tokens_give_no_rows(device) -> None:
     of = layer(device, dtype_of(device))
     x, weights, ids = routed(device, of, 3)

@@ -110,3 +110,14 @@ def test_a_certificate_sees_other_sums_in_bf16(number: int, mistake: dict, at_le
         given = [given[0], given[1][:, 0], given[2], given[3][:, 0].repeat_interleave(128)[:48]]
     written = partial(e4m3_product, *given, None, torch.bfloat16, hopper_sum)
     assert (written() != written(**mistake)).double().mean() > at_least
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_operands_of_the_certificate_have_scales_in_fp32_while_a_model_in_16_bits_is_loaded(default) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = [[one.dtype for one in operands] for operands in operand_sets(PROBLEM, 3, CPU)]
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [[E4M3, torch.float32] * 2] * 3

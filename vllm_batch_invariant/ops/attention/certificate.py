@@ -277,7 +277,7 @@ def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer
     starts = list(accumulate((one.query_len for one in chunks), initial=0))
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
     cache = replace(operands.cache, block_table=operands.cache.block_table.repeat(len(chunks), 1))
-    sinks = None if layer.sinks is None else torch.linspace(-2.0, 4.0, query.shape[1], device=device)
+    sinks = None if layer.sinks is None else torch.linspace(-2, 4, query.shape[1], dtype=torch.float32).to(device)
     spec = replace(layer.to(device), scale=operands.scale, sinks=sinks)
     call = PagedAttention(query, cache, lengths, starts, spec, planner.shape.reduction)
     out = torch.full_like(query, math.nan)
@@ -329,7 +329,7 @@ def _paged(
     cache[order[places // page_size], places % page_size] = torch.cat([keys, values], -1)
     scales = []
     if of.cache_dtype is not None:
-        scales = [torch.ones((), device=device) for _ in "kv"]
+        scales = [torch.ones((), dtype=torch.float32, device=device) for _ in "kv"]
         cache = codes_of(cache, scales[0])
     split = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
     return Operands(query, PagedCache(*split, order[None].int(), None, *scales), scale)

@@ -791,16 +791,15 @@ def _cases_of_codes(
     for rows in (1, min(most, schedule.few_pairs // 2) if schedule.few_pairs else most):
         ids = torch.tensor([[0, 2], [2, 0]], device=device).repeat(-(-rows // 2), 1)[:rows].contiguous()
         for kind in ("cancelling", "scales", "one sign"):
-            draw = torch.Generator().manual_seed(rows)
+            draw = {"generator": torch.Generator().manual_seed(rows), "dtype": torch.float32}
             x, weight = (
-                torch.randn(*size, k, generator=draw) * 10 ** (2 * torch.rand(*size, k, generator=draw))
-                for size in ((rows,), (3, n))
+                torch.randn(*size, k, **draw) * 10 ** (2 * torch.rand(*size, k, **draw)) for size in ((rows,), (3, n))
             )
             sizes = (rows, groups), (3, n // GROUP, groups)
-            scales = [10 ** (torch.rand(size, generator=draw) - 3) for size in sizes]
+            scales = [10 ** (torch.rand(size, **draw) - 3) for size in sizes]
             if kind == "cancelling":
                 x[:, half : 2 * half], weight[..., half : 2 * half] = -x[:, :half], weight[..., :half]
-                scales = [torch.full(size, 0.0123) for size in sizes]
+                scales = [torch.full(size, 0.0123, dtype=torch.float32) for size in sizes]
             elif kind == "one sign":
                 x, weight = x.abs(), weight.abs()
             codes, of_weight = (one.clamp(-448, 448).to(device).to(E4M3) for one in (x, weight))

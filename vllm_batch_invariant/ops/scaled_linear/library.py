@@ -139,7 +139,7 @@ def operand_sets(problem: ScaledProblem, m: int, device: torch.device) -> Iterat
     draw = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw, device=device)
+        return torch.randn(*shape, generator=draw, device=device, dtype=torch.float32)
 
     def codes(x: torch.Tensor) -> torch.Tensor:
         return (x * 64).clamp(-448, 448).to(E4M3)
