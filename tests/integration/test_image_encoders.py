@@ -124,3 +124,36 @@ def test_an_image_has_no_identifier_of_the_users(monkeypatch: pytest.MonkeyPatch
         assert process(SimpleNamespace(), {}, {}, free, "1") == free
     with pytest.raises(patch_points.VALIDATION_ERROR.get(), match="identifier of the user's for image"):
         process(SimpleNamespace(), {}, {}, {"image": [None, "mine"]}, "1")
+
+
+class Deepstack:
+    """A model with the buffers of vLLM's Qwen3-VL, and its methods."""
+
+    def __init__(self) -> None:
+        qwen3_vl = pytest.importorskip("vllm.model_executor.models.qwen3_vl").Qwen3VLForConditionalGeneration
+        for name in ("_get", "_set", "_clear"):
+            method = getattr(qwen3_vl, f"{name}_deepstack_input_embeds")
+            setattr(self, method.__name__, method.__get__(self))
+        self.deepstack_num_level = 2
+        self.deepstack_input_embeds = [torch.zeros(8, 4) for _ in range(2)]
+        self.deepstack_input_embeds_num_tokens = 0
+
+    def embed_input_ids(self, ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        if features is not None:
+            self._set_deepstack_input_embeds(features)
+        return ids
+
+    def added(self) -> list[torch.Tensor]:
+        """As a graph of the forward reads it, which runs none of its code."""
+        return [one.clone() for one in self._get_deepstack_input_embeds(3).tensors.values()]
+
+
+@pytest.mark.parametrize("covered", [True, False], ids=["ours", "vLLM's"])
+def test_features_of_an_image_are_gone_in_the_step_behind_a_replayed_graph(covered: bool) -> None:
+    model, features = Deepstack(), torch.ones(2, 3, 4)
+    if covered:
+        encoders.clear_before_each_step(model)
+    model.embed_input_ids(torch.arange(3), features)
+    assert all(torch.equal(one, torch.ones(3, 4)) for one in model.added())
+    model.embed_input_ids(torch.arange(3))
+    assert all(torch.equal(one, torch.zeros(3, 4)) for one in model.added()) == covered

@@ -146,6 +146,7 @@ class VllmDevice:
             NotCovered: a layer that nobody has read.
         """
         review.check(worker.get_model())
+        encoders.clear_before_each_step(worker.get_model())
         weights.watch_loading(worker.get_model())
         for fusion in self.fusions:
             fusion.fuse_in(worker)

@@ -6,6 +6,7 @@ a covered tower computes row by row by operations of the mode's. So an item's em
 and its grid, whatever it shares a call with.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -95,6 +96,24 @@ def _forward(
     cache = PackedKeys.of(flat[1], flat[2], cu_seqlens)
     out = attend(PagedAttention(flat[0], cache, cu_seqlens.diff(), cu_seqlens, spec, reduction), implementation)
     return out[..., :size].reshape(query.shape)
+
+
+def clear_before_each_step(model: Any) -> None:
+    """Have a loaded model let go of features that its tower adds to the first layers (Qwen3-VL's deepstack) before it
+    embeds the tokens of a step. vLLM does so behind the model's forward, which a replayed CUDA graph does not run: the
+    features of an image's last token, in a step of one token a request, would be added to other requests' tokens.
+    """
+    clear = getattr(model, "_clear_deepstack_input_embeds", None)
+    if clear is None:
+        return
+    embed = model.embed_input_ids
+
+    @wraps(embed)
+    def embed_input_ids(*args: Any, **named: Any) -> torch.Tensor:
+        clear(getattr(model, "deepstack_input_embeds_num_tokens", 0))
+        return embed(*args, **named)
+
+    model.embed_input_ids = embed_input_ids
 
 
 def check(device_type: str) -> None:
