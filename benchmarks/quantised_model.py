@@ -20,7 +20,7 @@ from vllm_batch_invariant.verify.demo_model import (
     save_tokenizer,
     train_tokenizer,
 )
-from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantised
+from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantised, quantization_config
 
 _GPT_OSS_20B = Shape(
     hidden=2880,
@@ -79,7 +79,7 @@ def write(folder: Path, shape: Shape, name: str, device: str) -> None:
         files |= dict.fromkeys(stored, file)
     config = (gpt_oss_config_of if of_gpt_oss else config_of)(shape, 1, 0)
     if form:
-        config["quantization_config"] = form.config
+        config["quantization_config"] = quantization_config(form, files)
     save_tokenizer(train_tokenizer(_WORDS), folder, shape.max_length)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     index = {"metadata": {}, "weight_map": files}

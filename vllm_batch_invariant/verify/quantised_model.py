@@ -7,7 +7,7 @@ as vLLM 0.32 and 0.33 read them.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -359,6 +359,14 @@ def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch
     return packed, plain
 
 
+def quantization_config(form: CheckpointFormat, names: Iterable[str]) -> dict[str, Any]:
+    """``quantization_config`` of a checkpoint with tensors of such names: vLLM's fp8 wants to be told of routers."""
+    routers = [name.removesuffix(".weight") for name in names if name.endswith(_ROUTER)]
+    if not routers or form.config["quant_method"] != "fp8":
+        return form.config
+    return form.config | {"modules_to_not_convert": ["lm_head", *routers]}
+
+
 def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:
     """Turn a checkpoint, a folder with one file of weights, into one in a format.
 
@@ -382,9 +390,5 @@ def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:
     # not over the file, of which the tensors that are left as they were are views
     save_file(packed, str(folder / "packed.safetensors"), metadata={"format": "pt"})
     (folder / "packed.safetensors").replace(weights)
-    routers = [name.removesuffix(".weight") for name in packed if name.endswith(_ROUTER)]
-    skipped = (
-        {"modules_to_not_convert": ["lm_head", *routers]} if routers and form.config["quant_method"] == "fp8" else {}
-    )
-    whole = json.loads(config.read_text()) | {"quantization_config": form.config | skipped}
+    whole = json.loads(config.read_text()) | {"quantization_config": quantization_config(form, packed)}
     config.write_text(json.dumps(whole, indent=1) + "\n")
