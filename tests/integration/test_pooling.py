@@ -142,3 +142,40 @@ def test_a_request_that_starts_again_has_collected_nothing() -> None:
     assert seen == [{"resumed": 0, "runs on": 1}]
     requests["resumed"].pooling_states = None  # of a request that generates
     pooling.starts_again(update)(SimpleNamespace(requests={}), scheduled)
+
+
+class Bert:
+    """What the second model runner calls, with an embedding as vLLM's BERT has it."""
+
+    def __init__(self, takes_types: bool) -> None:
+        self.model = SimpleNamespace(forward=self.forward if takes_types else self.embedded)
+
+    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None = None) -> None:
+        raise AssertionError("a replayed graph runs none of it")
+
+    def embedded(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Types and ids, as a graph that was captured without types reads them."""
+        from vllm.model_executor.models import bert
+
+        ids = input_ids.clone()
+        return bert._decode_token_type_ids(ids), ids
+
+    def prepare_inputs(self, input_batch: Any, requests: Any) -> dict[str, Any]:
+        return {"token_type_ids": torch.tensor([0, 1, 1, 0], dtype=torch.int32)} if requests else {}
+
+
+@pytest.mark.parametrize("covered", [True, False], ids=["ours", "vLLM's"])
+def test_a_replayed_graph_reads_the_types_of_tokens(covered: bool) -> None:
+    state, batch = Bert(takes_types=True), SimpleNamespace(input_ids=torch.arange(5, 10, dtype=torch.int32))
+    prepare = pooling.with_token_types(Bert.prepare_inputs) if covered else Bert.prepare_inputs
+    assert ("token_type_ids" in prepare(state, batch, "pairs")) != covered
+    types, ids = state.embedded(batch.input_ids)
+    assert types.tolist() == ([0, 1, 1, 0, 0] if covered else [0] * 5)
+    assert ids.tolist() == [5, 6, 7, 8, 9]
+    assert prepare(state, batch, "") == {}
+
+
+def test_ids_of_a_model_without_types_stay_as_they_are() -> None:
+    state, batch = Bert(takes_types=False), SimpleNamespace(input_ids=torch.arange(5, 10, dtype=torch.int32))
+    assert "token_type_ids" in pooling.with_token_types(Bert.prepare_inputs)(state, batch, "pairs")
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9]

@@ -5,8 +5,10 @@ projectors are linear layers, activations a softmax or a function of each elemen
 vLLM adds up by atomic additions on a GPU, and the norm of an embedding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import import_module
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +27,9 @@ def install() -> None:
         patch_points.MEAN_POOL.get().forward = mean
     if patch_points.POOLER_NORMALIZE.is_there():
         patch_points.POOLER_NORMALIZE.get().forward_chunk = normalise
+    if patch_points.ENCODER_STATE.is_there():
+        state = patch_points.ENCODER_STATE.get()
+        state.prepare_inputs = with_token_types(state.prepare_inputs)
     runner = patch_points.MODEL_RUNNER.get()
     runner._update_states = starts_again(runner._update_states)
 
@@ -47,6 +52,24 @@ def mean(self: Any, hidden_states: torch.Tensor, pooling_metadata: Any) -> torch
     prompts = hidden_states[: sum(lengths)].split(lengths)
     means = [prompt.to(torch.float32).mean(0) for prompt in prompts]
     return torch.stack(means) if means else hidden_states.new_empty(0, hidden_states.shape[1], dtype=torch.float32)
+
+
+def with_token_types(prepare_inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The second model runner's method for encoders, with the types of tokens (the second text of a pair, in BERT) in
+    the ids of a step, where the model's embedding reads them. vLLM puts them there in the model's forward, which a
+    replayed CUDA graph does not run.
+    """
+
+    @wraps(prepare_inputs)
+    def prepare(self: Any, input_batch: Any, *others: Any) -> dict[str, Any]:
+        inputs = prepare_inputs(self, input_batch, *others)
+        types = inputs.get("token_type_ids")
+        if types is not None and "token_type_ids" in signature(self.model.forward).parameters:
+            import_module("vllm.model_executor.models.bert")._encode_token_type_ids(input_batch.input_ids, types)
+            del inputs["token_type_ids"]
+        return inputs
+
+    return prepare
 
 
 def normalise(self: Any, pooled_data: torch.Tensor) -> torch.Tensor:

@@ -246,6 +246,8 @@ MEAN_POOL = PatchPoint(("vllm.model_executor.layers.pooler.seqwise.methods",), "
 """Makes one row of a prompt's tokens in models that embed or classify."""
 POOLER_NORMALIZE = PatchPoint(("vllm.model_executor.layers.pooler.activations",), "PoolerNormalize")
 """Gives embeddings the length 1."""
+ENCODER_STATE = PatchPoint(("vllm.v1.worker.gpu.model_states.encoder_only",), "EncoderOnlyModelState")
+"""What the second model runner gives a model whose tokens see those after them."""
 BIND_CAPTURE = PatchPoint(("vllm.distributed.aux_output_connector.worker",), "bind_routed_experts_capturer")
 """Tells each layer of experts, in the second model runner, where to note which experts its tokens have."""
 OUTPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.output_processor",), "OutputProcessor")
@@ -275,7 +277,8 @@ COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "Compi
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
 
 OPTIONAL = {
-    *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "BIND_CAPTURE"),
+    *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "ENCODER_STATE"),
+    "BIND_CAPTURE",
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER"),
@@ -310,6 +313,7 @@ MEMBERS = {
     "RENDERER": ("_process_mm_uuids",),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),
+    "ENCODER_STATE": ("prepare_inputs",),
     "SHORT_CONV": ("forward_native", "forward_cuda"),
     "SHORT_CONV_BACKEND": ("get_builder_cls",),
     "GRAPH_MANAGER": ("_init_candidates",),
