@@ -11,14 +11,13 @@ import torch
 
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
 from tests.engine.fp8_caches import with_scales
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 ON_GPU = torch.cuda.is_available()
-COVERED = "0.33." if ON_GPU else reviews.ran().fp8_kv_cache["cpu"]
+COVERED = reviews.ran().fp8_kv_cache["cuda" if ON_GPU else "cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
@@ -61,8 +60,7 @@ def ask(engine: Engine) -> dict[str, Any]:
 
 
 def started(model: str, afterwards: Callable[[Engine], dict[str, Any]] = ask, **more: object) -> dict[str, Any]:
-    environment = {UNTRIED.name: "1"} if ON_GPU else {}
-    return run({"model": model, **LIMITS, **more}, [], "1", afterwards=afterwards, **environment).afterwards
+    return run({"model": model, **LIMITS, **more}, [], "1", afterwards=afterwards).afterwards
 
 
 @pytest.fixture(scope="module")

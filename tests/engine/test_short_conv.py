@@ -12,13 +12,12 @@ import transformers
 
 from tests.engine.convolutions import CONFIG, FAULTS
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 ON_GPU = torch.cuda.is_available()
-COVERED = "0.33." if ON_GPU else reviews.ran().short_convolutions["cpu"]
+COVERED = reviews.ran().short_convolutions["cuda" if ON_GPU else "cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
@@ -100,8 +99,7 @@ def ask(engine: Engine) -> dict[str, Any]:
 
 
 def started(checkpoint: Path, afterwards: Callable[[Engine], Any] = ask, flag: str = "1", **more: object) -> Any:
-    environment = {UNTRIED.name: "1"} if ON_GPU else {}
-    return run({"model": str(checkpoint), **LIMITS, **more}, [], flag, afterwards=afterwards, **environment).afterwards
+    return run({"model": str(checkpoint), **LIMITS, **more}, [], flag, afterwards=afterwards).afterwards
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ def found(**changes: Any) -> list[str]:
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     others = {"speculative_config": None, "cache_config": SimpleNamespace(cache_dtype="auto"), "quant_config": None}
     others |= {"ec_manager_config": None, "scheduler_config": SimpleNamespace(long_prefill_token_threshold=0)}
+    others["use_v2_model_runner"] = changes.get("device") == "cuda"
     others = {name: changes.pop(name, default) for name, default in others.items()}
     compilation = {"compile_mm_encoder": False, "cudagraph_mm_encoder": False}
     model = {
@@ -75,18 +76,19 @@ IMAGES = {"limits": {"image": 8}}
 def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found(**IMAGES) == []
-    assert found(limits={"image": 999, "video": 999}, device="cuda") == ["image and video inputs on a GPU"]
+    limits = {"image": 999, "video": 999}
+    assert found(limits=limits, device="cuda") == ["image and video inputs with vLLM 0.32.0"]
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(**IMAGES) == ["image inputs with vLLM 0.33.0"]
-    monkeypatch.setenv(UNTRIED.name, "1")
     assert found(**IMAGES, device="cuda") == []
+    of_first_runner = found(**IMAGES, device="cuda", use_v2_model_runner=False)
+    assert of_first_runner == ["image inputs with the first model runner"]
 
 
 def test_images_whose_tokens_see_each_other_pass_on_a_cpu_in_steps_that_have_them_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    monkeypatch.setenv(UNTRIED.name, "1")
     gemma = {**IMAGES, "architecture": "Gemma3ForConditionalGeneration", "is_mm_prefix_lm": True}
     assert found(**gemma) == []
     said = "attention of an image's tokens in both directions"
@@ -469,11 +471,9 @@ def test_short_convolutions_are_served_as_they_were_run(
     assert found_of_convolutions(**changes) == said
 
 
-def test_short_convolutions_start_elsewhere_only_where_a_user_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found_of_convolutions() == "short convolutions with vLLM 0.33.0"
-    assert str(found_of_convolutions("cuda")).startswith("short convolutions on ")
-    monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_convolutions("cuda") is None
     assert found_of_convolutions("cuda", use_v2_model_runner=False) == "short convolutions with the first model runner"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")

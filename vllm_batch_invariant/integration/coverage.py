@@ -225,8 +225,9 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     quantises = schemes.quantises_activations(model, of_weights)
     found = {
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
-        "with experts and quantised activations": model.is_moe and quantises,
-        "with quantised activations by several GPUs": quantises and parallel.tensor_parallel_size > 1,
+        "with quantised activations by several GPUs": quantises
+        and parallel.tensor_parallel_size > 1
+        and not model.is_moe,
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
@@ -258,12 +259,10 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
     if dtype not in FP8_CACHES:
         return None
     device, version, named = devices.of_config(config), patch_points.installed_version(), f"a KV cache in {dtype}"
-    ran = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
-    ran |= RAN.fp8_kv_cache
-    if device.ops.type not in ran:
+    if device.ops.type not in RAN.fp8_kv_cache:
         return f"{named} on {device.ops.name}"
     found = {
-        f"with vLLM {version}": not version.startswith(ran[device.ops.type]),
+        f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
         "by FlexAttention": envs.ATTENTION.read() == "flex",
     }
@@ -411,10 +410,9 @@ def _convolutions_elsewhere(config: Config) -> str | None:
     if not _convolves(config):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    on_a_gpu = ops.type == "cuda"
-    if ops.type not in RAN.short_convolutions and not (on_a_gpu and envs.starts_untried()):
+    if ops.type not in RAN.short_convolutions:
         return f"short convolutions on {ops.name}"
-    if not version.startswith(RAN.short_convolutions.get(ops.type, RAN.on_gpus)):
+    if not version.startswith(RAN.short_convolutions[ops.type]):
         return f"short convolutions with vLLM {version}"
     model, cache = config.model_config, config.cache_config
     dtype = getattr(cache, "mamba_cache_dtype", "auto")
@@ -430,7 +428,7 @@ def _convolutions_elsewhere(config: Config) -> str | None:
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False),
         kept: bool(kept),
-        "the first model runner": on_a_gpu and not config.use_v2_model_runner,
+        "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
     }
     first = _first(found)
     return _when(first, f"short convolutions with {first}")
@@ -482,11 +480,9 @@ def _encoded_elsewhere(config: Config) -> str | None:
     if not named:
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    ran = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
-    ran |= RAN.encoding
-    if ops.type not in ran:
+    if ops.type not in RAN.encoding:
         return f"{named} on {ops.name}"
-    return _when(not version.startswith(ran[ops.type]), f"{named} with vLLM {version}")
+    return _when(not version.startswith(RAN.encoding[ops.type]), f"{named} with vLLM {version}")
 
 
 def _beside_encoded(config: Config) -> str | None:
@@ -503,6 +499,7 @@ def _beside_encoded(config: Config) -> str | None:
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
+        "the first model runner": devices.of_config(config).ops.type == "cuda" and not config.use_v2_model_runner,
     }
     first = _first(found)
     return _when(first, f"{named} with {first}")
@@ -717,8 +714,8 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them, and images of Gemma 3: on a CPU with vLLM 0.32, by "
-        "one worker",
+        "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one "
+        "worker; images of Gemma 3 on a CPU",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -737,7 +734,8 @@ COVERED = (
     ),
     Feature(
         "Experts whose weights and activations are FP8",
-        "blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors); on a CPU with vLLM 0.32",
+        "blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors); on a CPU with vLLM 0.32, "
+        "on one or two GPUs with 0.33",
     ),
     Feature(
         "Weights and activations in int8",
@@ -759,14 +757,14 @@ COVERED = (
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
         "layer and one for its values, those of the checkpoint or 1; queries and weights of attention are not "
-        "quantised; on a CPU with vLLM 0.32",
+        "quantised; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
         "Attention",
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
         "encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
-    Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, by one worker"),
+    Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
@@ -983,7 +981,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device; on GPUs in stages, as experts of several engines, in exact "
-        "arithmetic, made FP8 by rows or tensors, or with quantised activations of experts or by several workers",
+        "arithmetic, made FP8 by rows or tensors, or with quantised activations of dense models by several workers",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,
@@ -995,9 +993,9 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 on a GPU; in exact arithmetic, by FlexAttention, with another vLLM or device",
-        "no GPU has run it since its products are added in the order of its numbers, or no kernel reads it",
-        "leave --kv-cache-dtype out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device",
+        "no kernel reads it, or it has not been run",
+        "leave --kv-cache-dtype out",
         _fp8_kv_cache_elsewhere,
         arguments=(KV_CACHE,),
     ),
@@ -1111,7 +1109,7 @@ REFUSED = (
     ),
     Feature(
         "Images and videos with several workers, stages or engines, speculative decoding, quantisation, a KV "
-        "cache in fp8, exact arithmetic, FlexAttention",
+        "cache in fp8, exact arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
         "these have not been run together",
         "leave one of the two out, or serve text only, with --language-model-only",
         _beside_encoded,
@@ -1125,10 +1123,9 @@ REFUSED = (
         _encoder,
     ),
     Feature(
-        "Images and videos with another vLLM than 0.32 on a CPU, or on other devices",
+        "Images and videos with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
         "encoders have not been run there",
-        "serve text only, with --language-model-only; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU with vLLM "
-        "0.33",
+        "serve text only, with --language-model-only",
         _encoded_elsewhere,
     ),
     Feature(
@@ -1148,7 +1145,7 @@ REFUSED = (
         "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 caches, "
         "embeddings as prompts, sleep, states of another dtype or within pages",
         "these have not been run together",
-        "serve LFM2 by one worker on a CPU with vLLM 0.32; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with 0.33",
+        "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
     ),
