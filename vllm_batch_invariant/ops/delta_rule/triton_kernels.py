@@ -485,16 +485,16 @@ def gdn_inputs_kernel(
         to_ptr = tl.where(part < KEY_HEADS, q_ptr, k_ptr) + token * (KEY_HEADS * KEY_SIZE)
         tl.store(to_ptr + part % KEY_HEADS * KEY_SIZE + offs[None, :], y.to(q_ptr.dtype.element_ty))
     else:
-        offs = tl.arange(0, PADDED_HEADS)
-        mask = offs < VALUE_HEADS
-        x = tl.load(a_ptr + token * stride_a + offs, mask=mask, other=0.0).to(tl.float32)
-        x += tl.load(dt_bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        small = tl.exp(-tl.abs(x))
+        heads = tl.arange(0, PADDED_HEADS)
+        mask = heads < VALUE_HEADS
+        gate = tl.load(a_ptr + token * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
+        gate += tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+        small = tl.exp(-tl.abs(gate))
         # log(1 + small), whose sum is rounded: log(sum) times what the rounding took from small.
         added = 1.0 + small
         above = tl.where(added == 1.0, small, tl.log(added) * tl.div_rn(small, tl.where(added == 1.0, 1.0, added - 1.0)))
-        g = -tl.exp(tl.load(a_log_ptr + offs, mask=mask, other=0.0).to(tl.float32))
-        g *= above + tl.where(x > 0.0, x, x * 0.0)
-        b = tl.load(b_ptr + token * stride_b + offs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(g_ptr + token * VALUE_HEADS + offs, g, mask=mask)
-        tl.store(beta_ptr + token * VALUE_HEADS + offs, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
+        g = -tl.exp(tl.load(a_log_ptr + heads, mask=mask, other=0.0).to(tl.float32))
+        g *= above + tl.where(gate > 0.0, gate, gate * 0.0)
+        b = tl.load(b_ptr + token * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
+        tl.store(g_ptr + token * VALUE_HEADS + heads, g, mask=mask)
+        tl.store(beta_ptr + token * VALUE_HEADS + heads, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
