@@ -22,7 +22,8 @@ def _to_bf16(x):
     """fp32 of fp32, to nearest even; NaN stays NaN."""
     bits = x.view(np.int32)
     for i in range(bits.size):
-        rounded = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-0x10000)
+        odd = types.int32(bits[i] >> types.int32(16)) & types.int32(1)
+        rounded = types.int32(types.int32(bits[i] + types.int32(0x7FFF)) + odd) & types.int32(-0x10000)
         bits[i] = bits[i] if x[i] != x[i] else rounded
 
 
@@ -57,7 +58,7 @@ def _round(x, kind):
 @njit
 def _high_bits(bits):
     """Those of the plane that is read alone."""
-    return (min(bits, _LARGEST_BELOW_WRAP) + np.int32(0x8000)) >> np.int32(16)
+    return types.int32(types.int32(min(bits, _LARGEST_BELOW_WRAP) + types.int32(0x8000)) >> types.int32(16))
 
 
 @njit
@@ -68,7 +69,7 @@ def _operand(state, kind, out):
         bits, to = row.view(np.int32), rounded.view(np.int32)
         if kind == _BF16:
             for i in range(row.size):
-                to[i] = _high_bits(bits[i]) << np.int32(16)
+                to[i] = types.int32(_high_bits(bits[i]) << types.int32(16))
         else:
             rounded[:] = row
             _round(rounded, kind)
@@ -201,7 +202,6 @@ def _delta_rule_kernel(
             state = np.zeros((key_size, value_size), np.float32)
             if border > 0:
                 _load_state(high[pages[request], head], low[pages[request], head], state)
-            kept = border
             while border < end:
                 count = min(chunk, end - border)
                 old = min(max(begin - border, 0), count)
@@ -228,8 +228,7 @@ def _delta_rule_kernel(
                 for t in range(old, count):
                     out[start + border + t - begin, head] = made[t - old]
                 border += chunk
-                if ends and border <= sure[request]:
-                    kept = border
+                if ends and border <= sure[request] < border + chunk:
                     _store_state(state, high[pages[request], head], low[pages[request], head])
 
 
