@@ -1,5 +1,5 @@
-"""The Triton kernels of the gated delta rule. Names are those of :class:`.reduction.DeltaRuleReduction`; tiles of values
-are transposed, [values, tokens], so that the state [values, keys] is the left operand of every product with it.
+"""The Triton kernels of the gated delta rule. Names are those of :class:`.reduction.DeltaRuleReduction`; tiles of
+values are transposed, [values, tokens], so that the state [values, keys] is the left operand of products with it.
 """
 
 import triton
@@ -29,11 +29,7 @@ def _parted(state):
 @triton.jit
 def _operand(high, low, DTYPE: tl.constexpr):
     """S~ of the planes of S."""
-    if DTYPE == tl.bfloat16:
-        operand = high.to(tl.bfloat16, bitcast=True)
-    else:
-        operand = _joined(high, low).to(DTYPE)
-    return operand
+    return high.to(tl.bfloat16, bitcast=True) if DTYPE == tl.bfloat16 else _joined(high, low).to(DTYPE)  # noqa: SIM300
 
 
 @triton.jit
@@ -112,6 +108,9 @@ def _request(borders_ptr, pages_ptr, starts_ptr, context_lens_ptr, request, head
     begin, page = tl.load(context_lens_ptr + request).to(tl.int32), tl.load(pages_ptr + request).to(tl.int64)
     border_ptr = borders_ptr + page * stride_float + head * (VALUE_SIZE // _COLUMNS) + column // _COLUMNS
     border = tl.load(border_ptr, mask=(begin > 0) & (stop > start), other=0)
+    # Whatever a page says, the ring has the rows.
+    border = tl.minimum(tl.maximum(border, (begin - ROWS + CHUNK - 1) // CHUNK * CHUNK), begin // CHUNK * CHUNK)
+    border = tl.maximum(border, 0)
     drafts: tl.constexpr = (ROWS - CHUNK) // 2
     count = stop - start
     sure = begin + tl.where(count > 1 + drafts, count, tl.minimum(count, 1))
@@ -175,9 +174,7 @@ def chunk_matrices_kernel(
         q_ptrs = q_ptr + (start + position - begin).to(tl.int64)[:, None] * stride + offs[None, :]
         q = tl.load(q_ptrs, mask=((position >= begin) & (position < end))[:, None], other=0.0)
         floats = page * stride_float
-        total = _gates(
-            g_ptr + head, ring_g_ptr + floats + head, start, begin, end, first, CHUNK, ROWS, VALUE_HEADS
-        )
+        total = _gates(g_ptr + head, ring_g_ptr + floats + head, start, begin, end, first, CHUNK, ROWS, VALUE_HEADS)
         beta_ptrs = tl.where(
             position < begin,
             ring_beta_ptr + floats + head + position % ROWS * VALUE_HEADS,
@@ -287,9 +284,7 @@ def prefill_delta_rule_kernel(
             out, added = _outputs(_operand(high, low, k.dtype), q, k, v, x, m, total, beta, scale)
             position = first + rows
             out_ptrs = out_ptr + (start + position - begin).to(tl.int64)[None, :] * value_stride + value_offs[:, None]
-            tl.store(
-                out_ptrs, out.to(out_ptr.dtype.element_ty), mask=((position >= begin) & (position < end))[None, :]
-            )
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=((position >= begin) & (position < end))[None, :])
             state = _next_state(state, added, k, total)
             if (first + CHUNK <= sure) & (first + 2 * CHUNK > sure):
                 high, low = _parted(state)
@@ -412,9 +407,7 @@ def decode_delta_rule_kernel(
             token = (start + position - begin).to(tl.int64)
             k = _rows(k_ptr, ring_k_ptr, start, begin, end, position, key_stride, key_stride, key_offs, ROWS, False)
             v = _rows(v_ptr, ring_v_ptr, start, begin, end, position, stride_v, value_stride, value_offs, ROWS, True)
-            q = tl.load(
-                q_ptr + token[:, None] * key_stride + key_offs[None, :], mask=is_new[:, None], other=0.0
-            )
+            q = tl.load(q_ptr + token[:, None] * key_stride + key_offs[None, :], mask=is_new[:, None], other=0.0)
             total = _gates(g_ptr + head, ring_g_ptr, start, begin, end, first, CHUNK, ROWS, VALUE_HEADS)
             slot = position % ROWS
             new_beta_ptrs = beta_ptr + head + token * VALUE_HEADS
@@ -492,7 +485,9 @@ def gdn_inputs_kernel(
         small = tl.exp(-tl.abs(gate))
         # log(1 + small), whose sum is rounded: log(sum) times what the rounding took from small.
         added = 1.0 + small
-        above = tl.where(added == 1.0, small, tl.log(added) * tl.div_rn(small, tl.where(added == 1.0, 1.0, added - 1.0)))
+        above = tl.where(
+            added == 1.0, small, tl.log(added) * tl.div_rn(small, tl.where(added == 1.0, 1.0, added - 1.0))
+        )
         g = -tl.exp(tl.load(a_log_ptr + heads, mask=mask, other=0.0).to(tl.float32))
         g *= above + tl.where(gate > 0.0, gate, gate * 0.0)
         b = tl.load(b_ptr + token * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
