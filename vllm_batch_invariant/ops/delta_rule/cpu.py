@@ -130,8 +130,8 @@ def _exp(x):
 
 @njit
 def _chunk(q, k, v, gates, first, state, kind, scale, out, ends):
-    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets; with ends the
-    state becomes that behind the chunk.
+    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. With ends
+    the state becomes that behind the chunk.
     """
     count, value_size = v.shape
     operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
