@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ..common.gpu import Gpu
 from ..common.launch import launch
 from .params import DeltaStates
 from .reduction import DeltaRuleReduction
@@ -30,6 +31,14 @@ class DeltaSchedule:
 
 PREFILL = DeltaSchedule(64, 4)
 DECODE = DeltaSchedule(32, 2)
+ONE_INSTRUCTION = DeltaSchedule(32, 2)
+"""Of prefill where a tile of 64 rows gets tcgen05.mma: decode's tiles get mma.sync, and nobody has compared the two."""
+
+
+def _prefill_schedule(device: torch.device) -> DeltaSchedule:
+    if triton.knobs.runtime.interpret:
+        return PREFILL
+    return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else PREFILL
 
 
 def delta_rule(
@@ -40,7 +49,7 @@ def delta_rule(
     beta: torch.Tensor,
     states: DeltaStates,
     reduction: DeltaRuleReduction,
-    prefill: DeltaSchedule = PREFILL,
+    prefill: DeltaSchedule | None = None,
     decode: DeltaSchedule = DECODE,
 ) -> torch.Tensor:
     """See the operation's package."""
@@ -75,6 +84,7 @@ def delta_rule(
             **of(decode),
         )
         return out
+    prefill = prefill or _prefill_schedule(v.device)
     slots = len(v) // reduction.chunk + requests * (states.rows // reduction.chunk + 2)
     chunks = triton.cdiv(states.longest + states.rows - 1, reduction.chunk)
     x, m = torch.empty(2, slots, value_heads, reduction.chunk, reduction.chunk, dtype=k.dtype, device=k.device)
