@@ -1,0 +1,335 @@
+"""The gated delta rule on a CPU: chunks in numba, rings gathered and scattered by PyTorch."""
+
+import math
+
+import numpy as np
+import torch
+from numba import njit, prange, types
+
+from ..common.numba_math import LANES, exp32, float_of_bits, fma, row_sum
+from ..common.numba_rows import RowKernel
+from .params import DeltaStates
+from .reduction import DeltaRuleReduction
+
+_FP32, _BF16, _FP16 = 0, 1, 2
+_KINDS = {torch.float32: _FP32, torch.bfloat16: _BF16, torch.float16: _FP16}
+_LOWEST_GATE = np.float32(-128)
+_INFINITY, _NAN = np.int32(0x7F800000), np.int32(0x7FC0)
+"""Bits, of the second those of a plane."""
+_ONE = np.float32(1)
+
+
+def _to_bf16(x):
+    """fp32 of fp32, to nearest even; NaN stays NaN."""
+    bits = x.view(np.int32)
+    for i in range(bits.size):
+        odd = types.int32(bits[i] >> types.int32(16)) & types.int32(1)
+        rounded = types.int32(types.int32(bits[i] + types.int32(0x7FFF)) + odd) & types.int32(-0x10000)
+        bits[i] = bits[i] if x[i] != x[i] else rounded
+
+
+def _to_fp16(x):
+    """fp32 of fp32, to nearest even, subnormal numbers and infinities too; NaN stays NaN."""
+    bits = x.view(np.int32)
+    for i in range(bits.size):
+        value = x[i]
+        rounded = float_of_bits(
+            types.int32((bits[i] + np.int32(0xFFF) + ((bits[i] >> np.int32(13)) & np.int32(1))) & np.int32(-0x2000))
+        )
+        subnormal = (value + np.float32(0.75)) - np.float32(0.75)  # of 24 bits behind the point
+        rounded = subnormal if abs(value) < np.float32(2.0**-14) else rounded
+        rounded = np.float32(np.inf) * value if abs(rounded) > np.float32(65504) else rounded
+        x[i] = value if value != value else rounded
+
+
+_to_bf16, _to_fp16 = njit(_to_bf16), njit(_to_fp16)
+
+
+@njit
+def _round(x, kind):
+    """A contiguous row to a dtype, in place."""
+    if kind == _BF16:
+        _to_bf16(x)
+    elif kind == _FP16:
+        _to_fp16(x)
+
+
+@njit
+def _high_bits(bits):
+    """Those of the plane that is read alone."""
+    rounded = types.int32(types.int32(bits + types.int32(0x8000)) >> types.int32(16))
+    return _NAN if (bits & types.int32(0x7FFFFFFF)) > _INFINITY else rounded
+
+
+@njit
+def _operand(state, kind, out):
+    """S~ of S."""
+    for key in range(state.shape[0]):
+        row, rounded = state[key], out[key]
+        bits, to = row.view(np.int32), rounded.view(np.int32)
+        if kind == _BF16:
+            for i in range(row.size):
+                to[i] = types.int32(_high_bits(bits[i]) << types.int32(16))
+        else:
+            rounded[:] = row
+            _round(rounded, kind)
+
+
+@njit
+def _load_state(high, low, state):
+    """[key_size, value_size] fp32 of planes [value_size, key_size]."""
+    for key in range(state.shape[0]):
+        bits = state[key].view(np.int32)
+        for i in range(bits.size):
+            bits[i] = (np.int32(high[i, key]) << np.int32(16)) + np.int32(low[i, key])
+
+
+@njit
+def _store_state(state, high, low):
+    for key in range(state.shape[0]):
+        bits = state[key].view(np.int32)
+        for i in range(bits.size):
+            top = _high_bits(bits[i])
+            high[i, key] = np.int16(top)
+            low[i, key] = np.int16(bits[i] - (top << np.int32(16)))
+
+
+@njit
+def _add_product(weights, rows, count, total):
+    """total += weights[i] * rows[i] for i below count, ascending."""
+    for i in range(count):
+        weight, row = weights[i], rows[i]
+        for column in range(total.size):
+            total[column] = fma(weight, row[column], total[column])
+
+
+@njit
+def _products(row, columns, out):
+    """out = row . columns, ascending."""
+    out[:] = 0
+    _add_product(row, columns, row.size, out)
+
+
+@njit
+def _inverse(a, count, inverse):
+    """(1 + a)^-1 - 1 of a strictly lower triangle: a row of the rows above it, ascending."""
+    for t in range(count):
+        row = inverse[t]
+        for j in range(t):
+            row[j] = -a[t, j]
+        for i in range(1, t):
+            for j in range(i):
+                row[j] = fma(-a[t, i], inverse[i, j], row[j])
+
+
+@njit
+def _exp(x):
+    """:func:`exp32`, compiled once."""
+    return exp32(x)
+
+
+@njit
+def _chunk(q, k, v, gates, first, state, kind, scale, out, ends):
+    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. With ends
+    the state becomes that behind the chunk.
+    """
+    count, value_size = v.shape
+    operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
+    _operand(state, kind, operand)
+    total, products = np.empty(count, np.float32), np.empty(count, np.float32)
+    a, inverse = np.zeros((count, count), np.float32), np.zeros((count, count), np.float32)
+    u, rounded = np.empty((count, value_size), np.float32), np.empty((count, value_size), np.float32)
+    for t in range(count):
+        gate = _LOWEST_GATE if gates[t, 0] < _LOWEST_GATE else gates[t, 0]
+        total[t] = gate if t == 0 else total[t - 1] + gate
+        _products(k[t], columns, products)
+        for j in range(t):
+            a[t, j] = gates[t, 1] * (products[j] * _exp(total[t] - total[j]))
+        row = u[t]
+        _products(k[t], operand, row)
+        decay = _exp(total[t])
+        for i in range(value_size):
+            row[i] = gates[t, 1] * (v[t, i] - row[i] * decay)
+        rounded[t] = row
+        _round(rounded[t], kind)
+    _inverse(a, count, inverse)
+    for t in range(count):
+        _round(inverse[t], kind)
+        _add_product(inverse[t], rounded, t, u[t])
+    for t in range(count):
+        rounded[t] = u[t]
+        _round(rounded[t], kind)
+    for t in range(first, count):
+        weights, row, decay = products[: t + 1], out[t - first], _exp(total[t])
+        _products(q[t - first], columns, products)
+        for j in range(t + 1):
+            weights[j] = weights[j] * _exp(total[t] - total[j])
+        _round(weights, kind)
+        _products(q[t - first], operand, row)
+        for i in range(value_size):
+            row[i] = row[i] * decay
+        _add_product(weights, rounded, t + 1, row)
+        for i in range(value_size):
+            row[i] = row[i] * scale
+    if ends:
+        for j in range(count):
+            decay = _exp(total[count - 1] - total[j])
+            for i in range(value_size):
+                rounded[j, i] = u[j, i] * decay
+            _round(rounded[j], kind)
+        decay, added = _exp(total[count - 1]), np.empty(value_size, np.float32)
+        for key in range(k.shape[1]):
+            added[:] = 0
+            for j in range(count):
+                weight, row = k[j, key], rounded[j]
+                for i in range(value_size):
+                    added[i] = fma(weight, row[i], added[i])
+            row = state[key]
+            for i in range(value_size):
+                row[i] = fma(decay, row[i], added[i])
+
+
+@njit
+def _copy(rows, first, count, out, to):
+    """count rows of [rows, ...] to another place."""
+    for row in range(count):
+        for column in range(rows.shape[1]):
+            out[to + row, column] = rows[first + row, column]
+
+
+@njit
+def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, scale, out):
+    """A value head of a request, chunk after chunk.
+
+    Args:
+        new: [tokens, ...] of q, k and v.
+        earlier: [rows, ...] of k and v from the border on, of which so many as are ``old`` are there.
+        gates: of the earlier rows and of the new ones [.., 2], g and beta.
+    """
+    q, k, v = new
+    state = np.zeros((k.shape[1], v.shape[1]), np.float32)
+    if border > 0:
+        _load_state(high, low, state)
+    rows = old + len(q)
+    for first in range(0, rows, chunk):
+        count = min(chunk, rows - first)
+        known = min(max(old - first, 0), count)
+        begin, end = first + known - old, border + first + chunk
+        of_k, of_v = np.empty((count, k.shape[1]), np.float32), np.empty((count, v.shape[1]), np.float32)
+        of_gates = np.empty((count, 2), np.float32)
+        for held, fresh, to in ((earlier[0], k, of_k), (earlier[1], v, of_v), (gates[0], gates[1], of_gates)):
+            _copy(held, first, known, to, 0)
+            _copy(fresh, begin, count - known, to, known)
+        ends = first + chunk <= rows
+        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, scale, out[max(begin, 0) :], ends)
+        if ends and end <= sure < end + chunk:
+            _store_state(state, high, low)
+
+
+def _delta_rule_kernel(
+    q, k, v, gates, earlier_k, earlier_v, earlier_gates, starts, context, borders, sure, pages, high, low, chunk, kind,
+    scale, out,
+):  # fmt: skip
+    """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], and
+    gates [tokens, value_heads, 2], which are g and beta, fp32; the same of rows before a request's first new one, from
+    its border on, [requests, rows, ...]; and up to where a state may be kept.
+    """
+    for item in prange(len(pages) * v.shape[1]):
+        request, head = item // v.shape[1], item % v.shape[1]
+        key_head, page = head // (v.shape[1] // k.shape[1]), pages[request]
+        start, end = starts[request], starts[request + 1]
+        if end > start:
+            _walk(
+                (q[start:end, key_head], k[start:end, key_head], v[start:end, head]),
+                (earlier_k[request, :, key_head], earlier_v[request, :, head]),
+                (earlier_gates[request, :, head], gates[start:end, head]),
+                context[request] - borders[request], borders[request], sure[request],
+                high[page, head], low[page, head], chunk, kind, scale, out[start:end, head],
+            )  # fmt: skip
+
+
+_delta_rule = RowKernel(_delta_rule_kernel)
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: DeltaStates,
+    reduction: DeltaRuleReduction,
+) -> torch.Tensor:
+    """See the operation's package."""
+    starts, context, numbers = (one.long() for one in (states.starts, states.context_lens, states.pages))
+    lengths, ring, chunk = starts.diff(), states.rows, reduction.chunk
+    out = torch.empty(v.shape, dtype=reduction.accumulate)
+    tokens = int(lengths.sum())
+    if tokens == 0:
+        return out.to(v.dtype)
+    pages = reduction.pages(states.states, k.shape[1], v.shape[1], ring)
+    # Of a request without earlier tokens the page may hold anything; of rows that are not there nothing is used.
+    lowest, highest = (context - ring + chunk - 1) // chunk * chunk, context // chunk * chunk
+    borders = torch.minimum(torch.maximum(pages.borders[numbers, 0, 0].long(), lowest), highest)
+    borders = torch.where((context > 0) & (lengths > 0), borders.clamp(min=0), 0)
+    slots = (borders[:, None] + torch.arange(ring)) % ring
+    earlier = [held[numbers[:, None], slots].to(reduction.accumulate) for held in pages[3:]]
+    sure = context + torch.where(lengths > 1 + reduction.drafts(ring), lengths, lengths.clamp(max=1))
+    _delta_rule(
+        tokens * v.shape[1] * reduction.key_size * reduction.value_size,
+        *(one.to(reduction.accumulate).contiguous() for one in (q, k, v)),
+        torch.stack([g, beta], -1),
+        *(*earlier[:2], torch.stack(earlier[2:], -1)),
+        *(starts, context, borders, sure, numbers, pages.high, pages.low),
+        *(chunk, _KINDS[reduction.dtype], np.float32(reduction.scale), out),
+    )
+    request = torch.repeat_interleave(torch.arange(len(numbers)), lengths)
+    index = torch.arange(tokens) - (starts[request] - starts[0])
+    kept = index >= lengths[request] - ring
+    row, slot = torch.arange(tokens)[kept] + starts[0], (context[request] + index)[kept] % ring
+    for held, new in zip(pages[3:], (k, v, g, beta), strict=True):
+        held[numbers[request[kept]], slot] = new[row]
+    changed = lengths > 0
+    last = torch.maximum(borders, sure // chunk * chunk)[changed]
+    pages.borders[numbers[changed]] = last[:, None, None].to(torch.int32)
+    return out.to(v.dtype)
+
+
+def _norms_kernel(rows, out):
+    for row in prange(rows.shape[0]):
+        x, y = rows[row], out[row]
+        for i in range(x.size):
+            y[i] = x[i] * x[i]
+        scale = _ONE / np.sqrt(row_sum(y, np.empty(LANES, np.float32)) + np.float32(1e-6))
+        for i in range(x.size):
+            y[i] = x[i] * scale
+
+
+def _gates_kernel(a, b, a_log, dt_bias, g, beta):
+    for token in prange(a.shape[0]):
+        for head in range(a.shape[1]):
+            x = a[token, head] + dt_bias[head]
+            above = np.float32(math.log1p(exp32(-abs(x))))
+            g[token, head] = -exp32(a_log[head]) * (above + (x if x > 0 else x * np.float32(0)))
+            beta[token, head] = _ONE / (_ONE + exp32(-b[token, head]))
+
+
+_norms, _gates = RowKernel(_norms_kernel), RowKernel(_gates_kernel)
+
+
+def gdn_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_heads: int,
+    key_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the operation's package: without v."""
+    rows = mixed[:, : 2 * key_heads * key_size].float().reshape(-1, key_size).contiguous()
+    normed, g, beta = torch.empty_like(rows), torch.empty(a.shape), torch.empty(a.shape)
+    _norms(rows.numel(), rows, normed)
+    _gates(a.numel(), *(one.detach().float().contiguous() for one in (a, b, a_log, dt_bias)), g, beta)
+    q, k = normed.to(mixed.dtype).view(len(mixed), 2, key_heads, key_size).unbind(1)
+    return q, k, g, beta
