@@ -78,7 +78,12 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     tokenizer.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
     named = {"image_token": SPECIAL[IMAGE], "boi_token": SPECIAL[START], "eoi_token": SPECIAL[END]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind | {"extra_special_tokens": named}))
+    seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
+    parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    text = "{{ messages[0].content }}"
+    template = "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
+    settings = kind | {"extra_special_tokens": named, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     patch = config.vision_config.patch_size
     if config.model_type == "gemma3":
         file, tower = folder / "model.safetensors", "vision_tower."

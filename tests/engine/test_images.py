@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,30 @@ import pytest
 import torch
 
 from tests.engine import images, multimodal
-from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers, some_exhaustive
+from tests.engine.engines import (
+    CHECK,
+    OF_DEVICE,
+    PATHS,
+    SETTINGS,
+    Engine,
+    arguments_of,
+    differing_answers,
+    some_exhaustive,
+)
 from tests.engine.engines import tokens as drawn_tokens
+from tests.faults.fuzz import OF_IMAGES
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.answers import RequestSpec
+from vllm_batch_invariant.verify.check.engine import ImagesRun
+from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT, cases_of_images
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.fuzz.finding import Row
+from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
+from vllm_batch_invariant.verify.fuzz.trial import Trial
+from vllm_batch_invariant.verify.harness.images import png
+from vllm_batch_invariant.verify.outcome import Outcome, Status
+from vllm_batch_invariant.verify.reproduce import offline
+from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
 pytestmark = pytest.mark.engine
 
@@ -39,6 +61,8 @@ CALLS = (
     [0, 1], [1, 0], [2, 1], [1, 2], [6, 7], [7, 6, 7], [8, 9], [9, 0, 8], [5, 4, 3, 2, 1, 0, 8], [4] * 12,
     [5, *[6] * 40, 1],
 )  # fmt: skip
+FUZZED = Settings(16, BUDGET, 32, True, False, True, False, "", 1024)
+"""As the engine, so far as schedules look at it."""
 TOLERANCE = 2e-3
 """Of logprobs in fp32 beside float64, absolute: rounding of three layers of a tower, and of two of a decoder."""
 
@@ -85,6 +109,9 @@ class Served:
     model: torch.nn.Module
     moved: list[str]
     faults: dict[str, list[str]]
+    fuzzed: dict[str, str]
+    checked: dict[str, CheckResults]
+    reproduced: dict[str, ReproduceResult]
 
     def given(self, name: str) -> list[dict[str, Any]]:
         return self.runs[name]["given"][RUNS[name][1]]
@@ -118,9 +145,61 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
                 fault: engine.call("tests.engine.images:with_fault", fault, "moved_in_calls", GRIDS, CALLS[:6])
                 for fault in images.FAULTS
             }
-        return Served(runs, model, moved, faults)
+            tools = name in QUICK and (dtype, budget) == ("float32", BUDGET)
+            found = by_tools(engine, tmp_path_factory.mktemp("picture")) if tools else ({}, {}, {})
+        return Served(runs, model, moved, faults, *found)
 
     return serve
+
+
+def by_tools(
+    engine: Engine, folder: Path
+) -> tuple[dict[str, str], dict[str, CheckResults], dict[str, ReproduceResult]]:
+    """What the fuzzer, a check and ``reproduce --offline --image`` find, by the fault that the engine has."""
+    drawing = Trial(engine, Row("checkpoint", "1", "", 0)).accepts
+    drawn = dict(enumerate(draw_targets(1, 8, drawing, FUZZED.context)))
+    seeing = {number: one for number, one in drawn.items() if one.kind in drawing.kinds and one.images}
+    schedule = draw_schedule("images 1", FUZZED, seeing, drawing, 6)
+    file = folder / "picture.png"
+    file.write_bytes(png(224, 224, 1))
+    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, image=(str(file),))
+    asked = {"samples": 10, "concurrency": 4, "seed": 0, "spec": vars(spec)}
+    fuzzed, checked, reproduced = {}, {}, {}
+    for fault in ("", *OF_IMAGES):
+        engine.call("tests.faults.fuzz:inject", fault)
+        fuzzed[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
+        results = CheckResults("1", cases_of_images(CHECK))
+        checking = ImagesRun(engine, "as served", CHECK, results, lambda now: None)
+        checking.again()
+        checking.beside_images()
+        checking.from_encoded()
+        checked[fault] = results
+        run = offline.run_of(engine.call(offline.RUN, asked))
+        reproduced[fault] = ReproduceResult.of("offline", *run, engine.info)
+        engine.call("tests.faults.fuzz:inject", "")
+    return fuzzed, checked, reproduced
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call(
+    name: str, served: Callable[..., Served]
+) -> None:
+    found = served(name)
+    assert found.fuzzed[""] == ""
+    assert found.fuzzed["tower"]
+    outcomes = {
+        fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
+        for fault, results in found.checked.items()
+    }
+    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), found.checked[""].gaps
+    assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_answers_about_an_image_are_reproduced_beside_others(name: str, served: Callable[..., Served]) -> None:
+    found = served(name).reproduced[""]
+    assert found.status == Status.REPRODUCIBLE
+    assert found.run.failed_others == 0, found.run.failure
 
 
 @pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))

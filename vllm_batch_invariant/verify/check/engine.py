@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..answers import Answer, answer_of, listed_tokens
-from ..harness import pooling
+from ..harness import images, pooling
 from ..harness.engine import pages_of_states, text_config
 from ..harness.metrics import Latency, Trace
 from ..harness.requests import (
@@ -29,6 +29,8 @@ from .guarantees import (
     CHUNKS,
     CONCURRENT,
     CONCURRENT_LENGTHS,
+    ENCODED,
+    KEPT,
     KNOWN,
     OPERATIONS,
     OTHER_CHUNKS,
@@ -43,6 +45,7 @@ from .guarantees import (
     Certificate,
     CheckCase,
     cases_of_engines,
+    cases_of_images,
     cases_of_pooling,
 )
 from .presets import Preset
@@ -87,7 +90,7 @@ def check_engine(
     on_progress("starting the engine")
     with Engine(model, arguments, flag) as engine:
         results.info = engine.info
-        kind = PoolingRun if engine.info.get("pooling") else EngineRun
+        kind = PoolingRun if engine.info.get("pooling") else ImagesRun if engine.info.get("images") else EngineRun
         results.planned[:] = kind.cases(preset)
         run = kind(engine, _MAIN, preset, results, on_progress)
         run.certify()
@@ -95,16 +98,22 @@ def check_engine(
     info = engine.info
     limits = ["--max-model-len", str(run.small_context), "--max-num-seqs", str(CHUNK), "--no-enable-prefix-caching"]
     pages = str(-(-SMALL_CACHE // info["page"]) + _WITH_STATES * pages_of_states(text_config(model)))
-    small = [*limits, *_step_limit(CHUNK, info), "--num-gpu-blocks-override", pages]
+    small = [*limits, *_step_limit(_chunk(CHUNK, info), info), "--num-gpu-blocks-override", pages]
     on_progress(f"starting an engine {_SMALL}")
     with Engine(model, [*arguments, *small], flag) as engine:
         kind(engine, _SMALL, preset, results, on_progress).with_small_limits(run)
     if preset.engines > 1:
         page = str(32 if info["page"] != 32 else 64)
-        other = [*limits, *_step_limit(OTHER_CHUNK, info), *kind.scheduling, "--block-size", page]
+        other = [*limits, *_step_limit(_chunk(OTHER_CHUNK, info), info), *kind.scheduling, "--block-size", page]
         on_progress(f"starting an engine {_OTHER}")
         with Engine(model, [*arguments, *other], flag) as engine:
             kind(engine, _OTHER, preset, results, on_progress).with_other_pages(run)
+
+
+def _chunk(tokens: int, info: dict[str, Any]) -> int:
+    """Most tokens in a step of an engine that must have an image whole."""
+    about = info.get("images") or {}
+    return max(tokens, images.largest(about) + 1) if about.get("whole") else tokens
 
 
 def _step_limit(tokens: int, info: dict[str, Any]) -> list[str]:
@@ -307,12 +316,16 @@ class EngineRun:
             answer = answer_of(one["completions"][0])
             self.results.add(*WARM, f"from a {label} cache", expected, answer)
             self.results.show(f"from a {label} cache", answer)
-        new = len(self._target["prompt"]) - warm["cached"] + 1
-        partly = self._request(self._target["prompt"][: warm["cached"] - 1] + tokens(new, 4, self._ids))
+        partly = self._with_another_end(warm["cached"])
         got = self.step("partly warm", [partly]).requests[0]
         expected = self.answer("partly warm, cold", partly)
         self.results.add(*WARM, "another end of the prompt", expected, answer_of(got["completions"][0]))
         self.results.proof[WARM] = f"{warm['cached']} and {got['cached']} tokens were found in the cache"
+
+    def _with_another_end(self, cached: int) -> Request:
+        """The target but for its tokens behind those that were in the cache."""
+        new = len(self._target["prompt"]) - cached + 1
+        return self._request(self._target["prompt"][: cached - 1] + tokens(new, 4, self._ids))
 
     def _load(self) -> None:
         count, length = self._preset.load
@@ -353,12 +366,20 @@ class EngineRun:
         return answer_of(answered["completions"][0])
 
     def step(
-        self, name: str, requests: list[Request], reset_prefix_cache: bool = False, preempt_after: int | None = None
+        self,
+        name: str,
+        requests: list[Request],
+        reset_prefix_cache: bool = False,
+        preempt_after: int | None = None,
+        forget_images: bool = True,
     ) -> StepResult:
-        """Send requests together, and keep the batches in which they ran."""
+        """Send requests together, and keep the batches in which they ran. Where the prefix cache is reset, what was
+        encoded is let go of, too, unless it is to stay.
+        """
         self._on_progress(f"{self._name}: {name}")
         reset = reset_prefix_cache and self._engine.info["prefix_caching"]
-        step = self._engine.step(name, requests, reset, preempt_after)
+        forget = reset_prefix_cache and forget_images and bool(self._engine.info.get("images"))
+        step = self._engine.step(name, requests, reset, preempt_after, forget)
         self._refused.update(without_values(one["refused"]) for one in step.requests if "refused" in one)
         self._trace += [(self._clock + seconds, size) for seconds, size in step.batches]
         self._clock = self._trace[-1][0] if self._trace else 0.0
@@ -366,6 +387,85 @@ class EngineRun:
         traces = self.results.traces
         traces[:] = [trace for trace in traces if trace.engine != self._name] + [Trace(self._name, seconds, sizes)]
         return step
+
+
+class ImagesRun(EngineRun):
+    """The same of a model that sees images: the target has some, as have half of the others."""
+
+    cases = staticmethod(cases_of_images)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._about = self._engine.info["images"]
+        self._target = self._seeing(self._target, random.Random("target"), least=2)
+
+    def _seeing(self, one: Request, chance: random.Random, least: int = 1) -> Request:
+        """A request with images in its text, as many as a third of the context holds."""
+        length = len(one["prompt"])
+        return one | {"items": images.draw(chance, self._about, length, self.small_context // 3, least)}
+
+    @property
+    def _seeded(self) -> Request:
+        return super()._seeded | {"items": self._target["items"]}
+
+    def _concurrent(self, count: int, seed: int) -> list[Request]:
+        chance = random.Random(f"images {seed}")
+        others = super()._concurrent(count, seed)
+        return [self._seeing(one, chance) if place % 2 == 0 else one for place, one in enumerate(others)]
+
+    def many(self) -> list[Request]:
+        """Requests that outgrow a small KV cache together, every third with an image."""
+        chance = random.Random("many")
+        return [self._seeing(one, chance) if place % 3 == 0 else one for place, one in enumerate(super().many())]
+
+    def with_concurrent_requests(self) -> None:
+        """Run the target with every number of concurrent requests, and beside images that share a call with its own."""
+        super().with_concurrent_requests()
+        self.beside_images()
+
+    def beside_images(self) -> None:
+        """Run the target together with requests that have images alone."""
+        chance = random.Random("beside")
+        others = [
+            self._seeing({"prompt": tokens(2, place, self._ids), "params": {"temperature": 0, "max_tokens": 2}}, chance)
+            for place in range(6)
+        ]
+        step = self.step("beside images", [*others, self._target], reset_prefix_cache=True)
+        calls, items = step.encoded["calls"], step.encoded["items"]
+        if calls == items:
+            self.results.gaps[ENCODED] = f"the engine encoded {items} images in as many calls"
+            return
+        answer = answer_of(step.requests[-1]["completions"][0])
+        self.results.add(*ENCODED, "behind 6 requests with images", self.alone["target"], answer)
+        self.results.proof[ENCODED] = f"{items} were encoded in {calls} calls"
+
+    def _prefix_cache(self) -> None:
+        super()._prefix_cache()
+        self.from_encoded()
+
+    def from_encoded(self) -> None:
+        """Run the target when only its images are kept, and with another image in the place of one."""
+        self.step("encode", [self._target], reset_prefix_cache=True)
+        step = self.step("from what was encoded", [self._target], reset_prefix_cache=True, forget_images=False)
+        if step.encoded["calls"]:
+            self.results.gaps[KEPT] = "the engine encoded the same image again"
+            return
+        answer = answer_of(step.requests[0]["completions"][0])
+        self.results.add(*KEPT, "the same request", self.alone["target"], answer)
+        *items, last = self._target["items"]
+        other = self._target | {"items": [*items, last | {"seed": last["seed"] + images.DIFFERENT}]}
+        got = self.step("another image", [other]).requests[0]
+        expected = self.answer("another image, cold", other)
+        self.results.add(*KEPT, "another image in its place", expected, answer_of(got["completions"][0]))
+        if expected == self.alone["target"]:
+            self.results.gaps[KEPT] = "the model answers the same about another image"
+        self.results.proof[KEPT] = "no image was encoded again"
+
+    def _with_another_end(self, cached: int) -> Request:  # noqa: ARG002 - tokens of images are among them
+        return self._target | {"prompt": [*self._target["prompt"][:-8], *tokens(8, 4, self._ids)]}
+
+    def _varied(self, params: Sequence[dict[str, Any]]) -> str:
+        return f"{super()._varied(params)}; every second with images"
 
 
 class PoolingRun(EngineRun):

@@ -58,9 +58,11 @@ PLACE: CheckCase = ("batch", "at any place in the batch")
 CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any length")
 SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
 WANTED: CheckCase = ("batch", "every task and parameter of pooling with concurrent requests")
+ENCODED: CheckCase = ("batch", "images that are encoded in one call with others")
 FORMS: CheckCase = ("batch", "chats, tools, responses and streams with concurrent requests")
 PROMPT_LOGPROBS: CheckCase = ("batch", "prompt logprobs with concurrent requests")
 WARM: CheckCase = ("schedule", "from a warm prefix cache")
+KEPT: CheckCase = ("schedule", "images that were encoded for another request")
 CHUNKS: CheckCase = ("schedule", "prefill in small chunks")
 PREEMPTED: CheckCase = ("schedule", "preemption")
 RESTARTED: CheckCase = ("schedule", "after a restart with other limits")
@@ -72,6 +74,12 @@ def cases_of_engines(preset: Preset) -> list[CheckCase]:
     cases = [*OF_OPERATIONS.items(), AGAIN, SAME_BATCH, CONCURRENT, PLACE, CONCURRENT_LENGTHS, SEEDED, PROMPT_LOGPROBS]
     cases += [WARM, CHUNKS, PREEMPTED, RESTARTED]
     return cases + [OTHER_CHUNKS] * (preset.engines > 1)
+
+
+def cases_of_images(preset: Preset) -> list[CheckCase]:
+    """The same of engines of a model that sees images."""
+    more = {CONCURRENT: [CONCURRENT, ENCODED], WARM: [WARM, KEPT]}
+    return [other for case in cases_of_engines(preset) for other in more.get(case, [case])]
 
 
 def cases_of_pooling(preset: Preset) -> list[CheckCase]:

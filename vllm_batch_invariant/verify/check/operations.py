@@ -160,7 +160,7 @@ def _linear(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate
 
     from ...integration.layers import linear
 
-    head = getattr(model, "lm_head", None)
+    head = getattr(_decoder(model), "lm_head", None)
     seen = set()
     like = _parameter(model)
     for name, layer in model.named_modules():
@@ -255,12 +255,18 @@ def _norms(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificate]
             yield _tested(certificate, operation, (columns, like))
 
 
+def _decoder(model: torch.nn.Module) -> torch.nn.Module:
+    """The language model of one that sees images; any other itself."""
+    find = getattr(model, "get_language_model", None)
+    return find() if callable(find) and hasattr(model, "embed_multimodal") else model
+
+
 def _of_rows(model: torch.nn.Module, name: str, rows: Sequence[int]) -> Iterator[Certificate]:
     """PyTorch's reductions of rows, whether the mode replaces them or not."""
     from ...aten import is_batch_invariant_mode_enabled
 
-    like = _parameter(model)
-    head = getattr(model, "lm_head", None)
+    model = _decoder(model)
+    like, head = _parameter(model), getattr(model, "lm_head", None)
     if name in ("softmax", "log_softmax"):
         # vLLM makes logprobs of logits in fp32
         like, columns = like.float(), getattr(head, "num_embeddings_per_partition", None) or model.config.vocab_size

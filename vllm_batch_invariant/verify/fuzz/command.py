@@ -313,7 +313,18 @@ def place_of(model: str, serve_args: Sequence[str], device: str) -> Place:
         given=frozenset(argument.partition("=")[0] for argument in serve_args),
         pools=attention_of_pooling(model, serve_args),
         pools_whole=pools_whole(model, serve_args),
+        encodes=_encodes(model, device),
     )
+
+
+def _encodes(model: str, device: str) -> bool:
+    """Whether the images of a model are encoded on a device, by what has run there."""
+    from ...integration import coverage
+
+    architecture = (model_config(model).get("architectures") or [""])[0]
+    ran = coverage.RAN.encoding.get(device)
+    here = ran is not None and coverage.patch_points.installed_version().startswith(ran)
+    return here and architecture in coverage.RAN.encoded
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

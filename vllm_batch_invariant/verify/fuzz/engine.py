@@ -16,7 +16,7 @@ import torch
 
 from ...envs import is_exact
 from ...integration.parallel.tensor_tree import k_slices
-from ..harness import pooling
+from ..harness import images, pooling
 from ..harness.drive import add_request, bits, described, drive, is_pooled
 from ..harness.engine import request_params, sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
@@ -82,6 +82,9 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
     _drain(engine)
     if engine.vllm_config.cache_config.enable_prefix_caching and not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not reset its prefix cache although no request runs")
+    if images.placeholders(llm):
+        images.forget(llm)
+    encoded = images.encoded(llm)["items"]
     items = {item["name"]: item for item in schedule["items"]}
     arrivals = sorted(schedule["items"], key=lambda item: item["at"])
     events = {name: sorted(schedule.get(name, ()), key=lambda event: event["at"]) for name in _EVENTS}
@@ -130,6 +133,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
                     counts["prefix_hits"] += bool(items[name]["target"] and output.num_cached_tokens)
         _drain(engine)
     counts |= watch | {"graph_replays": _graphs_replayed - graphs}
+    counts |= {"encoded": images.encoded(llm)["items"] - encoded}
     return {
         "answers": {name: _finished(answer) for name, answer in answers.items()},
         "refused": refused,
@@ -140,7 +144,7 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
 def _prompts(llm: Any, items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The prompt of each item, by name: its tokens, or their embeddings, which the model's own layer gives."""
     embedded = [item for item in items if item.get("embeds")]
-    prompts: dict[str, dict[str, Any]] = {item["name"]: {"prompt_token_ids": list(item["prompt"])} for item in items}
+    prompts = {item["name"]: images.prompt_of(llm, item["prompt"], item.get("images", ())) for item in items}
     if embedded:
         tokens = [token for item in embedded for token in item["prompt"]]
         found = llm.apply_model(partial(_embed, tokens))[0]
@@ -180,7 +184,8 @@ def _update(llm: Any, event: dict[str, Any], waiting: list[dict[str, Any]]) -> b
             pools = "task" in item["params"]
             params = sampling_params({"temperature": 0.0, "max_tokens": 1, "ignore_eos": True})
             params = request_params(item["params"]) if pools else params
-            llm.llm_engine.add_request(f"stale{number}", {"prompt_token_ids": list(item["prompt"])}, params)
+            prompt = images.prompt_of(llm, item["prompt"], item.get("images", ()))
+            llm.llm_engine.add_request(f"stale{number}", prompt, params)
         _drain(llm.llm_engine)
     llm.collective_rpc("reload_weights")
     if event["how"] == "paused":

@@ -38,6 +38,8 @@ class Row:
     """By the scheduler, for lack of pages; what a reset or a sleep preempts is not counted."""
     prefix_hits: int = 0
     """Targets with tokens found in the prefix cache."""
+    encoded: int = 0
+    """Images and videos."""
     aborts: int = 0
     resets: int = 0
     sleeps: int = 0
@@ -57,6 +59,13 @@ class Row:
     device: str = ""
     versions: str = ""
     date: str = ""
+
+
+def seen_in(item: Any) -> str:
+    """The images and videos of a request in words."""
+    return "".join(
+        f", {one['kind']} {one['seed']} of {'x'.join(map(str, one['size']))} at {one['at']}" for one in item.images
+    )
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -158,7 +167,7 @@ class Finding:
             mark = "the target " if item.name == self.target else ""
             asks = in_words(item.params)
             how = f"{' as embeddings' * item.embeds}, {f'priority {item.priority}, ' * bool(item.priority)}{asks}"
-            lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens{how}")
+            lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens{seen_in(item)}{how}")
         return [*lines, *map(str, self.schedule.events)]
 
     @property
@@ -173,6 +182,7 @@ class Finding:
             item.at == 0
             and item.leaves is None
             and not item.embeds
+            and not item.images
             and not item.priority
             and not item.params.get("temperature")
             and not item.params.keys() - _ALONE_SAYS - {"temperature"}

@@ -96,6 +96,7 @@ class Place:
         pools: by attention of which kind the model pools, one of vLLM's "decoder" and "encoder_only"; empty if it
             generates.
         pools_whole: its pooler needs prompts that come whole.
+        encodes: its images are encoded there.
     """
 
     device: str
@@ -107,6 +108,7 @@ class Place:
     given: frozenset[str] = frozenset()
     pools: str = ""
     pools_whole: bool = False
+    encodes: bool = False
 
     @property
     def poolers(self) -> tuple[str, ...]:
@@ -239,7 +241,10 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
             is_multimodal_model=place.is_multimodal,
-            multimodal_config=SimpleNamespace(enable_mm_embeds=False),
+            multimodal_config=SimpleNamespace(
+                enable_mm_embeds=False, get_limit_per_prompt=lambda _: 0 if settings.text else 1
+            ),
+            quantization=None,
             enable_prompt_embeds="embeds" in options,
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=not settings.whole),
@@ -327,6 +332,7 @@ FIELDS = (
             and place.is_open("--dtype", "--hf-overrides", coverage.TENSOR)
             and not is_exact()
             and not place.activations
+            and (one.text or not place.is_multimodal)
             and (one.workers == 1 or place.has_segments)
         ),
         "arithmetic",
@@ -392,6 +398,13 @@ OPTIONS = (
         (NONE, "phrase", "marker"),
         lambda place: place.has_tokenizer and in_vllm("config/reasoning.py", "reasoning_start_str"),
         decides=frozenset((BUDGET,)),
+    ),
+    Option(
+        "processor",
+        {"uncached": ("--mm-processor-cache-gb", "0")},
+        (NONE, "uncached"),
+        lambda place: place.encodes,
+        lambda settings: not settings.text,
     ),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
     Option(

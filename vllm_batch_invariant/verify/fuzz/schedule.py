@@ -12,7 +12,7 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
-from ..harness import pooling
+from ..harness import images, pooling
 from ..harness.engine import pages_of_states
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Place, starts
@@ -22,6 +22,10 @@ BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 CONTEXTS = {"cpu": 1024, "cuda": 2560}
 """Longest request: on a GPU longer than the context at which splits of attention grow."""
 PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
+WHOLE_IMAGE = 300
+"""Tokens of a step that must have an image whole: Gemma 3's has 256, and some around them."""
+SEE_ALL = ("gemma3",)
+"""Types of models whose tokens see all of their image."""
 _MANY = range(97, 105)
 """Numbers of requests around a CUDA graph size that is no multiple of the others."""
 _MORE_OF = (BUDGET, BUDGET)
@@ -61,6 +65,7 @@ class Settings:
         pooler: of a model that pools, how: a type of vLLM's, or its "own"; empty for one that generates.
         whole: prompts come whole.
         state_pages: pages of a small cache for the states of a request, beside those for its keys.
+        whole_images: a step must have an image whole.
     """
 
     requests: int
@@ -83,11 +88,13 @@ class Settings:
     pooler: str = ""
     whole: bool = False
     state_pages: int = 0
+    whole_images: bool = False
 
     def arguments(self, model: str) -> list[str]:
         """For ``vllm serve MODEL``."""
         steps = max(self.step_tokens, self.requests)  # vLLM requires a token a request
         steps = max(steps, self.context) if self.whole else steps
+        steps = max(steps, WHOLE_IMAGE) if self.whole_images else steps
         made = ["--max-num-seqs", str(self.requests), "--max-num-batched-tokens", str(steps)]
         made += ["--block-size", str(self.page), "--max-model-len", str(self.context), "--max-logprobs", "-1"]
         made += [f"--{'no-' if self.whole else ''}enable-chunked-prefill"]
@@ -182,10 +189,12 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         small_cache=take("cache", (True, False)),
         runner="",
         context=context,
-        text=take("text", tuple(TEXT_ONLY)) if place.is_multimodal else "",
+        text=take("text", (*TEXT_ONLY, *[NONE] * 3 * place.encodes)) if place.is_multimodal else "",
         exact=is_exact(),
         state_pages=pages_of_states(place.model),
     )
+    if place.is_multimodal and not settings.text:
+        settings = replace(settings, whole_images=place.model.get("model_type") in SEE_ALL)
     if place.pools:
         pooler = take("pooler", place.poolers)
         whole = place.pools_whole or place.pools != "decoder" or pooler != "own"
@@ -211,6 +220,7 @@ class Target:
     kind: str
     prompt: tuple[int, ...]
     params: Mapping[str, Any]
+    images: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -226,6 +236,7 @@ class Item:
         leaves: the engine step before which it is aborted; None if it is not.
         embeds: the prompt is sent as the embeddings of its tokens.
         priority: where the engine schedules by it, the lowest number first.
+        images: each with the place in the prompt before which it stands, see :data:`..harness.images.Item`.
     """
 
     name: str
@@ -236,6 +247,7 @@ class Item:
     leaves: int | None = None
     embeds: bool = False
     priority: int = 0
+    images: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,7 +309,8 @@ class Schedule:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Schedule":
         """The inverse of :meth:`plain`, also through JSON."""
-        items = [Item(**item | {"prompt": tuple(item["prompt"])}) for item in plain["items"]]
+        tuples = ("prompt", "images")
+        items = [Item(**item | {name: tuple(item.get(name, ())) for name in tuples}) for item in plain["items"]]
         events = {name: tuple(kind(**one) for one in plain.get(name, ())) for name, kind in EVENTS.items()}
         return cls(tuple(items), **events)
 
@@ -319,7 +332,7 @@ def alone(item: Item) -> Schedule:
 
 def as_item(target: Target, name: str) -> Item:
     """The target as the first item of a schedule."""
-    return Item(name, 0, target.prompt, target.params, target=True)
+    return Item(name, 0, target.prompt, target.params, target=True, images=target.images)
 
 
 def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[Target]:
@@ -348,7 +361,8 @@ def draw_targets(seed: int, count: int, accepts: Accepts, context: int) -> list[
             params = pooling.draw_of_engine(chance, accepts.pooling, kind)
         else:
             params = draw(chance, accepts, kind, max_tokens, length, (0, 1, 5, 5, 5, 20, -1, None))
-        targets.append(Target(kind, prompt, params))
+        seen = _images(chance, accepts, len(prompt), room)
+        targets.append(Target(kind, prompt, params, seen))
     return targets
 
 
@@ -379,7 +393,8 @@ def draw_schedule(
     items = []
     for place, number in enumerate(chosen):
         params = _sent(chance, targets[number].params)
-        item = Item(f"t{place}", chance.choice(instants), targets[number].prompt, params, target=True)
+        target = targets[number]
+        item = Item(f"t{place}", chance.choice(instants), target.prompt, params, target=True, images=target.images)
         items.append(_as_drawn(chance, settings, item))
     for place in range(count - target_count):
         items.append(
@@ -414,7 +429,7 @@ def _as_drawn(chance: random.Random, settings: Settings, item: Item) -> Item:
     """A request in one of the ways in which an engine of these settings takes it."""
     embeds, priority = chance.random() < 0.3, chance.choice((0, 0, 1, 5))
     # vLLM has no tokens of which it could list logprobs
-    embeds = embeds and "embeds" in settings.options and "prompt_logprobs" not in item.params
+    embeds = embeds and "embeds" in settings.options and "prompt_logprobs" not in item.params and not item.images
     return replace(item, embeds=embeds, priority=priority if "policy" in settings.options else 0)
 
 
@@ -452,7 +467,15 @@ def _concurrent_item(
         prompt = _thinking(chance, accepts, prompt)
     soonest, latest = (0, 2) if accepts.pooling else (1, 12)
     leaves = at + chance.randint(soonest, latest) if chance.random() < 0.2 and not crowd else None
-    return _as_drawn(chance, settings, Item(name, at, prompt, params, leaves=leaves))
+    seen = () if crowd else _images(chance, accepts, len(prompt), room)
+    return _as_drawn(chance, settings, Item(name, at, prompt, params, leaves=leaves, images=seen))
+
+
+def _images(chance: random.Random, accepts: Accepts, length: int, room: int) -> tuple[Mapping[str, Any], ...]:
+    """Images of half of the requests, where they fit behind so many tokens."""
+    if not accepts.images or chance.random() < 0.5:
+        return ()
+    return tuple(images.draw(chance, accepts.images, length, room - length))
 
 
 def _thinking(chance: random.Random, accepts: Accepts, prompt: tuple[int, ...]) -> tuple[int, ...]:

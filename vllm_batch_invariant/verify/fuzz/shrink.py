@@ -102,6 +102,10 @@ def _simpler_items(item: Item) -> Iterator[Item]:
         yield replace(item, leaves=None)
     if item.embeds:
         yield replace(item, embeds=False)
+    if item.images:
+        yield replace(item, images=())
+    for place in range(len(item.images) if len(item.images) > 1 else 0):
+        yield replace(item, images=(*item.images[:place], *item.images[place + 1 :]))
     if item.priority:
         yield replace(item, priority=0)
     extra = {name: value for name, value in item.params.items() if name not in _NEEDED}

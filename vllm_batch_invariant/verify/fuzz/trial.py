@@ -18,7 +18,7 @@ SHRINK_SECONDS = 20.0
 _LACKS = "the model has no such task"
 RUN = "vllm_batch_invariant.verify.fuzz.engine:run_schedule"
 INFO = "vllm_batch_invariant.verify.fuzz.engine:info"
-_COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "aborts", *EVENTS)
+_COUNTED = ("steps", "chunked_steps", "graph_replays", "preemptions", "prefix_hits", "encoded", "aborts", *EVENTS)
 
 
 class Callee(Protocol):
@@ -64,7 +64,12 @@ class Trial:
         row.versions = " ".join(f"{name}={version}" for name, version in self.versions.items() if version)
         begins, ends = info.get("thought", ((), ()))
         self._accepts = Accepts(
-            ordinary(info["vocabulary"]), info["vocabulary"], -1, thought=(tuple(begins), tuple(ends)), pooling=pools
+            ordinary(info["vocabulary"]),
+            info["vocabulary"],
+            -1,
+            thought=(tuple(begins), tuple(ends)),
+            pooling=pools,
+            images=info.get("images") or {},
         )
 
     def _leave_out(self, kinds: Mapping[str, str]) -> None:
@@ -138,4 +143,4 @@ class Trial:
 
 def _key(item: Item) -> str:
     [one] = alone(item).items
-    return json.dumps([one.prompt, one.embeds, dict(one.params)])
+    return json.dumps([one.prompt, one.embeds, dict(one.params), [*map(dict, one.images)]])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ..answers import Answer, RequestSpec, answer_of
 from ..outcome import NoTestError
 from ..printing import one_line, shortened
-from . import pooling
+from . import images, pooling
 from .drive import add_request, completions_of, drive
 from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
@@ -276,14 +276,15 @@ class _OfflineLoad:
         spec = self._spec
         if arrival.kind is Kind.SAMPLE:
             params, more = self._target()
-            self._engine.add_request(name, self._prompt(spec.prompt), params, **more)
+            self._engine.add_request(name, self._prompt(spec.prompt, spec.image), params, **more)
         else:
             self._others += 1
             try:
                 params, more = self._params(arrival.params)
                 for number, prompt in enumerate(arrival.beside):
                     add_request(self._engine, f"{name}-{number}", prompt, params, **more)
-                add_request(self._engine, name, self._prompt(arrival.prompt), params, **more)
+                seen = spec.image if arrival.same else arrival.pictures
+                add_request(self._engine, name, self._prompt(arrival.prompt, seen), params, **more)
                 if spec.pools and arrival.kind is Kind.ABORTED and self._in_flight:
                     self._leaving.append(name)
             except Exception as error:  # vLLM refuses a request by any exception
@@ -323,7 +324,10 @@ class _OfflineLoad:
         most = params.get(pooling.TRUNCATED)
         return made, {"tokenization_kwargs": {pooling.TRUNCATED: most}} if most else {}
 
-    def _prompt(self, text: str) -> str:
+    def _prompt(self, text: str, seen: Sequence[str | tuple[int, int, int]] = ()) -> Any:
+        """A prompt behind images: files, or heights, widths and seeds."""
+        if seen:
+            return images.text_prompt(self._llm, text, seen)
         if not self._spec.chat:
             return text
         messages = [{"role": "user", "content": text}]

@@ -9,10 +9,10 @@ from typing import Any
 
 import openai
 
-from ..answers import GENERATE, Answer, RequestSpec, answer_from
+from ..answers import GENERATE, Answer, RequestSpec, answer_from, url_of, url_with
 from ..outcome import NoTestError
 from ..printing import one_line
-from . import pooling
+from . import images, pooling
 from .client import Connection
 from .load import Arrival, Kind, Run
 from .requests import over_http, varied
@@ -99,7 +99,9 @@ class Generating:
     async def other(self, arrival: Arrival) -> bool:
         """Send a concurrent request; returns whether it was aborted."""
         spec = self._spec
-        body = spec.prompt_body(self._model, arrival.prompt) | over_http(arrival.params, spec.chat)
+        seen = [url_with(images.png(*one), "png") for one in arrival.pictures]
+        seen += map(url_of, spec.image if arrival.same else ())
+        body = spec.prompt_body(self._model, arrival.prompt, seen) | over_http(arrival.params, spec.chat)
         if arrival.kind is not Kind.ABORTED:
             await self._create.with_raw_response.create(**body)
             return False

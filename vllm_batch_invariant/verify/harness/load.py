@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from ..answers import Answer, RequestSpec
-from . import pooling
+from . import images, pooling
 from .requests import ANY_SERVER, draw_concurrent
 
 RAMP = (1, 2, 3, 5, 7, 16, 45, 64, 128)
@@ -33,6 +33,8 @@ class Arrival:
         abort_after: tokens after which an aborted request is aborted; milliseconds of one that pools.
         params: parameters of a concurrent request.
         beside: more prompts of the same request, to a model that pools.
+        pictures: height, width and seed of images before the prompt, see :func:`.images.rgb`.
+        same: whether the images are those of the target request.
     """
 
     kind: Kind
@@ -43,6 +45,8 @@ class Arrival:
     abort_after: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    pictures: tuple[tuple[int, int, int], ...] = ()
+    same: bool = False
 
 
 def ramp(concurrency: int) -> tuple[int, ...]:
@@ -66,7 +70,25 @@ def samples_by_level(samples: int, levels: tuple[int, ...]) -> tuple[int, ...]:
 
 def plan_of(spec: RequestSpec, samples: int, concurrency: int, context: int) -> tuple[Arrival, ...]:
     """The arrivals of :func:`plan_load` beside a target request, whose seed is also that of the load."""
-    return plan_load(samples, concurrency, spec.most_tokens, context, spec.seed, spec.task if spec.pools else "")
+    task = spec.task if spec.pools else ""
+    plan = plan_load(samples, concurrency, spec.most_tokens, context, spec.seed, task)
+    return _with_pictures(plan, spec.seed, context) if spec.image else plan
+
+
+def _with_pictures(plan: tuple[Arrival, ...], seed: int, context: int) -> tuple[Arrival, ...]:
+    """The same with images in most of the concurrent requests whose prompt leaves room for them."""
+    chance, made = random.Random(f"{seed} pictures"), list[Arrival]()
+    for arrival in plan:
+        room = context - len(arrival.prompt) - arrival.params.get("max_tokens", 0) - 64
+        pictures: list[tuple[int, int, int]] = []
+        for _ in range(chance.choice((0, 1, 1, 2, 4))):
+            height, width = chance.choice(images.OF_SERVERS)
+            if (room := room - images.most_tokens(height, width)) >= 0:
+                pictures.append((height, width, chance.randrange(images.DIFFERENT)))
+        same = bool(pictures) and chance.random() < 0.25
+        seen = replace(arrival, pictures=() if same else tuple(pictures), same=same)
+        made.append(arrival if arrival.kind is Kind.SAMPLE else seen)
+    return tuple(made)
 
 
 def plan_load(

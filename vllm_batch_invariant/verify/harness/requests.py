@@ -76,6 +76,7 @@ class Accepts:
         kinds: the members of ``EVERY_KIND`` that it accepts.
         thought: the tokens that begin a thought and those that end it; empty without ``--reasoning-config``.
         pooling: what :func:`.pooling.about` says of it; empty if it generates.
+        images: what :func:`.images.about` says of it; empty if it takes text alone.
     """
 
     vocabulary: range
@@ -84,6 +85,7 @@ class Accepts:
     kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind not in OF_TEXT)
     thought: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     pooling: Mapping[str, Any] = field(default_factory=dict)
+    images: Mapping[str, Any] = field(default_factory=dict)
 
     def listed(self, positions: int) -> list[int | None]:
         """The members of ``LISTED`` that are allowed for a request with this number of listed positions."""

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,8 @@ class StepResult:
     batches: list[tuple[float, int]]
     """(seconds, requests that got a token) of every step of the engine."""
     preemptions: int
+    encoded: dict[str, int] = field(default_factory=dict)
+    """How often images and videos were encoded, ``calls``, and how many of them in all, ``items``."""
 
     @property
     def largest_batch(self) -> int:
@@ -156,6 +158,7 @@ class Engine:
         requests: list[dict[str, Any]],
         reset_prefix_cache: bool = False,
         preempt_after: int | None = None,
+        forget_images: bool = False,
     ) -> StepResult:
         """Send the requests of :mod:`.requests` together and wait for all of them.
 
@@ -164,15 +167,17 @@ class Engine:
             requests: each a ``prompt`` and its ``params``.
             reset_prefix_cache: let go of what is cached first.
             preempt_after: steps of the engine after which what runs is preempted; None for never.
+            forget_images: let go of encoded images first, and of what processors made of them.
 
         Raises:
             EngineFailed: the engine refused one of them or broke.
         """
         told = {"name": name, "requests": requests, "reset_prefix_cache": reset_prefix_cache}
         told |= {} if preempt_after is None else {"preempt_after": preempt_after}
+        told |= {"forget_images": True} if forget_images else {}
         answer = self.ask("step", told)
         batches = [(seconds, size) for seconds, size in answer["batches"]]
-        return StepResult(answer["requests"], batches, answer["preemptions"])
+        return StepResult(answer["requests"], batches, answer["preemptions"], answer.get("encoded", {}))
 
     def kill(self) -> None:
         """Kill the engine's processes, from any thread; a call that waits for an answer raises ``EngineFailed``."""

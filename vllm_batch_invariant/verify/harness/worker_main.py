@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from ..printing import one_line
-from . import pooling
+from . import images, pooling
 from .drive import add_request, describe, drive
 
 _answers: TextIO | None = None
@@ -77,7 +77,10 @@ class Driver:
 
         if step.get("reset_prefix_cache") and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
+        if step.get("forget_images") and images.placeholders(self.llm):
+            images.forget(self.llm)
         before, engine = preemptions(self.llm), self.llm.llm_engine
+        encoded = images.encoded(self.llm)
         done: dict[str, dict[str, Any]] = {}
         names = [f"{number}-{step['name']}" for number in range(len(step["requests"]))]
         for name, request in zip(names, step["requests"], strict=True):
@@ -85,7 +88,8 @@ class Driver:
                 params = request_params(request["params"])
                 if getattr(params, "n", 1) > 1:  # otherwise its samples come one by one
                     params.output_kind = RequestOutputKind.FINAL_ONLY
-                add_request(engine, name, {"prompt_token_ids": request["prompt"]}, params)
+                prompt = images.prompt_of(self.llm, request["prompt"], request.get("items", ()))
+                add_request(engine, name, prompt, params)
             except Exception as error:  # vLLM refuses a request by any exception
                 if not request.get("may_be_refused"):
                     raise
@@ -107,6 +111,7 @@ class Driver:
             "requests": [done[name] | {"token_seconds": times[name]} for name in names],
             "batches": batches,
             "preemptions": preemptions(self.llm) - before,
+            "encoded": {name: count - encoded[name] for name, count in images.encoded(self.llm).items()},
         }
 
     def call(self, what: dict[str, Any]) -> Any:
@@ -142,6 +147,7 @@ def describe_engine(llm: Any) -> dict[str, Any]:
         "requests_in_a_step": config.scheduler_config.max_num_seqs,
         "most_logprobs": config.model_config.max_logprobs,
         "pooling": pooling.about(llm),
+        "images": images.about(llm),
         "tokenizer": not config.model_config.skip_tokenizer_init,
         "page": config.cache_config.block_size,
         "pages": config.cache_config.num_gpu_blocks,

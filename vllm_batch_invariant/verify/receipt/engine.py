@@ -73,6 +73,9 @@ _NOT_RECORDED = {
     "stream_interval",
 }
 """Fields of vLLM's ``SamplingParams`` that decide no output token and no logprob of one."""
+IMAGES = "a receipt holds the tokens of a prompt, and this one has images: reproduce --image compares its answers"
+_OF_IMAGES = ("image_token_id", "image_token_index", "video_token_id")
+"""What configurations call the tokens that stand for images and videos in a prompt."""
 _numbers = itertools.count()
 
 
@@ -93,6 +96,8 @@ def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False)
     if output.prompt_token_ids is None or not output.finished or len(output.outputs) != 1:
         raise NoTestError("a receipt is of one finished completion of a prompt of tokens")
     token_ids = tuple(map(int, output.prompt_token_ids))
+    if info.of_images & {*token_ids}:
+        raise NoTestError(IMAGES)
     return Receipt.of(info, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
 
 
@@ -114,9 +119,13 @@ def engine_info(llm: Any) -> EngineInfo:
         model = model_at(None, name, "the engine made its weights up (--load-format dummy)")
     else:
         model = model_at(local_folder(config.model, config.revision), name)
+    asked = (getattr(config.hf_config, name, None) for name in _OF_IMAGES)
+    of_images = frozenset(token for token in asked if isinstance(token, int))
     if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
-        return EngineInfo(model, Environment(mode=False, versions=versions(patch_points.installed_version())))
-    return EngineInfo(model, environment_from_json(endpoint.of_workers(llm.collective_rpc(endpoint.METHOD))))
+        environment = Environment(mode=False, versions=versions(patch_points.installed_version()))
+        return EngineInfo(model, environment, of_images)
+    environment = environment_from_json(endpoint.of_workers(llm.collective_rpc(endpoint.METHOD)))
+    return EngineInfo(model, environment, of_images)
 
 
 def verify(

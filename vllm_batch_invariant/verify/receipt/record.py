@@ -230,6 +230,8 @@ class EngineInfo:
 
     model: Model
     environment: Environment
+    of_images: frozenset[int] = frozenset()
+    """Tokens that stand for images and videos in a prompt."""
 
 
 @dataclass(frozen=True)

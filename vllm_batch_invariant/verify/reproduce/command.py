@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
@@ -59,6 +60,12 @@ def add_arguments(parser: OneLineParser) -> None:
         help="what is asked; of a model that pools: an embedding, a score or classes",
     )
     request.add_argument("--prompt", default=PROMPT, help="the prompt (default: one of 120 words)")
+    request.add_argument(
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="an image before the prompt, of a model that sees images; it is sent as a chat; repeatable",
+    )
     kind = request.add_mutually_exclusive_group()
     kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
     kind.add_argument(
@@ -131,6 +138,10 @@ def _check_task(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error(f"--task {options.task} goes without {', '.join(given)}")
     if options.dimensions and options.task != "embed":
         parser.error("--dimensions is of an embedding: it goes with --task embed")
+    for file in options.image or ():
+        if not Path(file).is_file():
+            parser.error(f"--image {file}: no such file")
+    options.chat = options.chat or bool(options.image)
     if pools and options.offline and not pooling.TASKS[options.task].engine:
         parser.error(f"--task {options.task}: a server makes it of texts: leave out --offline")
 
@@ -168,6 +179,7 @@ def spec_of(options: argparse.Namespace) -> RequestSpec:
         seed=options.seed,
         logprobs=options.logprobs,
         ignore_eos=options.ignore_eos,
+        image=tuple(options.image or ()),
         **{name: getattr(options, name) for name in ("task", *OF_POOLING)},
     )
 

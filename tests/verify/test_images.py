@@ -1,0 +1,144 @@
+"""Requests with images: how they are drawn, written and sent, and what is refused. No engine has a model."""
+
+import random
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.verify.commands import ended
+from vllm_batch_invariant.verify.answers import RequestSpec, url_of
+from vllm_batch_invariant.verify.fuzz.options import NONE, TEXT_ONLY, Place
+from vllm_batch_invariant.verify.fuzz.schedule import Schedule, Settings, draw_schedule, draw_settings, draw_targets
+from vllm_batch_invariant.verify.fuzz.shrink import shrink
+from vllm_batch_invariant.verify.harness import images
+from vllm_batch_invariant.verify.harness.load import Kind, plan_of
+from vllm_batch_invariant.verify.harness.requests import Accepts
+from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.receipt import engine as receipt_engine
+from vllm_batch_invariant.verify.receipt.record import EngineInfo, Environment, Model
+
+ABOUT = {"kinds": {"image": {"sizes": [[[28, 28], 3], [[84, 140], 17]], "most": 2}}, "whole": False}
+ABOUT["kinds"]["video"] = {"sizes": [[[4, 56, 56], 10]], "most": 1}
+"""An engine that encodes images and videos."""
+ACCEPTS = Accepts(range(16, 1000), 4096, -1, images=ABOUT)
+SETTINGS = Settings(16, 64, 32, True, False, True, True, "", 1024)
+VISION = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "vision_config": {}}
+
+
+def test_a_picture_has_the_pixels_of_its_seed_and_a_file_has_the_same() -> None:
+    pixels = images.rgb(10, 7, 3)
+    assert len(pixels) == 210
+    assert pixels == images.rgb(10, 7, 3) != images.rgb(10, 7, 4)
+    made = images.png(10, 7, 3)
+    start = made.index(b"IDAT") + 4
+    rows = zlib.decompress(made[start : made.index(b"IEND") - 8])
+    assert b"".join(rows[row * 22 + 1 : (row + 1) * 22] for row in range(10)) == pixels
+
+
+def test_drawn_images_are_of_each_kind_and_fit() -> None:
+    chance = random.Random(0)
+    drawn = [images.draw(chance, ABOUT, 20, 25) for _ in range(200)]
+    assert max(images.tokens_of(items, ABOUT) for items in drawn) <= 25
+    assert {item["kind"] for items in drawn for item in items} == {"image", "video"}
+    assert {len(items) for items in drawn} > {1, 2}
+    for items in drawn:
+        assert sum(item["kind"] == "video" for item in items) <= 1
+        assert items == sorted(items, key=lambda item: item["at"])
+    assert images.draw(chance, ABOUT, 20, 2) == []
+
+
+def test_half_of_the_targets_and_of_their_company_have_images() -> None:
+    targets = dict(enumerate(draw_targets(0, 46, ACCEPTS, 1024)))
+    seen = [target for target in targets.values() if target.images]
+    assert 10 < len(seen) < 36
+    for target in seen:
+        assert len(target.prompt) + images.tokens_of(target.images, ABOUT) + target.params["max_tokens"] <= 1024
+    schedules = [draw_schedule(f"{number}", SETTINGS, targets, ACCEPTS) for number in range(20)]
+    items = [item for schedule in schedules for item in schedule.items]
+    assert any(item.images and not item.target for item in items)
+    assert any(item.images and item.target for item in items)
+    assert [Schedule.from_plain(schedule.plain()) for schedule in schedules] == schedules
+    text = Accepts(range(16, 1000), 4096, -1)
+    assert not any(target.images for target in draw_targets(0, 46, text, 1024))
+
+
+def test_a_schedule_is_shrunk_to_the_image_without_which_nothing_differs() -> None:
+    targets = dict(enumerate(draw_targets(0, 46, ACCEPTS, 1024)))
+    schedule = draw_schedule("3", SETTINGS, targets, ACCEPTS)
+    picture = {"kind": "image", "size": [84, 140], "seed": 9, "at": 0}
+    first, *others = schedule.items
+    items = (
+        replace(first, target=True, name="x"),
+        *(replace(one, images=(*one.images, picture)) for one in others[:3]),
+    )
+
+    def differs(candidate: Schedule) -> bool:
+        beside = [item for item in candidate.items if item.name != "x"]
+        return any(one["seed"] == 9 for item in beside for one in item.images)
+
+    small = shrink(Schedule(items), "x", differs, 1e9, now=lambda: 0.0)
+    assert [len(item.images) for item in small.items if item.name != "x"] == [1]
+    assert [item.images for item in small.items if item.name == "x"] == [()]
+
+
+def test_settings_of_a_model_that_sees_images_are_drawn_with_and_without_them() -> None:
+    place = Place("cpu", cores=2, model=VISION, encodes=True)
+    drawn = [draw_settings(0, number, 1024, place) for number in range(40)]
+    assert {one.text for one in drawn} == {NONE, *TEXT_ONLY}
+    seeing = [one for one in drawn if not one.text]
+    assert not any(one.drafts or one.exact or one.workers > 1 or "cache" in one.options for one in seeing)
+    assert {"uncached"} <= {one.options.get("processor") for one in seeing}
+    assert not any("processor" in one.options for one in drawn if one.text)
+    assert any(one.drafts for one in drawn if one.text)
+    never = [draw_settings(0, number, 1024, replace(place, encodes=False)) for number in range(40)]
+    assert not any(one.text == NONE for one in never)
+
+
+def test_a_step_of_a_model_whose_images_are_whole_has_room_for_one() -> None:
+    place = Place("cpu", cores=2, model=VISION | {"model_type": "gemma3"}, encodes=True)
+    drawn = [draw_settings(0, number, 1024, place) for number in range(20)]
+    steps = {
+        int(arguments[arguments.index("--max-num-batched-tokens") + 1]): one.text
+        for one in drawn
+        for arguments in [one.arguments("model")]
+        if not one.text
+    }
+    assert min(steps) == 300
+
+
+def test_a_load_beside_images_has_others_and_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(images.png(28, 28, 0))
+    spec = RequestSpec(chat=True, image=(str(file),))
+    others = [one for one in plan_of(spec, 300, 32, 4096) if one.kind is not Kind.SAMPLE]
+    assert any(one.same for one in others)
+    assert {len(one.pictures) for one in others} >= {0, 1, 2, 4}
+    assert len({size for one in others for *size, _ in one.pictures for size in [tuple(size)]}) == 4
+    plain = plan_of(RequestSpec(chat=True), 300, 32, 4096)
+    assert not any(one.pictures or one.same for one in plain)
+    assert [replace(one, pictures=(), same=False) for one in plan_of(spec, 300, 32, 4096)] == [*plain]
+    content = spec.body("model")["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "text"]
+    assert content[0]["image_url"]["url"] == url_of(str(file))
+    assert url_of(str(file)).startswith("data:image/png;base64,")
+
+
+def test_an_image_that_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--image", "no.png")
+    assert said.status == 2
+    assert "--image no.png: no such file" in said.err
+
+
+def test_images_go_with_no_pooling_task(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--task", "embed", "--image", "no.png")
+    assert "--task embed goes without --image" in said.err
+
+
+def test_a_receipt_of_a_prompt_with_images_is_refused() -> None:
+    output = SimpleNamespace(prompt_token_ids=[1, 7, 7], finished=True, outputs=[None])
+    info = EngineInfo(Model("seeing", why_no_digest="none"), Environment(), of_images=frozenset((7,)))
+    with pytest.raises(NoTestError, match="reproduce --image"):
+        receipt_engine.make(output, None, info)

@@ -1,0 +1,244 @@
+"""Images and videos of requests: which an engine encodes, what is drawn for them, and what is let go of between runs.
+
+A request has its items beside the tokens of its text, each with the place in the text before which it stands: plain
+data, of which pixels are made where they are needed.
+"""
+
+import random
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from ..outcome import NoTestError
+from ..printing import one_line
+
+SHAPES = ((1, 1), (2, 2), (1, 15), (3, 5), (5, 3), (4, 6), (8, 9))
+"""Rows and columns of what is drawn, in the smallest squares that a processor keeps as they are."""
+FRAMES = 4
+"""Of a video."""
+DIFFERENT = 5
+"""Pictures of each size: so few that requests soon have the same."""
+OF_SERVERS = ((224, 224), (224, 448), (448, 224), (448, 448))
+"""Heights and widths of what a server is sent: whole patches of 14 and of 16 pixels, merged or not."""
+_BLOCK = 5
+"""Pixels of the side of a square of one colour: no patch is of one."""
+_TRIED = 0.34
+"""Part of the context that one item may take."""
+
+Item = dict[str, Any]
+"""``kind`` ("image" or "video"), ``size`` ([height, width], or [frames, height, width]), ``seed`` and ``at``, the token
+of the text before which it stands.
+"""
+
+
+def rgb(height: int, width: int, seed: int) -> bytes:
+    """The pixels of a picture: squares of random colours, row by row."""
+    chance, lines = random.Random(f"{height} {width} {seed}"), []
+    for _ in range(-(-height // _BLOCK)):
+        row = b"".join(chance.randbytes(3) * _BLOCK for _ in range(-(-width // _BLOCK)))[: 3 * width]
+        lines.append(row * _BLOCK)
+    return b"".join(lines)[: 3 * width * height]
+
+
+def most_tokens(height: int, width: int) -> int:
+    """Of an image in any model: of squares of 28 pixels, or as many as each image of a model that makes all equal."""
+    return max(264, height * width // 784 + 8)
+
+
+def png(height: int, width: int, seed: int) -> bytes:
+    """The same as a file, for a server."""
+    pixels = rgb(height, width, seed)
+    rows = b"".join(b"\0" + pixels[start : start + 3 * width] for start in range(0, len(pixels), 3 * width))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    made = b"\x89PNG\r\n\x1a\n"
+    for kind, data in parts:
+        made += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return made
+
+
+def data_of(item: Mapping[str, Any]) -> Any:
+    """What vLLM takes for an item: a picture, or frames with what is known of them."""
+    import numpy as np
+    from PIL import Image
+
+    if item["kind"] == "image":
+        height, width = item["size"]
+        return Image.frombytes("RGB", (width, height), rgb(height, width, item["seed"]))
+    count, height, width = item["size"]
+    frames = [np.frombuffer(rgb(height, width, item["seed"] + 1000 * one), np.uint8) for one in range(count)]
+    known = {"fps": 1.0, "duration": float(count), "total_num_frames": count, "frames_indices": list(range(count))}
+    known |= {"video_backend": "opencv", "do_sample_frames": False}
+    return np.stack(frames).reshape(count, height, width, 3), known
+
+
+@cache
+def placeholders(llm: Any) -> dict[str, list[int]]:
+    """The tokens by which a prompt says where an item stands, by kind; empty of an engine that encodes none."""
+    from ...integration.reviews import encoding
+
+    kinds = encoding.encoded(llm.llm_engine.model_config)
+    if not kinds:
+        return {}
+    written, tokenizer = llm.apply_model(_written)[0], llm.get_tokenizer()
+    return {kind: tokenizer.encode(written[kind], add_special_tokens=False) for kind in kinds}
+
+
+def _written(model: Any) -> dict[str, str]:
+    found = {}
+    for kind in ("image", "video"):
+        with suppress(ValueError):  # a model has none of that kind
+            found[kind] = type(model).get_placeholder_str(kind, 1)
+    return found
+
+
+def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A prompt for vLLM's ``add_request``."""
+    written, data, done = list[int](), dict[str, list[Any]](), 0
+    for item in sorted(items, key=lambda item: item["at"]):
+        at = min(item["at"], len(tokens))
+        written += [*tokens[done:at], *placeholders(llm)[item["kind"]]]
+        data.setdefault(item["kind"], []).append(data_of(item))
+        done = at
+    made: dict[str, Any] = {"prompt_token_ids": [*written, *tokens[done:]]}
+    return made | {"multi_modal_data": data} if data else made
+
+
+def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]]) -> dict[str, Any]:
+    """The message of a chat that begins with images: files, or heights, widths and seeds.
+
+    Raises:
+        NoTestError: the engine encodes none, or a file is none.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if "image" not in placeholders(llm):
+        raise NoTestError("the engine takes no images: leave out --image, or serve a model that sees them")
+    pictures = []
+    for one in seen:
+        try:
+            if isinstance(one, str):
+                pictures.append(Image.open(one).convert("RGB"))
+            else:
+                pictures.append(data_of({"kind": "image", "size": one[:2], "seed": one[2]}))
+        except (OSError, UnidentifiedImageError) as error:
+            raise NoTestError(f"--image {one}: {one_line(error)}") from error
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": content}]
+    made = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return {"prompt": made, "multi_modal_data": {"image": pictures}}
+
+
+def about(llm: Any) -> dict[str, Any]:
+    """What requests depend on of an engine that encodes images; empty for any other.
+
+    Returns:
+        ``kinds``: by kind ``sizes`` (size and tokens of each that may be drawn) and ``most`` items of a request;
+        ``whole``: whether a step must have an image whole.
+    """
+    if not placeholders(llm):
+        return {}
+    engine, kinds = llm.llm_engine, {}
+    model, step = engine.model_config, engine.vllm_config.scheduler_config.max_num_batched_tokens
+    whole = bool(getattr(model, "is_mm_prefix_lm", False))
+    room = min(_TRIED * model.max_model_len, step if whole else model.max_model_len)
+    for kind in placeholders(llm):
+        tried = [(size, _tokens_of(llm, kind, size)) for size in _sizes(llm, kind)]
+        sizes = [[list(size), count] for size, count in tried if 0 < count <= room]
+        if sizes:
+            kinds[kind] = {"sizes": sizes, "most": min(4, model.multimodal_config.get_limit_per_prompt(kind))}
+    forget(llm)
+    return {"kinds": kinds, "whole": whole} if kinds else {}
+
+
+def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
+    """Sizes that a processor keeps as they are."""
+    processor = llm.llm_engine.renderer.get_mm_processor().info.get_hf_processor()
+    of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
+    size = of_kind.size
+    if size.get("height"):
+        return [(size["height"], size["width"])]
+    unit = of_kind.patch_size * of_kind.merge_size
+    found: list[tuple[int, ...]] = []
+    for rows, columns in SHAPES:
+        scale = 1
+        while rows * columns * (scale * unit) ** 2 < size["shortest_edge"]:
+            scale += 1
+        found.append((rows * scale * unit, columns * scale * unit))
+    return [(FRAMES, *one) for one in found[:-2]] if kind == "video" else found
+
+
+def _tokens_of(llm: Any, kind: str, size: Sequence[int]) -> int:
+    """Tokens of an item in a prompt; 0 if vLLM refuses it."""
+    engine = llm.llm_engine
+    item = {"kind": kind, "size": list(size), "seed": 0, "at": 0}
+    try:
+        prompt = prompt_of(llm, [], [item])
+        made = engine.input_processor.process_inputs("size", prompt, llm.get_default_sampling_params(), ("generate",))
+    except ValueError:
+        return 0
+    return len(made.prompt_token_ids)
+
+
+def forget(llm: Any) -> None:
+    """Let go of what was encoded, and of what processors made."""
+    llm.llm_engine.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
+
+
+def encoded(llm: Any) -> dict[str, int]:
+    """How often items were encoded, ``calls``, and how many in all, ``items``, since this was first asked for."""
+    return llm.apply_model(_counted)[0] if placeholders(llm) else {"calls": 0, "items": 0}
+
+
+def _counted(model: Any) -> dict[str, int]:
+    """Runs in the engine's worker."""
+    counts = vars(model).get("items_encoded")
+    if counts is None:
+        counts, encode = {"calls": 0, "items": 0}, model.embed_multimodal
+
+        def counting(**given: Any) -> Any:
+            made = encode(**given)
+            counts["calls"] += 1
+            counts["items"] += len(made)
+            return made
+
+        model.items_encoded, model.embed_multimodal = counts, counting
+    return dict(counts)
+
+
+def draw(chance: random.Random, about: Mapping[str, Any], text: int, room: int, least: int = 1) -> list[Item]:
+    """Items of a request, one or several, as many as fit.
+
+    Args:
+        chance: the source of every choice.
+        about: the engine, see :func:`about`.
+        text: tokens of its text.
+        room: tokens that all may have together.
+        least: items to try for.
+    """
+    items: list[Item] = []
+    for _ in range(max(least, chance.choice((1, 1, 2, 3)))):
+        kind = chance.choice(sorted(about["kinds"]))
+        of_kind = about["kinds"][kind]
+        size, count = chance.choice(of_kind["sizes"])
+        if count > room or sum(item["kind"] == kind for item in items) >= of_kind["most"]:
+            continue
+        room -= count
+        place = chance.choice((0, text, chance.randint(0, text)))
+        items.append({"kind": kind, "size": size, "seed": chance.randrange(DIFFERENT), "at": place})
+    return sorted(items, key=lambda item: item["at"])
+
+
+def tokens_of(items: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> int:
+    """Tokens that items take in a prompt."""
+    sizes = {kind: {tuple(size): count for size, count in of["sizes"]} for kind, of in about.get("kinds", {}).items()}
+    return sum(sizes[item["kind"]][tuple(item["size"])] for item in items)
+
+
+def largest(about: Mapping[str, Any]) -> int:
+    """Most tokens of an item that is drawn."""
+    return max((count for of in about.get("kinds", {}).values() for _, count in of["sizes"]), default=0)
