@@ -14,7 +14,7 @@ import pytest
 from vllm_batch_invariant import resume
 from vllm_batch_invariant.seeds import sample_seed
 
-openai = pytest.importorskip("openai")
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 
 SAME = {"fingerprint": "vllm-1-batch-invariant-a", "witness": "1-b"}
 LENGTH = 12
@@ -136,11 +136,11 @@ def served(*fakes: Fake) -> Iterator[list[str]]:
             server.server_close()
 
 
-@pytest.fixture(scope="module")
-def client() -> Any:
-    import httpx
-
-    return openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", http_client=httpx.Client(trust_env=False))
+@pytest.fixture(scope="module", params=["openai's", "httpx"])
+def client(request: pytest.FixtureRequest) -> Any:
+    """With the HTTP client that openai makes itself, and with one of the user's, of the library that it used before."""
+    http = openai.DefaultHttpxClient if request.param == "openai's" else httpx.Client
+    return openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", http_client=http(trust_env=False))
 
 
 PROMPT = {"model": "m", "prompt": "Call me", "seed": 5}

@@ -43,6 +43,10 @@ class NotResumed(RuntimeError):
     """An answer that cannot go on at another server; the text is one line."""
 
 
+class _EndedEarly(Exception):
+    """A stream that ends as if all had come."""
+
+
 def stream(
     client: Any, base_urls: Sequence[str], known: Mapping[str, str] | None = None, /, **asked: Any
 ) -> Iterator[Any]:
@@ -65,7 +69,6 @@ def stream(
             of itself; or what came does not tell the tokens of the answer.
         openai.APIStatusError: a server refuses the request.
     """
-    import httpx
     import openai
 
     answer = Answer.of(asked)
@@ -84,19 +87,17 @@ def stream(
                     for chunk in chunks:
                         yield from answer.take(part, chunk)
                 if answer.is_open(part):
-                    raise openai.APIConnectionError(
-                        message="the stream ended early", request=httpx.Request("POST", PATH)
-                    )
+                    raise _EndedEarly("the stream ended early")
             yield from answer.last()
             return
-        except (openai.APIConnectionError, httpx.TransportError) as error:
-            lost.append(f"{server.base_url}: {error or type(error).__name__}")
         except openai.APIStatusError as error:
             if error.status_code < 500:
                 raise
             lost.append(f"{server.base_url}: {error}")
-        except openai.APIError as error:  # in the place of a chunk
-            lost.append(f"{server.base_url}: {error}")
+        except Exception as error:
+            if not (isinstance(error, openai.APIError) or _is_lost(error)):
+                raise
+            lost.append(f"{server.base_url}: {error or type(error).__name__}")
     raise NotResumed(f"no server goes on with the answer: {'; '.join(lost) or 'none was named'}")
 
 
@@ -119,6 +120,11 @@ def identity(server: Any) -> dict[str, str]:
     if missing := [name for name, value in found.items() if not value]:
         raise NotResumed(f"{server.base_url} tells no {' and no '.join(missing)}, so no server is known to be equal")
     return found
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a connection broke while chunks came: openai hands on the error of whichever HTTP library it has."""
+    return isinstance(error, _EndedEarly) or any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def _differing(known: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -41,7 +41,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.0, "seed": 5},
     "filters": {"temperature": 1.0, "seed": 6, "top_p": 0.9, "extra_body": {"min_p": 0.02, "top_k": 50}},
     "bias": {"temperature": 1.0, "seed": 6, "logit_bias": {"100": 3.0}},
-    "at least so many tokens": {"temperature": 1.5, "seed": 8, "extra_body": {"min_tokens": 30, "ignore_eos": False}},
+    "at least so many tokens": {"temperature": 1.5, "seed": 8, "extra_body": {"min_tokens": 20, "ignore_eos": False}},
     "regular expression": {
         "temperature": 1.0,
         "seed": 9,
@@ -53,10 +53,12 @@ Got = tuple[list[int], str, list[tuple[Any, ...]], Any]
 
 
 def client_of(server: Server, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.base_url, api_key=key, http_client=httpx.Client(trust_env=False, timeout=300))
+    return openai.OpenAI(
+        base_url=server.base_url, api_key=key, http_client=openai.DefaultHttpxClient(trust_env=False, timeout=300)
+    )
 
 
-def asked(client: openai.OpenAI, length: int = 48, **form: Any) -> dict[str, Any]:
+def asked(client: openai.OpenAI, length: int = 32, **form: Any) -> dict[str, Any]:
     extra = {"return_token_ids": True, "ignore_eos": True} | form.pop("extra_body", {})
     model = client.models.list().data[0].id
     options = {"model": model, "prompt": PROMPT, "max_tokens": length, "logprobs": 5} | form
@@ -140,7 +142,7 @@ def test_with_another_seed_or_as_a_prompt_alone_it_is_another_answer(server: Ser
     tokenized = {"model": options["model"], "prompt": PROMPT}
     prompt = httpx.post(f"{server.base_url[:-3]}/tokenize", json=tokenized, trust_env=False).json()["tokens"]
     [(plain, *_)] = whole(
-        client.completions.create(**options | {"prompt": prompt + tokens[:20], "max_tokens": 28}, stream=True)
+        client.completions.create(**options | {"prompt": prompt + tokens[:20], "max_tokens": 12}, stream=True)
     ).values()
     assert plain != tokens[20:]
 
