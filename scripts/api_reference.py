@@ -25,12 +25,17 @@ MODULES = {
     f"{PACKAGE}.trl": "the extra [on-policy]",
     f"{PACKAGE}.verl": "verl 0.9.0 or 0.9.1",
     f"{PACKAGE}.seeds": "nothing",
+    f"{PACKAGE}.resume": "openai",
     f"{PACKAGE}.verify.receipt": "the extra [verify], and vLLM where an engine computes",
     f"{PACKAGE}.batch_invariant_ops": "PyTorch",
     f"{PACKAGE}.errors": "nothing",
 }
 """The public modules, and what each needs."""
-WITHOUT_ALL = {f"{PACKAGE}.seeds": ("sample_seed",), f"{PACKAGE}.errors": ("NotCovered", "BadSetting")}
+WITHOUT_ALL = {
+    f"{PACKAGE}.seeds": ("sample_seed",),
+    f"{PACKAGE}.resume": ("stream", "identity", "NotResumed"),
+    f"{PACKAGE}.errors": ("NotCovered", "BadSetting"),
+}
 """What is public in modules that have no ``__all__``."""
 LEFT_OUT = {PACKAGE: ("__version__", "register")}
 """Names of ``__all__`` that are no functions for users: vLLM calls ``register``."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _BLUE, _ORANGE, _PALE = "#0072B2", "#D55E00", "#9ecae1"
-SMALL_FILES = ("envs", "errors", "installing", "seeds", "serve", "compare", "kept_file", "sources", "version")
+SMALL_FILES = ("envs", "errors", "installing", "resume", "seeds", "serve", "compare", "kept_file", "sources", "version")
 """Modules that every package may import."""
 _OF_RUNS = {
     "stock": {"color": _ORANGE},

@@ -89,6 +89,12 @@ SEED = PatternVariable(
     "Gives every request that samples without a seed one made of its prompt, its sampling parameters and this number.",
     r"-?[0-9]+",
 )
+CANARY = PatternVariable(
+    f"{FLAG}_CANARY",
+    ("none", "a number of minutes"),
+    "Has a server compute the requests of its witness again every so many minutes, and count where bits differ.",
+    r"(?=.*[1-9])[0-9]+(\.[0-9]+)?",
+)
 UNTESTED_VLLM = PatternVariable(
     f"{FLAG}_UNTESTED_VLLM",
     ("none", "a version"),
@@ -114,6 +120,7 @@ VARIABLES = (
     Variable(FLAG, ("0", "1"), "The mode, for vLLM and this plugin."),
     ARITHMETIC,
     ATTENTION,
+    CANARY,
     LINEAR,
     SEED,
     TP_TREE,

@@ -17,11 +17,14 @@ from tests.docs.documents import PROJECT, ROOT, of_command
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.engine.endpoint import METRIC
+from vllm_batch_invariant.integration.engine.server import LABELS
+from vllm_batch_invariant.integration.engine.witness import DIFFERENCES, RUNS
 from vllm_batch_invariant.integration.reviews import patch_points, versions
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["vllm"]
 CLAIM, DEPLOYMENT, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+ALERTS = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
 MONITOR = yaml.safe_load((ROOT / "deploy" / "podmonitor.yaml").read_text())
 POD = DEPLOYMENT["spec"]["template"]
 [CONTAINER] = POD["spec"]["containers"]
@@ -124,6 +127,16 @@ def test_the_operator_of_prometheus_reads_the_port_of_these_pods() -> None:
     [endpoint] = MONITOR["spec"]["podMetricsEndpoints"]
     assert endpoint["path"] == "/metrics"
     assert endpoint["port"] in [port["name"] for port in CONTAINER["ports"]]
+
+
+def test_the_alerts_are_of_metrics_and_labels_that_there_are() -> None:
+    assert (ALERTS["apiVersion"], ALERTS["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    rules = [rule for group in ALERTS["spec"]["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    expressions = " ".join(rule["expr"] for rule in rules)
+    assert {*re.findall(r"vllm:\w+", expressions)} == {METRIC, f"{RUNS}_total", f"{DIFFERENCES}_total"}
+    named = {label for labels in re.findall(r"(?:by|on) \(([\w, ]+)\)", expressions) for label in labels.split(", ")}
+    assert named - {"instance"} <= {*LABELS}
 
 
 @pytest.fixture

@@ -250,19 +250,22 @@ def test_the_metric_is_one_for_what_is_served_and_zero_for_what_was(nothing_publ
         device_config=SimpleNamespace(device_type="cpu"),
     )
     found = Fingerprint.of(given.environment, given.engine, given.args, "w")
-    found.tell(Metric(given.environment, config).show)
+    metric = Metric(given.environment, config)
     first = str(found)
+    metric.show(first, "1-a")
+    found.tell(lambda fingerprint: metric.show(fingerprint, ""))
     nothing_published.append("v")
     second = str(found)
+    metric.show(second, "1-b")
     REGISTRY.unregister(server._made_gauge())  # as vLLM does for the next engine of a process
-    found.tell(Metric(given.environment, config).show)
+    metric.show(second, "1-b")
     samples = [sample for family in REGISTRY.collect() if family.name == endpoint.METRIC for sample in family.samples]
     values = {
-        sample.labels["fingerprint"]: sample.value
+        (sample.labels["fingerprint"], sample.labels["witness"]): sample.value
         for sample in samples
         if sample.labels["model_name"] == "of this test"
     }
-    assert values == {first: 0, second: 1}
+    assert values == {(first, "1-a"): 0, (second, ""): 0, (second, "1-b"): 1}
     assert samples[0].labels["device"] == "Xeon"
 
 
@@ -278,6 +281,7 @@ def test_a_user_who_chose_the_field_keeps_it_and_the_route_has_the_fingerprint(m
     given.engine.model_config.served_model_name = "of another test"
     given.engine.vllm_config.model_config = given.engine.model_config
     given.engine.vllm_config.device_config = SimpleNamespace(device_type="cpu")
+    given.engine.model_config.runner_type = "pooling"
     theirs = None if mode == "none" else "theirs"
     serving, plugin = kind(theirs), Endpoint()
 
@@ -286,7 +290,7 @@ def test_a_user_who_chose_the_field_keeps_it_and_the_route_has_the_fingerprint(m
         return await plugin.engine_info()
 
     found = asyncio.run(session())
-    assert found == given.environment | {"fingerprint": str(given)}
+    assert found == given.environment | {"fingerprint": str(given), "witness": ""}
     assert serving.system_fingerprint == (theirs if mode in ("custom", "none") else str(given))
 
 

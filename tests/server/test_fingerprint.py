@@ -1,6 +1,7 @@
 """What two real servers say of themselves, and what their answers say of the servers."""
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,16 @@ class Asked:
         [labels] = [sample.labels for sample in samples if sample.value == 1]
         return labels
 
+    def witness(self, other_than: str = "") -> str:
+        """The server's witness, waited for until it is another one."""
+        headers = {"Authorization": f"Bearer {self.api.api_key}"}
+        for _ in range(600):
+            found = self.http.get(f"{self.root}/v1/batch_invariant", headers=headers).json()["witness"]
+            if found not in ("", other_than):
+                return str(found)
+            time.sleep(0.1)
+        raise AssertionError(f"the witness stays {found!r}")
+
     def load(self, folder: Path) -> None:
         """Other weights, as a trainer brings them over HTTP."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -108,19 +119,23 @@ def test_servers_that_differ_in_what_decides_no_bits_have_one_fingerprint_and_on
 def test_the_fingerprint_follows_the_weights_and_comes_back_with_them(
     second: Asked, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    before = second.completion()
+    before, witness = second.completion(), second.witness()
     second.load(make_checkpoint(tmp_path_factory.mktemp("other"), SHAPE, seed=1))
     other = second.completion()
     assert other[0] not in (None, before[0])
     assert other[1] != before[1]
     assert set(second.fingerprints().values()) == {other[0]}
     assert second.metric()["fingerprint"] == other[0]
+    others = second.witness(other_than=witness)
+    assert second.metric()["witness"] == others
     second.load(model)
     assert second.completion() == before
     assert second.metric()["fingerprint"] == before[0]
+    assert second.witness(other_than=others) == witness
 
 
 def test_the_metrics_of_one_process_and_of_several_say_what_is_promised(first: Asked, second: Asked) -> None:
+    assert first.witness() == second.witness()
     assert first.metric() == second.metric()
     said = first.metric()
     assert (said["version"], said["guarantees"]) == (__version__, "run,batch,schedule")

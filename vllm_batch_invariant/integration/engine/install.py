@@ -9,7 +9,7 @@ from ...errors import NotCovered
 from .. import coverage, devices
 from ..reviews import configuration, patch_points
 from ..sampling import grammars, seeds, speculation
-from . import endpoint, items, refusals, server, weights, whole_images
+from . import endpoint, items, refusals, resumption, server, weights, whole_images
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -58,6 +58,7 @@ def install_on_every_device() -> None:
     items.install()
     speculation.install_front_end()
     grammars.install()
+    resumption.install()
     whole_images.install()
     weights.install(devices.of_config)
 

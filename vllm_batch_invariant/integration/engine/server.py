@@ -5,7 +5,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -16,11 +15,11 @@ from ...provenance import installed
 from ...version import __version__
 from .. import devices
 from ..reviews import patch_points
-from . import endpoint, weights
+from . import endpoint, metrics, weights, witness
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-LABELS = ("model_name", "version", "device", "attention", "guarantees", "fingerprint")
+LABELS = ("model_name", "version", "device", "attention", "guarantees", "fingerprint", "witness")
 FIELD = "system_fingerprint"
 """Of answers of the OpenAI API, and of vLLM's objects that make them."""
 OWN_MODES = ("custom", "none")
@@ -79,14 +78,20 @@ class Endpoint:
         self._environment = endpoint.of_workers(await engine_client.collective_rpc(endpoint.METHOD))
         [digest, *_] = await engine_client.collective_rpc(weights.METHOD)
         self._fingerprint = Fingerprint.of(self._environment, engine_client, args, digest)
-        self._fingerprint.tell(Metric(self._environment, engine_client.vllm_config).show)
+        metric = Metric(self._environment, engine_client.vllm_config)
+        self._witness = witness.Witness(engine_client, lambda: str(self._fingerprint), metric.show)
+        if self._fingerprint.promises:
+            await self._witness.make()
+            self._fingerprint.tell(self._witness.follow)
+            self._witness.keep(witness.minutes())
+        metric.show(str(self._fingerprint), str(self._witness))
         if self._fingerprint.promises and getattr(args, "fingerprint_mode", None) not in OWN_MODES:
             stamp(state, self._fingerprint)
             logger.info("%s: %s", FIELD, self._fingerprint)
 
     async def engine_info(self) -> dict[str, Any]:
-        """The fields of ``provenance.Environment``, and the fingerprint."""
-        return self._environment | {"fingerprint": str(self._fingerprint)}
+        """The fields of ``provenance.Environment``, the fingerprint and the witness."""
+        return self._environment | {"fingerprint": str(self._fingerprint), "witness": str(self._witness)}
 
 
 class Fingerprint:
@@ -129,8 +134,7 @@ class Fingerprint:
         return self._text
 
     def tell(self, follow: Callable[[str], None]) -> None:
-        """Have a function called with the string, now and whenever it is found to be another."""
-        follow(str(self))
+        """Have a function called with the string whenever it is found to be another."""
         self._followers.append(follow)
 
 
@@ -151,11 +155,12 @@ class Metric:
         }
         self._before: Any = None
 
-    def show(self, fingerprint: str) -> None:
-        """Say that this is the server's fingerprint now."""
+    def show(self, fingerprint: str, witness: str) -> None:
+        """Say that these are the server's fingerprint and witness now."""
         if self._before is not None:
             self._before.set(0)
-        self._before = _gauge().labels(**self._values, fingerprint=fingerprint)
+        gauge = metrics.registered(_made_gauge())
+        self._before = gauge.labels(**self._values, fingerprint=fingerprint, witness=witness)
         self._before.set(1)
 
 
@@ -163,14 +168,6 @@ class Metric:
 def _made_gauge() -> Any:
     text = "Batch-invariant mode: what the server promises, and the system_fingerprint of its answers."
     return patch_points.GAUGE.get()(endpoint.METRIC, text, LABELS, multiprocess_mode="mostrecent")
-
-
-def _gauge() -> Any:
-    """The gauge, registered, also after vLLM has taken all metrics of its name away for another engine."""
-    gauge = _made_gauge()
-    with suppress(ValueError):  # it is there
-        patch_points.METRICS.get().register(gauge)
-    return gauge
 
 
 def stamp(state: Any, fingerprint: Fingerprint) -> None:

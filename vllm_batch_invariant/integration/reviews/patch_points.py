@@ -201,6 +201,8 @@ ENGINE_ARGUMENTS = PatchPoint(("vllm.engine.arg_utils",), "EngineArgs")
 """Makes the configuration of an engine of what the user passes."""
 INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
+REQUEST = PatchPoint(("vllm.v1.request",), "Request")
+"""What an engine keeps of a request."""
 VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
 """A server tells the client of it, with status 400."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
@@ -252,6 +254,8 @@ BIND_CAPTURE = PatchPoint(("vllm.distributed.aux_output_connector.worker",), "bi
 """Tells each layer of experts, in the second model runner, where to note which experts its tokens have."""
 OUTPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.output_processor",), "OutputProcessor")
 """Makes what a client gets of what the engine gives, by the two below."""
+REQUEST_STATE = PatchPoint(("vllm.v1.engine.output_processor",), "RequestState")
+"""What it keeps of a request."""
 DETOKENIZER = PatchPoint(("vllm.v1.engine.detokenizer",), "BaseIncrementalDetokenizer")
 LOGPROBS_PROCESSOR = PatchPoint(("vllm.v1.engine.logprobs",), "LogprobsProcessor")
 STRUCTURED_OUTPUTS = PatchPoint(("vllm.v1.structured_output",), "StructuredOutputManager")
@@ -260,6 +264,8 @@ ENDPOINT_PLUGINS = PatchPoint(("vllm.plugins",), "load_endpoint_plugins")
 """Called by a server for the routes that plugins add."""
 GAUGE = PatchPoint(("vllm.v1.metrics.loggers",), "Gauge")
 """prometheus_client's, as vLLM has it."""
+COUNTER = PatchPoint(("vllm.v1.metrics.loggers",), "Counter")
+"""The same."""
 METRICS = PatchPoint(("vllm.v1.metrics.prometheus",), "REGISTRY")
 ENVIRONMENT = PatchPoint(("vllm.envs",), "environment_variables")
 CUDAGRAPH_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CUDAGraphMode")
@@ -298,6 +304,8 @@ MEMBERS = {
     ),
     "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
+    "REQUEST": ("from_engine_core_request", "append_output_token_ids"),
+    "REQUEST_STATE": ("from_new_request",),
     "STRUCTURED_OUTPUTS": ("grammar_init", "_create_grammar"),
     "DETOKENIZER": ("update",),
     "LOGPROBS_PROCESSOR": ("update_from_output",),

@@ -30,6 +30,8 @@ class Server:
     base_url: str
     log: Path
     startup_seconds: float
+    process: int = 0
+    """The id of its first process, which leads the group of all."""
 
 
 def free_port() -> int:
@@ -71,7 +73,7 @@ def serve(
     try:
         _wait_until_healthy(process, f"http://{HOST}:{port}/health", log, patience)
         try:
-            yield Server(f"http://{HOST}:{port}/v1", log, time.monotonic() - begin)
+            yield Server(f"http://{HOST}:{port}/v1", log, time.monotonic() - begin, process.pid)
             _require_running(process, log)
         except NoTestError as error:
             _require_running(process, log)

@@ -130,7 +130,8 @@ async def server_info(server: Connection, served: Served, files: Path | None = N
     except openai.OpenAIError as error:
         raise NoTestError(f"{server}{PATH} does not answer: {one_line(error)}") from error
     if isinstance(data, dict):
-        data.pop("fingerprint", None)  # a digest of what is in the receipt
+        for name in ("fingerprint", "witness"):  # digests: of what is in the receipt, and of other answers
+            data.pop(name, None)
     return EngineInfo(model, environment_from_json(data))
 
 
