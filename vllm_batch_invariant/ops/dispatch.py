@@ -17,6 +17,7 @@ _FLOAT = {
     "all_reduce": ("cpu", "cuda"),
     "attention_backward": ("cpu", "cuda"),
     "causal_conv": ("cpu", "cuda"),
+    "delta_rule": ("cpu", "cuda"),
     "kv_cache": ("cpu", "cuda"),
     "linear": ("cpu", "cuda"),
     "moe": ("cpu", "cuda"),

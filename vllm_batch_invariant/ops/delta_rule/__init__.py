@@ -1,0 +1,118 @@
+"""The gated delta rule of linear attention (Yang, Kautz, Hatamizadeh: arxiv.org/abs/2412.06464), whose prefill, decode
+and verify have the same bits; Qwen3-Next and Qwen3.5 call its layers gated delta nets.
+"""
+
+import torch
+
+from ..dispatch import implementation
+from .params import DeltaStates
+from .reduction import ALIGNMENT, DeltaPages, DeltaRuleReduction
+
+__all__ = ["DeltaPages", "DeltaRuleReduction", "DeltaStates", "delta_rule", "gdn_inputs"]
+
+
+def gdn_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_heads: int,
+    key_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands of :func:`delta_rule` in a gated delta net, each token by itself.
+
+    Args:
+        mixed: [tokens, 2 * key_heads * key_size + value_heads * value_size] fp32, bf16 or fp16: queries, keys and
+            values behind the convolution and its SiLU. Rows may be any stride apart.
+        a: [tokens, value_heads], what gates are made of.
+        b: [tokens, value_heads], what betas are made of.
+        a_log: [value_heads]
+        dt_bias: [value_heads]
+        key_heads: of queries and keys.
+        key_size: elements of a query and a key.
+
+    Returns:
+        q and k [tokens, key_heads, key_size], divided by their norm sqrt(sum of squares + 1e-6) in fp32 and rounded to
+        mixed's dtype; v [tokens, value_heads, value_size], a view of mixed; g = -exp(a_log) * softplus(a + dt_bias) and
+        beta = sigmoid(b), both [tokens, value_heads] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotCovered: a device without an implementation.
+    """
+    tokens, value_heads = a.shape
+    values = mixed.shape[1] - 2 * key_heads * key_size
+    fits = (
+        mixed.dim() == 2
+        and mixed.stride(1) == 1
+        and len(mixed) == tokens
+        and b.shape == a.shape
+        and a_log.shape == dt_bias.shape == (value_heads,)
+        and values > 0
+        and values % value_heads == 0
+    )
+    if not fits:
+        given = ", ".join(str(list(one.shape)) for one in (mixed, a, b, a_log, dt_bias))
+        raise ValueError(f"no gated delta net of {given} with {key_heads} key heads of {key_size}")
+    served = implementation("delta_rule", mixed, a, b, a_log, dt_bias)
+    q, k, g, beta = served.gdn_inputs(mixed, a, b, a_log, dt_bias, key_heads, key_size)
+    return q, k, mixed[:, -values:].unflatten(1, (value_heads, values // value_heads)), g, beta
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: DeltaStates,
+    reduction: DeltaRuleReduction,
+) -> torch.Tensor:
+    """Of the new tokens of some requests the gated delta rule with decays e^g, as :class:`DeltaRuleReduction` says;
+    states and rows are kept in the requests' pages.
+
+    Args:
+        q: [tokens, key_heads, K] in the reduction's dtype. Rows of one request follow one another; those behind the
+            last request's are not read. Value head h has key head ``h * key_heads // value_heads``.
+        k: [tokens, key_heads, K] of the same dtype.
+        v: [tokens, value_heads, V] of the same dtype, tokens any stride apart.
+        g: [tokens, value_heads] fp32, 0 or less.
+        beta: [tokens, value_heads] fp32.
+        states: where the requests' earlier tokens are. The new ones are written there.
+        reduction: of the layer.
+
+    Returns:
+        [tokens, value_heads, V] of v's dtype. Rows of no request are not written. Bits of a row depend on that token
+        and those before it: not on how a request is cut into calls, nor on rows that a later call writes anew, as those
+        of drafts that were rejected.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotCovered: a device without an implementation.
+    """
+    tokens, key_heads, key_size = k.shape
+    value_heads, value_size = v.shape[1:]
+    requests, held = len(states.pages), states.states
+    fits = (
+        q.shape == k.shape
+        and v.shape[0] == tokens
+        and v.stride()[1:] == (value_size, 1)
+        and value_heads % key_heads == 0
+        and g.shape == beta.shape == (tokens, value_heads)
+        and (key_size, value_size) == (reduction.key_size, reduction.value_size)
+        and {q.dtype, k.dtype, v.dtype} == {reduction.dtype}
+        and {g.dtype, beta.dtype} == {torch.float32}
+        and states.starts.shape == (requests + 1,)
+        and states.context_lens.shape == (requests,)
+        and states.rows >= reduction.chunk
+        and held.dtype == torch.uint8
+        and held.shape[1:] == (reduction.page_bytes(key_heads, value_heads, states.rows),)
+        and held.stride(1) == 1
+        and held.stride(0) % ALIGNMENT == held.data_ptr() % ALIGNMENT == 0
+    )
+    if not fits:
+        given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (q, k, v, g, beta, held))
+        raise ValueError(f"no delta rule of {given} for {requests} requests with {states.rows} rows and {reduction}")
+    served = implementation("delta_rule", q, k, v, g, beta, held, states.pages, states.starts, states.context_lens)
+    return served.delta_rule(q, k, v, g, beta, states, reduction)

@@ -1,0 +1,136 @@
+"""What decides the bits of the gated delta rule, and where a page of a request's state has what."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...errors import NotCovered
+
+SIZES = (16, 32, 64, 128)
+"""Of keys and values, that the kernels have."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16
+"""Bytes: every part of a page starts at a multiple of it, so that views of any dtype and wide loads are possible."""
+COLUMNS = 16
+"""Values whose states one program may have: they have a border's position of their own."""
+
+
+class DeltaPages(NamedTuple):
+    """Views of the parts of all pages. The state is S transposed, fp32 in two planes: ``(high << 16) + low`` are its
+    bits, where ``high`` is what it is rounded to in bf16, halves away from zero. The row of position p is
+    ``p % rows``.
+    """
+
+    high: torch.Tensor
+    """[pages, value_heads, value_size, key_size] int16."""
+    low: torch.Tensor
+    """[pages, value_heads, value_size, key_size] int16, signed."""
+    borders: torch.Tensor
+    """[pages, value_heads, value_size / COLUMNS] int32: tokens that the state has seen."""
+    k: torch.Tensor
+    """[pages, rows, key_heads, key_size]"""
+    v: torch.Tensor
+    """[pages, rows, value_heads, value_size]"""
+    g: torch.Tensor
+    """[pages, rows, value_heads] fp32."""
+    beta: torch.Tensor
+    """[pages, rows, value_heads] fp32."""
+
+
+@dataclass(frozen=True)
+class DeltaRuleReduction:
+    """The reduction of a value head. Chunks have ``chunk`` tokens and begin at multiples of it, counted from the
+    request's first token; S [key_size, value_size] is the state at a chunk's begin, 0 at the request's. Of the rows t
+    and j of a chunk::
+
+        G[t] = g[0] + ... + g[t]                           # from the chunk's begin, ascending, fp32; g is -128 at least
+        P[t] = (k[t] . S~) e^G[t],  Q[t] = (q[t] . S~) e^G[t]
+        r[t] = beta[t] (v[t] - P[t])
+        A[t, j] = beta[t] ((k[t] . k[j]) e^(G[t] - G[j]))  # j < t, else 0
+        X[t] = -A[t] - sum over i < t of A[t, i] X[i]      # fp32, i ascending, one fma each: (1 + A)^-1 - 1
+        u[t] = r[t] + round(X[t]) . round(r)               # begins with r[t] in fp32
+        M[t, j] = (q[t] . k[j]) e^(G[t] - G[j])            # j <= t, else 0
+        o[t] = scale (Q[t] + round(M[t]) . round(u))       # begins with Q[t] in fp32
+        S' = fma(S, e^G[-1], sum over j of k[j] round(u[j] e^(G[-1] - G[j])))          # behind the last row
+
+    A row reads those above it and S alone, so the bits of a token are the same however many tokens a call has. ``round``
+    is the one to ``dtype``. S~ is S rounded to it: to bf16 with halves away from zero, as one of the two planes holds
+    it. Products add in fp32: on a CPU one fma after the other, ascending; on a GPU as tensor cores do, in steps of 16,
+    ascending, and fp32 by fmas. ``scale`` is ``key_size ** -0.5``.
+
+    Attributes:
+        key_size: elements of a query and a key.
+        value_size: elements of a value.
+        dtype: of queries, keys, values and result.
+        chunk: tokens between two states that are kept.
+        accumulate: the dtype of every addition, and of the state.
+    """
+
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    chunk: int = 16
+    accumulate: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, key_size: int, value_size: int, dtype: torch.dtype) -> "DeltaRuleReduction":
+        """The same on every device.
+
+        Raises:
+            NotCovered: a size that is not 16, 32, 64 or 128, or a dtype that is not fp32, bf16 or fp16.
+        """
+        if not {key_size, value_size} <= {*SIZES}:
+            raise NotCovered(
+                f"a delta rule with keys of {key_size} and values of {value_size}",
+                f"the kernels have {', '.join(map(str, SIZES))}",
+                "serve another model",
+            )
+        if dtype not in DTYPES:
+            raise NotCovered(f"a delta rule in {dtype}", "its state is fp32", "use fp32, bf16 or fp16")
+        return cls(key_size, value_size, dtype)
+
+    @property
+    def scale(self) -> float:
+        """Of the result."""
+        return self.key_size**-0.5
+
+    def drafts(self, rows: int) -> int:
+        """For how many drafts in a call a ring of so many rows has room: at the next call the state may be older by as
+        many tokens, and both calls' rows are in the ring.
+        """
+        return (rows - self.chunk) // 2
+
+    def page_bytes(self, key_heads: int, value_heads: int, rows: int) -> int:
+        """Bytes of a request's page with a ring of so many rows: ``chunk + 2 * drafts``, or more."""
+        return self._layout(key_heads, value_heads, rows)[1]
+
+    def pages(self, states: torch.Tensor, key_heads: int, value_heads: int, rows: int) -> DeltaPages:
+        """Views of states [pages, bytes] uint8."""
+        layout, _ = self._layout(key_heads, value_heads, rows)
+        views = []
+        for begin, shape, dtype in layout:
+            end = begin + math.prod(shape) * dtype.itemsize
+            views.append(states[:, begin:end].view(dtype).unflatten(1, shape))
+        return DeltaPages(*views)
+
+    def _layout(
+        self, key_heads: int, value_heads: int, rows: int
+    ) -> tuple[list[tuple[int, tuple[int, ...], torch.dtype]], int]:
+        """Of each part where it begins, its shape and its dtype; and the bytes of all."""
+        state = value_heads, self.value_size, self.key_size
+        parts = (
+            (state, torch.int16),
+            (state, torch.int16),
+            ((value_heads, self.value_size // COLUMNS), torch.int32),
+            ((rows, key_heads, self.key_size), self.dtype),
+            ((rows, value_heads, self.value_size), self.dtype),
+            ((rows, value_heads), torch.float32),
+            ((rows, value_heads), torch.float32),
+        )
+        layout, end = [], 0
+        for shape, dtype in parts:
+            layout.append((end, shape, dtype))
+            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return layout, end

@@ -1,0 +1,39 @@
+"""The definition of the gated delta rule, in float64."""
+
+import torch
+
+
+def gdn_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_heads: int,
+    key_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the operation's package: float64, nothing is rounded."""
+    sizes = key_heads * key_size, key_heads * key_size, mixed.shape[1] - 2 * key_heads * key_size
+    q, k, v = mixed.double().split(sizes, dim=1)
+    q, k = (x.unflatten(1, (key_heads, key_size)) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    g = -a_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double(), threshold=100.0)
+    return q, k, v.unflatten(1, (a.shape[1], -1)), g, b.double().sigmoid()
+
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one request from its first token on, token by token: float64 [tokens, value_heads, V] and the state behind the
+    last token [value_heads, K, V], where nothing is rounded in between.
+    """
+    group = v.shape[1] // k.shape[1]
+    q, k = (x.double().repeat_interleave(group, dim=1) for x in (q, k))
+    v, g, beta = v.double(), g.double(), beta.double()
+    state, out = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
+    for t in range(len(v)):
+        state = state * g[t].exp()[:, None, None]
+        difference = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
+        state = state + k[t][:, :, None] * (beta[t][:, None] * difference)[:, None, :]
+        out.append(torch.einsum("hk,hkv->hv", q[t], state) * k.shape[2] ** -0.5)
+    return torch.stack(out) if out else torch.zeros_like(v), state
