@@ -58,6 +58,8 @@ from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import FP8_MMA, attends_by_tma, has_tcgen05
+from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates
+from vllm_batch_invariant.ops.delta_rule import cuda as delta_rule
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import FP8_BLOCK, MXFP4, PLAIN, Format, integers
@@ -359,6 +361,20 @@ def convolutions(count: int) -> None:
             states = ConvStates(held, integers[1:], integers, integers[1:], longest)
             bias = None if gated else weight[:, 0].contiguous()
             causal_conv.causal_conv(x, weight, bias, states, ConvReduction.of(width, x.dtype, gated))
+
+
+def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> None:
+    """Qwen3.5's, of so many requests with one new token, with drafts and with more than a chunk has."""
+    for dtype in dtypes:
+        reduction, integers = DeltaRuleReduction.of(128, 128, dtype), torch.zeros(count + 1, dtype=torch.int32)
+        for longest, rows in ((1, 16), (4, 32), (100, 16)):
+            held = torch.zeros(count, reduction.page_bytes(16, 32, rows), dtype=torch.uint8)
+            states = DeltaStates(held, integers[1:], integers, integers[1:], longest, rows)
+            a, weight = torch.zeros(count * longest, 32, dtype=dtype), torch.zeros(32)
+            mixed = torch.zeros(len(a), 64 * 128, dtype=dtype)
+            q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
+            v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
+            delta_rule.delta_rule(q, k, v, g, beta, states, reduction)
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
@@ -804,6 +820,7 @@ def check_some(more: bool) -> None:
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
+    check_all("delta rules", launch_on(90, delta_rules, 2), False)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
@@ -993,6 +1010,7 @@ VARIANTS = {
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
     "causal_conv": partial(launch_on, 90, convolutions, 3),
+    "delta_rule": partial(launch_on, 90, delta_rules, 3, (*HALVES, torch.float32)),
     "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),
     "scaled_linear": partial(launch_on, 90, every_product_of_e4m3),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates, delta_rule
+from vllm_batch_invariant.ops.delta_rule import DeltaPages, DeltaRuleReduction, DeltaStates, delta_rule
 
 
 class Rows(NamedTuple):
@@ -74,7 +74,14 @@ class Layer:
         v = drawn(count, self.value_heads, self.value_size) * drawn(count, self.value_heads, 1).exp()
         g = -gate * torch.empty(count, self.value_heads).exponential_(generator=generator)
         beta = drawn(count, self.value_heads).sigmoid()
-        return Rows(*(one.to(self.device, self.dtype) for one in (q, k, v)), *(one.to(self.device) for one in (g, beta)))
+        return Rows(
+            *(one.to(self.device, self.dtype) for one in (q, k, v)), *(one.to(self.device) for one in (g, beta))
+        )
+
+    @property
+    def parts(self) -> DeltaPages:
+        """Of the pages, views."""
+        return self.reduction.pages(self.states, self.key_heads, self.value_heads, self.rows)
 
     def step(self, parts: Sequence[tuple[int, int, Rows]], padding: int = 0) -> list[torch.Tensor]:
         """What the layer gives for each request: its page, tokens before, and new ones. ``padding``: so many rows of

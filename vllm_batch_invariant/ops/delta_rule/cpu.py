@@ -14,7 +14,8 @@ from .reduction import DeltaRuleReduction
 _FP32, _BF16, _FP16 = 0, 1, 2
 _KINDS = {torch.float32: _FP32, torch.bfloat16: _BF16, torch.float16: _FP16}
 _LOWEST_GATE = np.float32(-128)
-_LARGEST_BELOW_WRAP = np.int32(0x7FFF7FFF)
+_INFINITY, _NAN = np.int32(0x7F800000), np.int32(0x7FC0)
+"""Bits, of the second those of a plane."""
 _ONE = np.float32(1)
 
 
@@ -22,7 +23,8 @@ def _to_bf16(x):
     """fp32 of fp32, to nearest even; NaN stays NaN."""
     bits = x.view(np.int32)
     for i in range(bits.size):
-        rounded = (bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) & np.int32(-0x10000)
+        odd = types.int32(bits[i] >> types.int32(16)) & types.int32(1)
+        rounded = types.int32(types.int32(bits[i] + types.int32(0x7FFF)) + odd) & types.int32(-0x10000)
         bits[i] = bits[i] if x[i] != x[i] else rounded
 
 
@@ -32,9 +34,7 @@ def _to_fp16(x):
     for i in range(bits.size):
         value = x[i]
         rounded = float_of_bits(
-            types.int32(
-                (bits[i] + np.int32(0xFFF) + ((bits[i] >> np.int32(13)) & np.int32(1))) & np.int32(-0x2000)
-            )
+            types.int32((bits[i] + np.int32(0xFFF) + ((bits[i] >> np.int32(13)) & np.int32(1))) & np.int32(-0x2000))
         )
         subnormal = (value + np.float32(0.75)) - np.float32(0.75)  # of 24 bits behind the point
         rounded = subnormal if abs(value) < np.float32(2.0**-14) else rounded
@@ -57,7 +57,8 @@ def _round(x, kind):
 @njit
 def _high_bits(bits):
     """Those of the plane that is read alone."""
-    return (min(bits, _LARGEST_BELOW_WRAP) + np.int32(0x8000)) >> np.int32(16)
+    rounded = types.int32(types.int32(bits + types.int32(0x8000)) >> types.int32(16))
+    return _NAN if (bits & types.int32(0x7FFFFFFF)) > _INFINITY else rounded
 
 
 @njit
@@ -68,7 +69,7 @@ def _operand(state, kind, out):
         bits, to = row.view(np.int32), rounded.view(np.int32)
         if kind == _BF16:
             for i in range(row.size):
-                to[i] = _high_bits(bits[i]) << np.int32(16)
+                to[i] = types.int32(_high_bits(bits[i]) << types.int32(16))
         else:
             rounded[:] = row
             _round(rounded, kind)
@@ -122,9 +123,15 @@ def _inverse(a, count, inverse):
 
 
 @njit
-def _chunk(q, k, v, g, beta, first, state, kind, scale, out, ends):
-    """Rows [count] of a chunk from its begin, of which those from first on are wanted in out; with ends the state
-    becomes that behind the chunk.
+def _exp(x):
+    """:func:`exp32`, compiled once."""
+    return exp32(x)
+
+
+@njit
+def _chunk(q, k, v, gates, first, state, kind, scale, out, ends):
+    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. With ends
+    the state becomes that behind the chunk.
     """
     count, value_size = v.shape
     operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
@@ -133,16 +140,16 @@ def _chunk(q, k, v, g, beta, first, state, kind, scale, out, ends):
     a, inverse = np.zeros((count, count), np.float32), np.zeros((count, count), np.float32)
     u, rounded = np.empty((count, value_size), np.float32), np.empty((count, value_size), np.float32)
     for t in range(count):
-        gate = _LOWEST_GATE if g[t] < _LOWEST_GATE else g[t]
+        gate = _LOWEST_GATE if gates[t, 0] < _LOWEST_GATE else gates[t, 0]
         total[t] = gate if t == 0 else total[t - 1] + gate
         _products(k[t], columns, products)
         for j in range(t):
-            a[t, j] = beta[t] * (products[j] * exp32(total[t] - total[j]))
+            a[t, j] = gates[t, 1] * (products[j] * _exp(total[t] - total[j]))
         row = u[t]
         _products(k[t], operand, row)
-        decay = exp32(total[t])
+        decay = _exp(total[t])
         for i in range(value_size):
-            row[i] = beta[t] * (v[t, i] - row[i] * decay)
+            row[i] = gates[t, 1] * (v[t, i] - row[i] * decay)
         rounded[t] = row
         _round(rounded[t], kind)
     _inverse(a, count, inverse)
@@ -153,10 +160,10 @@ def _chunk(q, k, v, g, beta, first, state, kind, scale, out, ends):
         rounded[t] = u[t]
         _round(rounded[t], kind)
     for t in range(first, count):
-        weights, row, decay = products[: t + 1], out[t - first], exp32(total[t])
+        weights, row, decay = products[: t + 1], out[t - first], _exp(total[t])
         _products(q[t - first], columns, products)
         for j in range(t + 1):
-            weights[j] = weights[j] * exp32(total[t] - total[j])
+            weights[j] = weights[j] * _exp(total[t] - total[j])
         _round(weights, kind)
         _products(q[t - first], operand, row)
         for i in range(value_size):
@@ -166,11 +173,11 @@ def _chunk(q, k, v, g, beta, first, state, kind, scale, out, ends):
             row[i] = row[i] * scale
     if ends:
         for j in range(count):
-            decay = exp32(total[count - 1] - total[j])
+            decay = _exp(total[count - 1] - total[j])
             for i in range(value_size):
                 rounded[j, i] = u[j, i] * decay
             _round(rounded[j], kind)
-        decay, added = exp32(total[count - 1]), np.empty(value_size, np.float32)
+        decay, added = _exp(total[count - 1]), np.empty(value_size, np.float32)
         for key in range(k.shape[1]):
             added[:] = 0
             for j in range(count):
@@ -182,55 +189,63 @@ def _chunk(q, k, v, g, beta, first, state, kind, scale, out, ends):
                 row[i] = fma(decay, row[i], added[i])
 
 
-def _delta_rule_kernel(
-    q, k, v, g, beta, earlier_k, earlier_v, earlier_g, earlier_beta, starts, context, borders, sure, pages, high, low,
-    chunk, kind, scale, out,
-):  # fmt: skip
-    """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], g
-    and beta [tokens, value_heads] fp32; the same of rows before a request's first new one, from its border on,
-    [requests, rows, ...]; and up to where a state may be kept.
+@njit
+def _copy(rows, first, count, out, to):
+    """count rows of [rows, ...] to another place."""
+    for row in range(count):
+        for column in range(rows.shape[1]):
+            out[to + row, column] = rows[first + row, column]
+
+
+@njit
+def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, scale, out):
+    """A value head of a request, chunk after chunk.
+
+    Args:
+        new: [tokens, ...] of q, k and v.
+        earlier: [rows, ...] of k and v from the border on, of which so many as are ``old`` are there.
+        gates: of the earlier rows and of the new ones [.., 2], g and beta.
     """
-    value_heads, value_size = v.shape[1:]
-    key_heads, key_size = k.shape[1:]
-    for item in prange(len(pages) * value_heads):
-        request, head = item // value_heads, item % value_heads
-        key_head = head // (value_heads // key_heads)
-        start, begin, border = starts[request], context[request], borders[request]
-        end = begin + starts[request + 1] - start
-        if end > begin:
-            state = np.zeros((key_size, value_size), np.float32)
-            if border > 0:
-                _load_state(high[pages[request], head], low[pages[request], head], state)
-            kept = border
-            while border < end:
-                count = min(chunk, end - border)
-                old = min(max(begin - border, 0), count)
-                of_k, of_v = np.empty((count, key_size), np.float32), np.empty((count, value_size), np.float32)
-                of_g, of_beta = np.empty(count, np.float32), np.empty(count, np.float32)
-                of_q = np.empty((count - old, key_size), np.float32)
-                for t in range(count):
-                    if t < old:
-                        row = border - borders[request] + t
-                        of_k[t] = earlier_k[request, row, key_head]
-                        of_v[t] = earlier_v[request, row, head]
-                        of_g[t] = earlier_g[request, row, head]
-                        of_beta[t] = earlier_beta[request, row, head]
-                    else:
-                        row = start + border + t - begin
-                        of_q[t - old] = q[row, key_head]
-                        of_k[t] = k[row, key_head]
-                        of_v[t] = v[row, head]
-                        of_g[t] = g[row, head]
-                        of_beta[t] = beta[row, head]
-                made = np.empty((count - old, value_size), np.float32)
-                ends = border + chunk <= end
-                _chunk(of_q, of_k, of_v, of_g, of_beta, old, state, kind, scale, made, ends)
-                for t in range(old, count):
-                    out[start + border + t - begin, head] = made[t - old]
-                border += chunk
-                if ends and border <= sure[request]:
-                    kept = border
-                    _store_state(state, high[pages[request], head], low[pages[request], head])
+    q, k, v = new
+    state = np.zeros((k.shape[1], v.shape[1]), np.float32)
+    if border > 0:
+        _load_state(high, low, state)
+    rows = old + len(q)
+    for first in range(0, rows, chunk):
+        count = min(chunk, rows - first)
+        known = min(max(old - first, 0), count)
+        begin, end = first + known - old, border + first + chunk
+        of_k, of_v = np.empty((count, k.shape[1]), np.float32), np.empty((count, v.shape[1]), np.float32)
+        of_gates = np.empty((count, 2), np.float32)
+        for held, fresh, to in ((earlier[0], k, of_k), (earlier[1], v, of_v), (gates[0], gates[1], of_gates)):
+            _copy(held, first, known, to, 0)
+            _copy(fresh, begin, count - known, to, known)
+        ends = first + chunk <= rows
+        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, scale, out[max(begin, 0) :], ends)
+        if ends and end <= sure < end + chunk:
+            _store_state(state, high, low)
+
+
+def _delta_rule_kernel(
+    q, k, v, gates, earlier_k, earlier_v, earlier_gates, starts, context, borders, sure, pages, high, low, chunk, kind,
+    scale, out,
+):  # fmt: skip
+    """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], and
+    gates [tokens, value_heads, 2], which are g and beta, fp32; the same of rows before a request's first new one, from
+    its border on, [requests, rows, ...]; and up to where a state may be kept.
+    """
+    for item in prange(len(pages) * v.shape[1]):
+        request, head = item // v.shape[1], item % v.shape[1]
+        key_head, page = head // (v.shape[1] // k.shape[1]), pages[request]
+        start, end = starts[request], starts[request + 1]
+        if end > start:
+            _walk(
+                (q[start:end, key_head], k[start:end, key_head], v[start:end, head]),
+                (earlier_k[request, :, key_head], earlier_v[request, :, head]),
+                (earlier_gates[request, :, head], gates[start:end, head]),
+                context[request] - borders[request], borders[request], sure[request],
+                high[page, head], low[page, head], chunk, kind, scale, out[start:end, head],
+            )  # fmt: skip
 
 
 _delta_rule = RowKernel(_delta_rule_kernel)
@@ -253,20 +268,18 @@ def delta_rule(
     if tokens == 0:
         return out.to(v.dtype)
     pages = reduction.pages(states.states, k.shape[1], v.shape[1], ring)
-    # A select, and no product: a page may hold anything of another request.
-    borders = torch.where((context > 0) & (lengths > 0), pages.borders[numbers, 0, 0].long(), 0)
-    position = borders[:, None] + torch.arange(ring)
-    there = (position < context[:, None]) & (lengths > 0)[:, None]
-
-    def earlier(held: torch.Tensor) -> torch.Tensor:
-        mask = there.view(there.shape + (1,) * (held.dim() - 2))
-        return torch.where(mask, held[numbers[:, None], position % ring], 0.0).to(reduction.accumulate)
-
+    # Of a request without earlier tokens the page may hold anything; of rows that are not there nothing is used.
+    lowest, highest = (context - ring + chunk - 1) // chunk * chunk, context // chunk * chunk
+    borders = torch.minimum(torch.maximum(pages.borders[numbers, 0, 0].long(), lowest), highest)
+    borders = torch.where((context > 0) & (lengths > 0), borders.clamp(min=0), 0)
+    slots = (borders[:, None] + torch.arange(ring)) % ring
+    earlier = [held[numbers[:, None], slots].to(reduction.accumulate) for held in pages[3:]]
     sure = context + torch.where(lengths > 1 + reduction.drafts(ring), lengths, lengths.clamp(max=1))
     _delta_rule(
         tokens * v.shape[1] * reduction.key_size * reduction.value_size,
-        *(one.to(reduction.accumulate).contiguous() for one in (q, k, v, g, beta)),
-        *(earlier(held) for held in pages[3:]),
+        *(one.to(reduction.accumulate).contiguous() for one in (q, k, v)),
+        torch.stack([g, beta], -1),
+        *(*earlier[:2], torch.stack(earlier[2:], -1)),
         *(starts, context, borders, sure, numbers, pages.high, pages.low),
         *(chunk, _KINDS[reduction.dtype], np.float32(reduction.scale), out),
     )

@@ -55,9 +55,9 @@ class DeltaRuleReduction:
         o[t] = scale (Q[t] + round(M[t]) . round(u))       # begins with Q[t] in fp32
         S' = fma(S, e^G[-1], sum over j of k[j] round(u[j] e^(G[-1] - G[j])))          # behind the last row
 
-    A row reads those above it and S alone, so the bits of a token are the same however many tokens a call has. ``round``
-    is the one to ``dtype``. S~ is S rounded to it: to bf16 with halves away from zero, as one of the two planes holds
-    it. Products add in fp32: on a CPU one fma after the other, ascending; on a GPU as tensor cores do, in steps of 16,
+    A row reads those above it and S alone, so a token's bits are the same however many tokens a call has. ``round`` is
+    the one to ``dtype``. S~ is S rounded to it: to bf16 with halves away from zero, as one of the two planes holds it.
+    Products add in fp32: on a CPU one fma after the other, ascending; on a GPU as tensor cores do, in steps of 16,
     ascending, and fp32 by fmas. ``scale`` is ``key_size ** -0.5``.
 
     Attributes:

@@ -1,0 +1,323 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.assertions import DTYPES, assert_same_bits
+from tests.ops.conftest import Device
+from tests.ops.delta_rule.cases import Layer, Rows
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates, cpu, delta_rule, gdn_inputs
+from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
+from vllm_batch_invariant.ops.delta_rule.reference import gdn_inputs as definition_of_inputs
+
+ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+"""Root mean square of the error against float64, relative to that of the result."""
+LENGTH = 50
+
+
+@pytest.fixture
+def layer(device: Device) -> Layer:
+    """fp16 alone is the same in Triton's interpreter, which truncates to bf16, and takes a second a call."""
+    if device.is_interpreted:
+        return Layer(device.type, torch.float16, 1, 2, 16, 16)
+    return Layer(device.type, torch.bfloat16)
+
+
+@pytest.fixture
+def compiled(device: Device) -> None:
+    """Of tests that would take the interpreter seconds, and tell of the kernels nothing that others do not."""
+    if device.is_interpreted:
+        pytest.skip("takes the interpreter seconds")
+
+
+@pytest.fixture
+def length(device: Device) -> int:
+    return 19 if device.is_interpreted else LENGTH
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert not actual.isnan().any(), "NaN in the result"
+    difference = actual.double() - expected
+    return float(difference.square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def verified(layer: Layer, x: Rows, wrong: Rows, first: int, seed: int, after: Callable[[int], None] | None = None):
+    """The rows that stay of steps with drafts of which some are wrong, behind so many tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    out, done, length = layer.step([(2, 0, x.part(0, first))]), first, x.tokens
+    while done < length:
+        accepted = int(torch.randint(0, layer.drafts + 1, (), generator=generator))
+        end, good = min(done + 1 + layer.drafts, length), min(done + 1 + accepted, length)
+        [rows] = layer.step([(2, done, Rows.joined([x.part(done, good), wrong.part(good, end)]))])
+        out.append(rows[: good - done])
+        done = good
+        if after:
+            after(done)
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [0.05, 0.001, 2.0, 0.0, 100.0], ids="gates of mean -{}".format)
+def test_values_are_near_the_definition(device, dtype, gate):
+    layer = Layer(device.type, dtype, 1, 2, 32, 16)
+    x = layer.tokens(20 if device.is_interpreted else 200, 3, gate)
+    found = error(layer.whole(x).cpu(), definition(*x)[0].cpu())
+    assert found <= ERROR[dtype] * (40 if dtype == torch.float32 and gate > 1 else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["alike", "the same token"])
+def test_values_of_keys_that_are_alike_are_near_the_definition(dtype, kind):
+    layer = Layer("cpu", dtype, 1, 2, 32, 16)
+    x = layer.tokens(160, 3, gate=0.001, spread=0.5)
+    if kind == "the same token":
+        x = Rows(*(one[:1].expand_as(one).contiguous() for one in x))
+        x.beta.fill_(0.95)
+        x.g.zero_()
+    assert error(layer.whole(x), definition(*x)[0]) <= 3 * ERROR[dtype]
+
+
+def test_a_state_in_bf16_is_not_as_near():
+    """The bounds of the tests before would show it."""
+    layer = Layer("cpu", torch.float32, 1, 2, 32, 16)
+    x = layer.tokens(60, 3, 0.001)
+    pages, out = layer.parts, []
+    for token in range(0, x.tokens, 16):
+        out += layer.step([(1, token, x.part(token, min(token + 16, x.tokens)))])
+        pages.low.zero_()
+    assert error(torch.cat(out), definition(*x)[0]) > 100 * ERROR[torch.float32]
+
+
+def test_a_request_has_the_same_bits_at_every_cut(device, layer, length):
+    x = layer.tokens(length, 3)
+    expected = layer.whole(x)
+    for first in (7,) if device.is_interpreted else range(1, 49):
+        assert_same_bits(layer.cut(x, first, length - first), expected, f"cut at {first}")
+    assert_same_bits(layer.cut(x, 14, *(length - 14) * [1]), expected, "decode")
+    for size in () if device.is_interpreted else (1, 2, 3, 15, 16, 17):
+        lengths = [min(size, length - start) for start in range(0, length, size)]
+        assert_same_bits(layer.cut(x, *lengths), expected, f"steps of {size}")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_state_that_is_left_is_the_same_at_every_cut(layer, length):
+    x = layer.tokens(length, 3)
+    layer.whole(x, 1)
+    for page, lengths in enumerate(((length - 4, 4), (3, 14, length - 17), (17, *(length - 17) * [1])), 2):
+        layer.cut(x, *lengths, page=page)
+        assert_same_bits(layer.states[page], layer.states[1], f"steps of {lengths}")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_chunks_from_a_calls_start_show(layer, length):
+    """Tokens of zeros fill a call up to a chunk, and leave the state as it is: so the next call begins with a chunk."""
+    x = layer.tokens(length, 3)
+    expected = layer.whole(x)
+    first = Rows(*(torch.nn.functional.pad(one[:5], (0, 0) * (one.dim() - 1) + (0, 11)) for one in x))
+    [begun] = layer.step([(1, 0, first)])
+    [rest] = layer.step([(1, 16, x.part(5, length))])
+    assert_same_bits(begun[:5], expected[:5], "before the cut")
+    assert not torch.equal(rest, expected[5:])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_state_that_a_call_rounds_to_bf16_shows(layer, length):
+    x = layer.tokens(length, 3)
+    layer.step([(1, 0, x.part(0, 17))])
+    layer.parts.low.zero_()
+    [rest] = layer.step([(1, 17, x.part(17, length))])
+    # In bf16 the plane is read where the next chunk begins, else at once.
+    assert not torch.equal(rest[15:] if layer.dtype == torch.bfloat16 else rest, layer.whole(x)[17:][-len(rest) :])
+
+
+def test_a_request_has_the_same_bits_alone_and_among_others(device, layer):
+    most = 3 if device.is_interpreted else 32
+    requests = {
+        page: layer.tokens(1 + page * 7 % (13 if device.is_interpreted else 40), page) for page in range(1, most + 1)
+    }
+    alone = {page: layer.whole(x, page) for page, x in requests.items()}
+    for count in {2, 3, 9, most} if most > 9 else (most,):
+        # In the first step prompts of any lengths, in the second some decode beside the rest of others' prompts.
+        order = torch.randperm(most, generator=torch.Generator().manual_seed(count))[:count].add(1).tolist()
+        firsts = {page: requests[page].tokens - 1 if page % 3 else requests[page].tokens // 2 for page in order}
+        layer.states.fill_(255)
+        begun = dict(
+            zip(order, layer.step([(page, 0, requests[page].part(0, firsts[page])) for page in order], 3), strict=True)
+        )
+        order.reverse()
+        rest = [(page, firsts[page], requests[page].part(firsts[page], requests[page].tokens)) for page in order]
+        for page, ended in zip(order, layer.step(rest, 5), strict=True):
+            assert_same_bits(torch.cat([begun[page], ended]), alone[page], f"request {page} of {count}")
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_drafts_that_are_rejected_leave_no_trace(device, layer, length, drafts):
+    if device.is_interpreted and drafts != 3:
+        pytest.skip("takes the interpreter seconds")
+    layer.drafts = drafts
+    layer.__post_init__()
+    x, wrong = layer.tokens(length, 3), layer.tokens(length, 4)
+    expected = layer.whole(x)
+    for first in (14,) if device.is_interpreted else (1, 5, 15, 16, 17):
+        for seed in range(1 if device.is_interpreted else 4):
+            out = verified(layer, x, wrong, first, seed)
+            assert_same_bits(out, expected, f"{drafts} drafts after {first} tokens, {seed}")
+
+
+class Faults:
+    """What goes wrong in steps with 3 drafts, each of which moves some result's bits."""
+
+    @staticmethod
+    def a_border_is_stored_for_drafts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(DeltaRuleReduction, "drafts", lambda self, rows: 0)  # then every call's tokens are sure
+
+    @staticmethod
+    def a_ring_has_no_room_for_drafts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+        layer.rows = layer.chunk
+        size = layer.reduction.page_bytes(layer.key_heads, layer.value_heads, layer.rows)
+        layer.states = layer.states[:, :size].clone()
+
+    @staticmethod
+    def a_ring_keeps_the_first_draft(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+        pages = layer.parts
+        kept: dict[int, list[torch.Tensor]] = {}
+
+        def put_back(done: int) -> None:
+            for position in range(done, done + layer.drafts):
+                now = [held[2, position % layer.rows] for held in pages[3:]]
+                for row, first in zip(now, kept.setdefault(position, [row.clone() for row in now]), strict=True):
+                    row.copy_(first)
+            for position in range(max(0, done - layer.drafts), done):
+                for held, first in zip(pages[3:], kept.get(position, ()), strict=False):
+                    held[2, position % layer.rows] = first
+
+        return put_back
+
+
+@pytest.mark.parametrize("fault", [name for name in vars(Faults) if not name.startswith("_")])
+def test_a_planted_fault_of_drafts_shows(fault, monkeypatch):
+    layer = Layer("cpu", torch.bfloat16, drafts=3)
+    x, wrong = layer.tokens(LENGTH, 3), layer.tokens(LENGTH, 4)
+    expected = layer.whole(x)
+    after = getattr(Faults, fault)(layer, monkeypatch)
+    assert any(not torch.equal(verified(layer, x, wrong, 5, seed, after), expected) for seed in range(3))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_page_that_another_has_left_is_not_read_at_the_first_token(layer, length):
+    x = layer.tokens(length, 3)
+    expected = layer.whole(x, 1)
+    layer.whole(layer.tokens(length, 4), 2)
+    assert_same_bits(layer.whole(x, 2), expected, "a page of another request")
+    layer.parts.borders[3] = 0
+    [later] = layer.step([(3, 1, x.part(1, length))])
+    assert later.isnan().all(), "a page of NaN is read when tokens are said to be there"
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_page_moves_with_all_its_bytes(layer):
+    layer.drafts = 8
+    layer.__post_init__()
+    x = layer.tokens(45, 3)
+    expected = layer.whole(x)[40:]
+    for lost in (False, True):
+        layer.step([(1, 0, x.part(0, 40))])
+        layer.states[2] = layer.states[1]
+        layer.states[1] = 255
+        if lost:
+            layer.parts.borders[2] = 0
+        [moved] = layer.step([(2, 40, x.part(40, 45))])
+        assert torch.equal(moved, expected) == (not lost), "the border's position is a part of a page"
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_page_without_tokens_is_neither_read_nor_written(layer):
+    layer.states.fill_(7)
+    before = layer.states.clone()
+    layer.step([(1, 0, layer.tokens(20, 3)), (2, 9, layer.tokens(0, 3)), (3, 0, layer.tokens(1, 3))], 4)
+    same = (layer.states == before).all(1)
+    assert (~same).nonzero().flatten().tolist() == [1, 3]
+
+
+def test_strides_move_no_bit(layer, length):
+    x = layer.tokens(length, 3)
+    expected = layer.whole(x)
+    apart = torch.full((length, x.v[0].numel() + 16), torch.nan, dtype=x.v.dtype, device=x.v.device)
+    v = apart[:, 8:-8].copy_(x.v.flatten(1)).unflatten(1, x.v.shape[1:])
+    wide = torch.full((len(layer.states), layer.states.shape[1] + 32), 255, dtype=torch.uint8, device=x.v.device)
+    layer.states = wide[:, 16:-16]
+    assert_same_bits(layer.cut(x._replace(v=v), 18, length - 18), expected, "rows and pages apart")
+
+
+def test_another_chunk_is_another_reduction():
+    x = Layer("cpu", torch.bfloat16).tokens(LENGTH, 3)
+    layer = Layer("cpu", torch.bfloat16, chunk=32)
+    expected = layer.whole(x)
+    assert_same_bits(layer.cut(x, 5, 30, *15 * [1]), expected, "chunks of 32")
+    assert not torch.equal(expected, Layer("cpu", torch.bfloat16).whole(x))
+
+
+def test_threads_move_no_bit(threads):
+    layer = Layer("cpu", torch.float32, value_heads=8)
+    x = layer.tokens(40, 3)
+    threads(1)
+    expected = layer.whole(x)
+    threads(2)
+    assert_same_bits(layer.whole(x), expected, "two threads")
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.bfloat16, cpu._to_bf16), (torch.float16, cpu._to_fp16)])
+def test_a_cpu_rounds_as_pytorch_does(dtype, rounded):
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=torch.Generator().manual_seed(0))
+    x = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([65519.0, 65520.0, 2**-25, 0.0, torch.inf])])
+    out = x.clone()
+    rounded(out.numpy())
+    torch.testing.assert_close(out, x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_of_a_gated_delta_net_are_near_the_definition(device, dtype):
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device.type, dtype)
+
+    mixed, a, b = drawn(9, 2 * 2 * 32 + 3 * 16), 20 * drawn(9, 3), drawn(9, 3)
+    a_log, dt_bias = drawn(3).float(), drawn(3)
+    given = gdn_inputs(mixed, a, b, a_log, dt_bias, 2, 32)
+    for made, expected, tolerance in zip(
+        given,
+        definition_of_inputs(mixed, a, b, a_log, dt_bias, 2, 32),
+        (*2 * (2 * torch.finfo(dtype).eps,), 0, 2e-6, 2e-6),
+        strict=True,
+    ):
+        torch.testing.assert_close(made.double(), expected, rtol=tolerance, atol=1e-30)
+    assert [made.dtype for made in given] == [*3 * (dtype,), *2 * (torch.float32,)]
+    apart = torch.full((9, mixed.shape[1] + 8), torch.nan, dtype=dtype, device=device.type)[:, :-8].copy_(mixed)
+    for row in (0, 8):
+        part = slice(row, row + 1)
+        for one, all_rows in zip(gdn_inputs(apart[part], a[part], b[part], a_log, dt_bias, 2, 32), given, strict=True):
+            assert_same_bits(one, all_rows[part], f"row {row} alone")
+
+
+def test_what_does_not_fit_is_refused(device, layer):
+    for sizes, dtype, named in (((48, 16), torch.float32, "keys of 48"), ((16, 16), torch.float64, "float64")):
+        with pytest.raises(NotCovered, match=named):
+            DeltaRuleReduction.of(*sizes, dtype)
+    x = layer.tokens(3, 3)
+    integers = {"dtype": torch.int32, "device": device.type}
+    page, starts = torch.zeros(1, **integers), torch.tensor([0, 3], **integers)
+    good = DeltaStates(layer.states, page, starts, page, 3)
+    for rows, states in (
+        (x._replace(q=x.q[:2]), good),
+        (x._replace(v=x.v.double()), good),
+        (x._replace(g=x.g.double()), good),
+        (x, DeltaStates(layer.states, page, starts, page, 3, rows=32)),
+        (x, DeltaStates(layer.states[:, 1:], page, starts, page, 3)),
+        (x, DeltaStates(layer.states, page, starts[:1], page, 3)),
+    ):
+        with pytest.raises(ValueError, match="no delta rule of"):
+            delta_rule(*rows, states, layer.reduction)
+    with pytest.raises(ValueError, match="no gated delta net of"):
+        gdn_inputs(x.v.flatten(1), x.g, x.beta, x.g[0], x.g[0, :1], 1, 16)

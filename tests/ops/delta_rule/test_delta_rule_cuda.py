@@ -1,0 +1,88 @@
+"""The kernels of the gated delta rule as an NVIDIA GPU runs them, with heads of published models."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.assertions import assert_same_bits
+from tests.ops.delta_rule.cases import Layer
+from vllm_batch_invariant.ops.delta_rule import DeltaStates, cuda
+from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
+
+LENGTH = 150
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
+def layer(request: pytest.FixtureRequest) -> Layer:
+    return Layer("cuda", request.param, 2, 4, 128, 128, drafts=3)
+
+
+SCHEDULES = [(16, 1), (32, 1), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
+
+
+@pytest.mark.parametrize(("block", "num_warps"), SCHEDULES)
+def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
+    x = layer.tokens(LENGTH, 3)
+    expected = layer.whole(x)
+    kept = layer.states[1].clone()
+    with monkeypatch.context() as patch:
+        of_schedules = {name: cuda.DeltaSchedule(block, num_warps) for name in ("prefill", "decode")}
+        patch.setattr(cuda, "delta_rule", partial(cuda.delta_rule, **of_schedules))
+        layer.states.fill_(255)
+        assert_same_bits(layer.whole(x), expected, "prefill")
+        assert_same_bits(layer.states[1], kept, "what prefill leaves")
+        assert_same_bits(layer.cut(x, 14, *(LENGTH - 14) * [1]), expected, "decode")
+
+
+def test_products_that_cancel_are_the_same_in_prefill_and_decode(layer):
+    """The same token again and again, whose value is what the state has for it: what is left is rounding."""
+    x = layer.tokens(LENGTH, 3)
+    x = type(x)(*(one[:1].expand_as(one).contiguous() for one in x))
+    x.beta.fill_(0.97)
+    x.g.zero_()
+    expected = layer.whole(x)
+    for lengths in (LENGTH * [1], (LENGTH // 4) * [4] + [2], (17, 30, LENGTH - 47)):
+        assert_same_bits(layer.cut(x, *lengths), expected, f"steps of {lengths[0]}")
+
+
+def test_long_requests_are_as_near_the_definition_as_short_ones():
+    layer = Layer("cuda", torch.bfloat16, 1, 2, 128, 128)
+    x = layer.tokens(8192, 3, gate=0.001)
+    difference = layer.whole(x).double() - (expected := definition(*x)[0])
+    for part in (slice(0, 1024), slice(7168, 8192)):
+        assert float(difference[part].square().mean().sqrt() / expected[part].square().mean().sqrt()) < 4e-3
+
+
+def test_a_graph_gives_the_bits_of_a_call(layer):
+    x = layer.tokens(40, 3)
+    expected = layer.whole(x)
+    layer.step([(1, 0, x.part(0, 20))])
+    integers = {"dtype": torch.int32, "device": "cuda"}
+    token, context = x.part(20, 21), torch.full((1,), 20, **integers)
+    states = DeltaStates(
+        layer.states, torch.ones(1, **integers), torch.arange(2, **integers), context, 1, layer.rows
+    )  # fmt: skip
+    call = partial(cuda.delta_rule, *token, states, layer.reduction)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for position in range(20, 40):
+        context.fill_(position)
+        for kept, new in zip(token, x, strict=True):
+            kept.copy_(new[position : position + 1])
+        graph.replay()
+        assert_same_bits(out[0], expected[position], f"token {position}")
+
+
+def test_another_chunk_is_seen(layer):
+    x = layer.tokens(LENGTH, 3)
+    expected = layer.whole(x)
+    other = replace(layer.reduction, chunk=32)
+    layer.reduction, layer.rows = other, 32
+    layer.states = torch.full((3, other.page_bytes(2, 4, 32)), 255, dtype=torch.uint8, device="cuda")
+    out = layer.whole(x)
+    assert not torch.equal(out, expected)
+    assert_same_bits(layer.cut(x, 40, *(LENGTH - 40) * [1]), out, "decode in chunks of 32")

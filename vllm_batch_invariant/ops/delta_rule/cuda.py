@@ -1,0 +1,152 @@
+"""The gated delta rule on a GPU, in Triton."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..common.gpu import Gpu
+from ..common.launch import launch
+from .params import DeltaStates
+from .reduction import DeltaRuleReduction
+from .triton_kernels import (
+    chunk_matrices_kernel,
+    decode_delta_rule_kernel,
+    gdn_inputs_kernel,
+    prefill_delta_rule_kernel,
+    write_rows_kernel,
+)
+
+
+@dataclass(frozen=True)
+class DeltaSchedule:
+    """Speed only: a value's products with the state and with the rows of its chunk are the same in every block."""
+
+    block: int
+    """Values of a program, a multiple of 16."""
+    num_warps: int
+    num_stages: int = 1
+    """More than one may compile to wrong code for a Hopper, where operands of wgmma lie in registers."""
+
+
+PREFILL = DeltaSchedule(64, 4)
+DECODE = DeltaSchedule(32, 2)
+ONE_INSTRUCTION = DeltaSchedule(32, 2)
+"""Of prefill where a tile of 64 rows gets tcgen05.mma: decode's tiles get mma.sync, and nobody has compared the two."""
+
+
+def _prefill_schedule(device: torch.device) -> DeltaSchedule:
+    if triton.knobs.runtime.interpret:
+        return PREFILL
+    return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else PREFILL
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: DeltaStates,
+    reduction: DeltaRuleReduction,
+    prefill: DeltaSchedule | None = None,
+    decode: DeltaSchedule = DECODE,
+) -> torch.Tensor:
+    """See the operation's package."""
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    requests, key_heads, value_heads = len(states.pages), k.shape[1], v.shape[1]
+    if not requests or not len(v):
+        return out
+    pages = reduction.pages(states.states, key_heads, value_heads, states.rows)
+    q, k, g, beta = (one.contiguous() for one in (q, k, g, beta))
+    steps = states.pages, states.starts, states.context_lens
+    planes = pages.high, pages.low, pages.borders
+    ring = pages.k, pages.v, pages.g, pages.beta
+    strides = pages.high.stride(0), pages.k.stride(0), pages.g.stride(0)
+    heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads}
+    sizes = {"KEY_SIZE": reduction.key_size, "VALUE_SIZE": reduction.value_size, "ROWS": states.rows} | heads
+    chunk = {"CHUNK": reduction.chunk}
+
+    def of(schedule: DeltaSchedule) -> dict[str, int]:
+        block = min(schedule.block, reduction.value_size)
+        return {"BLOCK": block, "num_warps": schedule.num_warps, "num_stages": schedule.num_stages} | sizes | chunk
+
+    def grid(schedule: DeltaSchedule) -> tuple[int, int, int]:
+        return triton.cdiv(reduction.value_size, schedule.block), value_heads, requests
+
+    if states.longest <= 1 + reduction.drafts(states.rows):
+        launch(
+            decode_delta_rule_kernel,
+            grid(decode),
+            (q, k, v, g, beta, *planes, *ring, *steps, out, reduction.scale, v.stride(0), *strides),
+            on=v,
+            waits=True,
+            **of(decode),
+        )
+        return out
+    prefill = prefill or _prefill_schedule(v.device)
+    slots = len(v) // reduction.chunk + requests * (states.rows // reduction.chunk + 2)
+    chunks = triton.cdiv(states.longest + states.rows - 1, reduction.chunk)
+    x, m = torch.empty(2, slots, value_heads, reduction.chunk, reduction.chunk, dtype=k.dtype, device=k.device)
+    gates = torch.empty(slots, value_heads, 2, reduction.chunk, device=k.device)
+    launch(
+        chunk_matrices_kernel,
+        (chunks, value_heads, requests),
+        (q, k, g, beta, pages.borders, pages.k, pages.g, pages.beta, *steps, x, m, gates, *strides[1:]),
+        on=v,
+        waits=True,
+        num_warps=1,
+        **sizes,
+        **chunk,
+    )
+    launch(
+        prefill_delta_rule_kernel,
+        grid(prefill),
+        (q, k, v, *planes, *ring[:2], *steps, x, m, gates, out, reduction.scale, v.stride(0), *strides),
+        on=v,
+        waits=True,
+        **of(prefill),
+    )
+    launch(
+        write_rows_kernel,
+        (min(states.longest, states.rows), value_heads, requests),
+        (k, v, g, beta, *ring, *steps, v.stride(0), *strides[1:]),
+        on=v,
+        waits=True,
+        num_warps=1,
+        **sizes,
+    )
+    return out
+
+
+def gdn_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_heads: int,
+    key_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the operation's package: without v."""
+    tokens, value_heads = a.shape
+    q, k = torch.empty(2, tokens, key_heads, key_size, dtype=mixed.dtype, device=mixed.device)
+    g, beta = torch.empty(2, tokens, value_heads, device=mixed.device)
+    if tokens:
+        a, b = (one if one.stride(1) == 1 else one.contiguous() for one in (a, b))
+        launch(
+            gdn_inputs_kernel,
+            (tokens, 2 * key_heads + 1),
+            (
+                *(mixed, a, b, a_log.contiguous(), dt_bias.contiguous()),
+                *(q, k, g, beta, mixed.stride(0), a.stride(0), b.stride(0)),
+            ),
+            on=mixed,
+            waits=True,
+            num_warps=1,
+            KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            PADDED_HEADS=triton.next_power_of_2(value_heads),
+            KEY_SIZE=key_size,
+        )
+    return q, k, g, beta
