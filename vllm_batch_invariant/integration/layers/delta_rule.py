@@ -25,7 +25,7 @@ def install() -> None:
     if not all(point.is_there() for point in _NEEDED):
         return
     layer = patch_points.DELTA_RULE.get()
-    methods = {"__init__": _init, "get_state_shape": _state_shape, "get_state_dtype": _state_dtype}
+    methods: dict[str, Any] = {"__init__": _init, "get_state_shape": _state_shape, "get_state_dtype": _state_dtype}
     patch_points.replace_layer(layer, "BatchInvariant", forward, **methods)
     shapes, dtypes, copies = (
         point.get() for point in (patch_points.STATE_SHAPES, patch_points.STATE_DTYPES, patch_points.STATE_COPIES)
