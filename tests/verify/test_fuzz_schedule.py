@@ -417,10 +417,13 @@ def test_a_body_for_a_server_has_the_clients_arguments_and_vllms_apart() -> None
     assert over_http(params | {"output_kind": "DELTA"}, chat=False) == over_http(params, chat=False)
 
 
-def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("architecture", "kind"), [("Lfm2", "conv"), ("Qwen3_5", "linear_attention")])
+def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
+    architecture: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    kinds = ["conv", "conv", "full_attention", "conv"]
-    model = {"architectures": ["Lfm2ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
+    kinds = [kind, kind, "full_attention", kind]
+    model = {"architectures": [f"{architecture}ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
     drawn = [draw_settings("states", number, 256, Place("cpu", 4, model=model)) for number in range(40)]
     assert {(one.drafts, one.workers, one.stages, one.tree) for one in drawn} == {(0, 1, 1, 1)}
     assert {one.options.get("cache", NONE) for one in drawn} <= {NONE, "auto"}
@@ -436,5 +439,6 @@ def test_states_take_two_pages_of_each_group_of_layers() -> None:
         (["full_attention"] * 4, 0),
         (["conv", "full_attention"] * 3, 2),
         (["conv"] * 10 + ["full_attention"] * 6, 4),
+        (["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2, 6),
     ):
         assert pages_of_states({"layer_types": kinds}) == pages, kinds

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import envs
 from ..errors import NotCovered
@@ -387,51 +387,80 @@ def _several(config: Config) -> dict[str, bool]:
     return {f"{kind} parallelism {size}": size > 1 for kind, size in sizes.items()}
 
 
-def _convolves(config: Config) -> bool:
-    """Whether a model has short convolutions beside attention, and no other layer with a state."""
-    return getattr(config.model_config, "architecture", "") in RAN.convolution_models
+class _Kept(NamedTuple):
+    """Layers that keep a state of each request beside attention.
+
+    Attributes:
+        name: what a refusal calls them.
+        models: whose only layers with states these are.
+        ran: versions whose engines have served them, by device.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    ran: Mapping[str, str]
+
+
+_CONVOLUTIONS = _Kept("short convolutions", RAN.convolution_models, RAN.short_convolutions)
+_DELTA_RULES = _Kept("gated delta rules", RAN.delta_rule_models, RAN.delta_rules)
+
+
+def _keeps(config: Config, kept: _Kept) -> bool:
+    return getattr(config.model_config, "architecture", "") in kept.models
 
 
 def _states(config: Config) -> str | None:
     model = config.model_config
     has_states = model.is_attention_free or model.is_hybrid or model.has_inner_state
-    return _when(has_states and not _convolves(config), "Mamba or linear attention")
+    known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES))
+    return _when(has_states and not known, "Mamba or linear attention")
 
 
 _OF_STATES = (
     *("prefix_match_unit", "prefix_cache_retention_interval", "user_specified_mamba_block_size", "use_replayssm"),
-    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"),
+    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache", "use_kda_recoverssm"),
 )
 """Settings of a cache that say which states are kept, each off unless a user sets it."""
 
 
 def _convolutions_elsewhere(config: Config) -> str | None:
-    """What has not been run with short convolutions."""
-    if not _convolves(config):
+    return _states_elsewhere(config, _CONVOLUTIONS)
+
+
+def _delta_rules_elsewhere(config: Config) -> str | None:
+    return _states_elsewhere(config, _DELTA_RULES)
+
+
+def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
+    """What has not been run with layers that keep a state."""
+    if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    if ops.type not in RAN.short_convolutions:
-        return f"short convolutions on {ops.name}"
-    if not version.startswith(RAN.short_convolutions[ops.type]):
-        return f"short convolutions with vLLM {version}"
+    if ops.type not in kept.ran:
+        return f"{kept.name} on {ops.name}"
+    if not version.startswith(kept.ran[ops.type]):
+        return f"{kept.name} with vLLM {version}"
     model, cache = config.model_config, config.cache_config
-    dtype = getattr(cache, "mamba_cache_dtype", "auto")
+    dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
     quantised = getattr(model, "quantization", None)
-    kept = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
+    setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
+    rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
     found = {
         **_several(config),
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         "speculative decoding": config.speculative_config is not None,
         f"states in {dtype}": dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+        f"states of rules in {of_rules}": kept is _DELTA_RULES and of_rules not in ("auto", "float32"),
+        "stochastic rounding": rounds,
         f"quantisation {quantised}": bool(quantised),
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype.startswith("fp8"),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False),
-        kept: bool(kept),
+        setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
     }
     first = _first(found)
-    return _when(first, f"short convolutions with {first}")
+    return _when(first, f"{kept.name} with {first}")
 
 
 def _latent_attention(config: Config) -> str | None:
@@ -710,7 +739,8 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at 0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at "
+        "0",
     ),
     Feature(
         "Images and videos",
@@ -765,6 +795,10 @@ COVERED = (
         "encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
+    Feature(
+        "Gated delta rules",
+        "Qwen3.5 (dense), also with --language-model-only: on a CPU with vLLM 0.32, by one worker; states in fp32",
+    ),
     Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
@@ -1075,7 +1109,7 @@ REFUSED = (
     ),
     Feature(
         "Other multimodal models, also as text",
-        "only Qwen2.5-VL, Qwen3-VL and Gemma 3 have been proven to be text models without their encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 have been proven to be text models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
@@ -1136,9 +1170,9 @@ REFUSED = (
         _both_directions,
     ),
     Feature(
-        "Mamba, linear attention, hybrids but LFM2",
+        "Mamba, linear attention, hybrids but LFM2 and Qwen3.5",
         "their scans split by the batch",
-        "serve a model with softmax attention only, or LFM2",
+        "serve a model with softmax attention only, LFM2, or Qwen3.5",
         _states,
     ),
     Feature(
@@ -1147,6 +1181,15 @@ REFUSED = (
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Gated delta rules (Qwen3.5) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 "
+        "caches, embeddings as prompts, sleep, states that are not fp32, within pages, replayed or rounded by chance",
+        "these have not been run together, and no GPU has run the rule",
+        "serve Qwen3.5 by one worker on a CPU with vLLM 0.32; pass --mamba-ssm-cache-dtype float32 where a checkpoint "
+        "names another",
+        _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
     ),
     Feature(

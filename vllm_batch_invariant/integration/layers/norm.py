@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ...ops.norm import rms_norm
+from ...errors import NotCovered
+from ...ops.norm import gated_rms_norm, rms_norm
 from ..reviews import patch_points
 
 OF_TRANSFORMERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
@@ -21,6 +22,8 @@ def install() -> None:
         return
     _register(rms_norm_layer, _rms_norm)
     _register(gemma_layer, _gemma_rms_norm)
+    if patch_points.RMS_NORM_GATED.is_there():
+        patch_points.replace_layer(patch_points.RMS_NORM_GATED.get(), _PREFIX, _gated_rms_norm)
 
 
 def _rms_norm(
@@ -36,6 +39,17 @@ def _gemma_rms_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The same with 1 + weight, multiplied in fp32."""
     return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
+
+
+def _gated_rms_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight, times a function of the gate z."""
+    if z is None or not self.norm_before_gate or self.group_size not in (None, x.shape[-1]):
+        raise NotCovered(
+            "a norm behind its gate, of groups, or without one in a layer for both",
+            "nobody has compared it",
+            "serve another model",
+        )
+    return gated_rms_norm(x, self.weight.data, self.eps, z, self.activation.replace("swish", "silu"))
 
 
 def _register(layer: Any, forward: Callable[..., object]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ...ops.causal_conv import ConvReduction, causal_conv
+from ...ops.causal_conv import ConvReduction, ConvStates, causal_conv
 from ..reviews import patch_points
 
 _BACKEND = f"{__package__}.short_conv_backend.Backend"
@@ -34,7 +34,7 @@ def forward(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> Non
     if metadata is None:  # a step that measures memory: no states are there, and what is computed is thrown away
         convolved = projected.chunk(3, dim=-1)[0].contiguous()
     else:
-        states = metadata[self.prefix].states_of(_states(self))
+        states = metadata[self.prefix].states_of(_states(self), ConvStates)
         weight = self.conv.weight
         convolved = causal_conv(projected, weight.view(len(weight), -1), self.conv.bias, states, gated=True)
     output[: len(hidden_states)] = self.out_proj(convolved)[0]

@@ -222,10 +222,12 @@ class Ran:
         encoders: models whose tokens see those after them that have pooled.
         encoders_on_cpus_alone: those of them that no GPU has run.
         convolution_models: with short convolutions beside attention.
+        delta_rule_models: with gated delta rules beside attention.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         short_convolutions: versions whose engines have served them, by device.
+        delta_rules: the same of gated delta rules.
         encoding: versions whose engines have encoded images, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
@@ -239,10 +241,12 @@ class Ran:
     encoders: tuple[str, ...]
     encoders_on_cpus_alone: tuple[str, ...]
     convolution_models: tuple[str, ...]
+    delta_rule_models: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
     short_convolutions: Mapping[str, str]
+    delta_rules: Mapping[str, str]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]

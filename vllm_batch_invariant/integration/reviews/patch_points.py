@@ -127,6 +127,7 @@ CURRENT_CONFIG = PatchPoint(("vllm.config", "vllm.config.vllm"), "get_current_vl
 CUSTOM_OP = PatchPoint(("vllm.model_executor.custom_op",), "CustomOp")
 RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "RMSNorm")
 GEMMA_RMS_NORM = PatchPoint(("vllm.model_executor.layers.layernorm",), "GemmaRMSNorm")
+RMS_NORM_GATED = PatchPoint(("vllm.model_executor.layers.layernorm",), "RMSNormGated")
 REGISTER_BACKEND = PatchPoint(("vllm.v1.attention.backends.registry",), "register_backend")
 BACKENDS = PatchPoint(("vllm.v1.attention.backends.registry",), "AttentionBackendEnum")
 CPU_BACKEND = PatchPoint(("vllm.v1.attention.backends.cpu_attn",), "CPUAttentionBackend")
@@ -180,6 +181,17 @@ SHORT_CONV_BUILDER = PatchPoint(("vllm.v1.attention.backends.short_conv_attn",),
 SHORT_CONV_METADATA = PatchPoint(("vllm.v1.attention.backends.short_conv_attn",), "ShortConvAttentionMetadata")
 MAMBA_PAGES = PatchPoint(("vllm.v1.attention.backends.utils",), "mamba_get_block_table_tensor")
 """Finds the page of each request's state."""
+DELTA_RULE = PatchPoint(("vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",), "QwenGatedDeltaNetAttention")
+"""The layer of a gated delta rule, of Qwen3-Next and Qwen3.5."""
+DELTA_RULE_BACKEND = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionBackend")
+DELTA_RULE_BUILDER = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionMetadataBuilder")
+DELTA_RULE_METADATA = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionMetadata")
+STATE_SHAPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateShapeCalculator")
+"""Says of each kind of layer which tensors a request's state is, for models and layers."""
+STATE_DTYPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateDtypeCalculator")
+STATE_COPIES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateCopyFuncCalculator")
+COPY_WHOLE_STATE = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "get_temporal_copy_spec")
+"""Has all of a state's tensor copied from page to page."""
 FORWARD_CONTEXT = PatchPoint(("vllm.forward_context",), "get_forward_context")
 """What the layers of a step are told of it."""
 WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
@@ -289,6 +301,8 @@ OPTIONAL = {
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER"),
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
+    *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
+    *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
 refused before.
@@ -324,6 +338,12 @@ MEMBERS = {
     "ENCODER_STATE": ("prepare_inputs",),
     "SHORT_CONV": ("forward_native", "forward_cuda"),
     "SHORT_CONV_BACKEND": ("get_builder_cls",),
+    "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "get_state_dtype", "_output_projection"),
+    "DELTA_RULE_BACKEND": ("get_builder_cls",),
+    "DELTA_RULE_BUILDER": ("build",),
+    "STATE_SHAPES": ("gated_delta_net_state_shape",),
+    "STATE_DTYPES": ("gated_delta_net_state_dtype",),
+    "STATE_COPIES": ("gated_delta_net_state_copy_func",),
     "GRAPH_MANAGER": ("_init_candidates",),
     "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),

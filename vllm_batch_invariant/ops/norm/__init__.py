@@ -2,10 +2,11 @@
 
 import torch
 
+from ...errors import NotCovered
 from ..dispatch import implementation
-from .reduction import NormReduction
+from .reduction import GATES, NormReduction
 
-__all__ = ["NormReduction", "rms_norm"]
+__all__ = ["GATES", "NormReduction", "gated_rms_norm", "rms_norm"]
 
 
 def rms_norm(
@@ -39,3 +40,36 @@ def rms_norm(
             f"got {', '.join(map(str, shapes))} and {variance_size}"
         )
     return implementation("norm", x, weight, residual).rms_norm(x, weight, eps, residual, variance_size)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str = "silu"
+) -> torch.Tensor:
+    """RMSNorm over the last dimension, multiplied by a function of a gate: all in fp32, rounded once.
+
+    Args:
+        x: [..., N] fp32, bf16 or fp16.
+        weight: [N] of any of these.
+        gate: [..., N] of x's dtype.
+        activation: of the gate: "silu" or "sigmoid".
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit, or another activation.
+        NotCovered: a dtype, or a device or an arithmetic without an implementation.
+    """
+    if x.dim() == 0 or x.shape[-1] == 0 or weight.shape != x.shape[-1:] or gate.shape != x.shape:
+        raise ValueError(
+            "gated_rms_norm takes x [..., N], weight [N] and a gate like x, got "
+            f"{', '.join(str(list(tensor.shape)) for tensor in (x, weight, gate))}"
+        )
+    if activation not in GATES:
+        raise ValueError(f"the activation of a gate is one of {', '.join(GATES)}, got {activation!r}")
+    served = implementation("norm", x, weight, gate)
+    if not hasattr(served, "gated_rms_norm"):
+        raise NotCovered(
+            f"RMSNorm with a gate on device '{x.device.type}'", "it has no kernel there", "serve the model on a CPU"
+        )
+    return served.gated_rms_norm(x, weight, eps, gate, activation)

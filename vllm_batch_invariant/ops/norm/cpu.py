@@ -7,6 +7,7 @@ from numba import prange
 from ...errors import NotCovered
 from ..common.numba_math import LANES, row_sum
 from ..common.numba_rows import RowKernel
+from ..pointwise import elementwise
 from .reduction import NormReduction
 
 
@@ -41,3 +42,13 @@ def rms_norm(
         out = out.to(weight.dtype) * weight
     normalised = out.to(x.dtype).reshape(x.shape)
     return normalised if residual is None else (normalised, wide.to(x.dtype))
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """See the operation's package."""
+    reduction = NormReduction.of_device("cpu", x.shape[-1], x.dtype, gate=activation)
+    normalised = rms_norm(x.to(reduction.accumulate), weight.to(reduction.accumulate), eps, None, None)
+    assert isinstance(normalised, torch.Tensor)  # there is no residual
+    return (normalised * elementwise(activation, gate.to(reduction.accumulate))).to(x.dtype)

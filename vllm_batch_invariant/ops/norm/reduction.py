@@ -13,6 +13,8 @@ HEAD_SIZES = (64, 128, 256)
 """Lengths of rows that may be heads. On a GPU their squares are first added in pairs half a row apart: the elements
 that a rotary embedding turns, so that one kernel can do both with the two halves of a head in the same places.
 """
+GATES = ("silu", "sigmoid")
+"""Functions of a gate, which a row is multiplied with element by element."""
 _VECTOR = 8
 """Elements in 16 bytes of the narrowest dtype."""
 _TILE = 2048
@@ -39,8 +41,10 @@ class NormReduction(RowReduction):
 
     With a residual, the sum x + residual enters unrounded, and is rounded once for the next layer. The normalised row
     is rounded to the weight's dtype, multiplied by the weight and rounded to x's dtype: the order of vLLM's own layer.
+    With a gate, it stays in fp32 until it is multiplied by a function of the gate's element, and is rounded once.
 
     Attributes:
+        gate: the function of the gate, of :data:`GATES`; None without one.
         rows_per_program: on a GPU, rows that share a program and none of their additions: where a row's elements lie
             follows the shape of the whole tile.
         halves_first: on a GPU, whether element i and i + length / 2 are added first, see :data:`HEAD_SIZES`.
@@ -49,6 +53,7 @@ class NormReduction(RowReduction):
             strides of a call.
     """
 
+    gate: str | None = None
     rows_per_program: int | None = None
     halves_first: bool | None = None
     stride_unit: int | None = None
@@ -61,11 +66,18 @@ class NormReduction(RowReduction):
 
     @classmethod
     @lru_cache(REDUCTIONS_KEPT)
-    def of_device(cls, device_type: str, length: int, dtype: torch.dtype, has_residual: bool = False) -> Self:
+    def of_device(
+        cls,
+        device_type: str,
+        length: int,
+        dtype: torch.dtype,
+        has_residual: bool = False,
+        gate: str | None = None,
+    ) -> Self:
         """The reduction of a row of ``length`` elements; only a device that joined may have another with a residual."""
         if joined := reduction_of("norm", device_type):
             return joined(length, dtype, has_residual)
-        row = {"length": length, "dtype": dtype}
+        row = {"length": length, "dtype": dtype, "gate": gate}
         if device_type == "cpu":
             return cls(**row, lanes=LANES)
         block = gpu_block(length, _LARGEST_GPU_BLOCK)

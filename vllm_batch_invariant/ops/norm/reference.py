@@ -12,3 +12,11 @@ def rms_norm(
     x = x.double()
     normalised = x * torch.rsqrt(x[..., :variance_size].pow(2).mean(-1, keepdim=True) + eps)
     return normalised if weight is None else normalised * weight.double()
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str = "silu"
+) -> torch.Tensor:
+    """The same, times silu or sigmoid of the gate."""
+    sigmoid = gate.double().sigmoid()
+    return rms_norm(x, weight, eps) * (sigmoid if activation == "sigmoid" else gate.double() * sigmoid)

@@ -124,7 +124,7 @@ def pages_of_states(config: Mapping[str, Any]) -> int:
     for each group of layers, which vLLM makes as large as that of the rarer kind.
     """
     kinds = config.get("layer_types") or ()
-    with_states = sum(kind == "conv" for kind in kinds)
+    with_states = sum(kind in ("conv", "linear_attention") for kind in kinds)
     return 2 * -(-with_states // (min(with_states, len(kinds) - with_states) or 1))
 
 

@@ -1,0 +1,157 @@
+"""What engines of models with states are asked: the same requests in every company, at any cut, after a preemption,
+from the prefix cache, and in pages that others have left.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, PATHS, concurrent_requests, request, run, tokens
+from tests.engine.states import FAULTS
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+LFM2 = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+    **dict.fromkeys(("conv_dim", "conv_dim_out", "block_dim"), 256),
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""vLLM reads fields that Transformers' class does not have of its own."""
+QWEN3_5 = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ON_GPU = torch.cuda.is_available()
+IN_ENGINE = "tests.engine.states"
+VOCABULARY = range(3, 500)
+LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True} | OF_DEVICE | EAGER_ON_GPU
+TARGETS = [
+    request(tokens(300, 1, VOCABULARY), max_tokens=6, logprobs=5),
+    request(tokens(70, 2, VOCABULARY), max_tokens=12, temperature=1.0, seed=7, logprobs=2, prompt_logprobs=2),
+]
+SAME = ("among others", "warm", "in pages of NaN", "among others in pages of NaN", "no fault")
+
+
+def others(length: int) -> list[dict[str, Any]]:
+    """Requests beside the targets, the first ones with prompts of a length, a few tokens below that of a page of keys:
+    they need one page more than they begin with.
+    """
+    first = [request(tokens(length, 100 + number, VOCABULARY), max_tokens=16) for number in range(8)]
+    return first + concurrent_requests(5, 3, vocabulary=VOCABULARY)
+
+
+def seen(answers: list[dict[str, Any]]) -> list[Any]:
+    """Tokens, logprobs and candidates of the targets, which come last."""
+    return [[one["completions"], one["prompt_logprobs"]] for one in answers[-len(TARGETS) :]]
+
+
+def alone(engine: Engine, name: str = "alone") -> list[Any]:
+    return seen([engine.step(f"{name} {number}", [one], True).requests[0] for number, one in enumerate(TARGETS)])
+
+
+def decode_again(engine: Engine, answers: list[Any]) -> list[Any]:
+    """What the tokens of the first target's answer get at the end of a prompt."""
+    whole = request(TARGETS[0]["prompt"] + answers[0][0][0]["tokens"], max_tokens=1, prompt_logprobs=5)
+    return engine.step("whole", [whole], True).requests[0]["prompt_logprobs"]
+
+
+def ask_briefly(engine: Engine) -> dict[str, Any]:
+    """The least of :func:`ask`."""
+    found = {"alone": alone(engine)}
+    few = concurrent_requests(4, 3, vocabulary=VOCABULARY)
+    found["among others"] = seen(engine.step("among others", [*few, *TARGETS], True).requests)
+    return found | {"decoded": decode_again(engine, found["alone"])}
+
+
+def ask(engine: Engine, of: Sequence[str], length: int) -> dict[str, Any]:
+    """Answers of the targets in every company, and what shows that they were in it.
+
+    Args:
+        of: classes of states that are told faults.
+        length: of the prompts of :func:`others`.
+    """
+    company = others(length)
+    found = {"alone": alone(engine)}
+    among = engine.step("among others", [*company, *TARGETS], True)
+    found |= {"among others": seen(among.requests), "preemptions": among.preemptions}
+    warm = engine.step("warm", TARGETS)
+    found |= {"warm": seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
+    found["pages"] = engine.call(f"{IN_ENGINE}:poison")
+    found["in pages of NaN"] = alone(engine, "poisoned")
+    engine.call(f"{IN_ENGINE}:poison")
+    found["among others in pages of NaN"] = seen(engine.step("poisoned", [*company, *TARGETS], True).requests)
+    found["decoded"] = decode_again(engine, found["alone"])
+    for kind in of:
+        for fault in FAULTS[kind]:
+            engine.call(f"{IN_ENGINE}:plant", fault, kind)
+            found[f"{fault}: {kind}"] = seen(engine.step(f"{fault}: {kind}", TARGETS, True).requests)
+    engine.call(f"{IN_ENGINE}:plant", "")
+    found["no fault"] = alone(engine, "no fault")
+    return found
+
+
+def started(
+    checkpoint: Path, afterwards: Callable[[Engine], Any], flag: str = "1", path: Sequence[str] = (), **more: object
+) -> Any:
+    """What ``afterwards`` finds of an engine of its own, with more folders on its ``path``."""
+    environment = {"PYTHONPATH": os.pathsep.join([*path, PATHS])}
+    return run({"model": str(checkpoint), **LIMITS, **more}, [], flag, afterwards=afterwards, **environment).afterwards
+
+
+def decodes_as_it_prefills(found: dict[str, Any]) -> bool:
+    """Whether the logprobs of decoded tokens have the bits of the same tokens' at the end of a prompt."""
+    made = found["alone"][0][0][0]["logprobs"]
+    rows = found["decoded"][len(TARGETS[0]["prompt"]) :]
+    return made == [row[: len(of)] for row, of in zip(rows, made, strict=True)]
+
+
+def distance_from_float64(checkpoint: Path, answers: list[Any]) -> float:
+    """The largest of listed logprobs of a prompt of 70 tokens from those of Transformers' model in float64."""
+    prompt, listed = TARGETS[1]["prompt"], answers[1][1]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    rows = zip(expected, listed[1:], strict=False)
+    return max(abs(float.fromhex(value) - row[token].item()) for row, of in rows for token, value, _ in of)
+
+
+def in_company(engine: Engine, length: int) -> tuple[Any, Any]:
+    """The first target by itself, and among others: for plain vLLM, which has no seeds for a request beside others on a
+    CPU.
+    """
+    beside = [*others(length)[:8], TARGETS[0]]
+    steps = engine.step("alone", TARGETS[:1], True), engine.step("among others", beside, True)
+    by_itself, among = (step.requests[-1]["completions"] for step in steps)
+    return by_itself, among

@@ -1,0 +1,89 @@
+"""What is done to the states of layers that keep one of each request, in an engine's process."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+LAYERS = ("ShortConv", "QwenGatedDeltaNetAttention")
+"""How the names of layers with states end."""
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if type(layer).__name__.endswith(LAYERS)]
+
+
+def poison(llm: Any) -> int:
+    """Fill the state of every page with NaN, as a request may find one that another has left: bytes of 255 are NaN in
+    every dtype. Returns how many.
+    """
+
+    def fill(model: torch.nn.Module) -> int:
+        held = [state for layer in _layers(model) for state in layer.kv_cache]
+        for state in held:
+            state.view(torch.uint8).fill_(255)
+        return sum(len(state) for state in held)
+
+    llm.reset_prefix_cache()
+    return llm.apply_model(fill)[0]
+
+
+_LOW_PLANE = slice(1 << 15, 1 << 16)
+"""Of a page of 4 states of 64 x 64, the bytes of the lower halves of their numbers."""
+
+
+def _round_states(states: Any) -> dict[str, Any]:
+    states.states[:, _LOW_PLANE] = 0
+    return {}
+
+
+def _read_page(states: Any) -> dict[str, Any]:
+    return {"context_lens": states.context_lens.clamp(min=4)}
+
+
+def _begin_anew(states: Any) -> dict[str, Any]:
+    return {"context_lens": torch.where(states.starts.diff() > 1, 0, states.context_lens)}
+
+
+def _share_a_page(states: Any) -> dict[str, Any]:
+    return {"pages": states.pages.clamp(max=states.pages.min())}
+
+
+FAULTS: dict[str, dict[str, Callable[[Any], dict[str, Any]]]] = {
+    "ConvStates": {
+        "a new request reads its page": _read_page,
+        "a chunk begins anew": _begin_anew,
+        "all states are in one page": _share_a_page,
+    },
+    "DeltaStates": {
+        "a chunk begins anew": _begin_anew,
+        "states are rounded to bf16": _round_states,
+    },
+}
+"""By the class of states that are told so; what an operation is given of a step. Delta rules must not read a page that
+is not theirs: how many tokens its state has seen lies in it.
+"""
+
+
+def _with(
+    change: Callable[[Any], dict[str, Any]], of: str, states_of: Any, self: Any, held: torch.Tensor, kind: Any
+) -> Any:
+    states = states_of(self, held, kind)
+    return kind(**{**vars(states), **change(states)}) if kind.__name__ == of else states
+
+
+def plant(llm: Any, fault: str, of: str = "ConvStates") -> None:
+    """Have the layers take a step for another than it is, from now on; "" for what it is.
+
+    Args:
+        of: the class of states that are told so.
+    """
+    from vllm_batch_invariant.integration.layers.state_backend import StateStep
+
+    llm.reset_prefix_cache()
+    StateStep.states_of = vars(StateStep).get("original", StateStep.states_of)
+    StateStep.original = StateStep.states_of
+    if fault:
+        changed = partial(_with, FAULTS[of][fault], of, StateStep.original)
+        StateStep.states_of = lambda self, held, kind: changed(self, held, kind)
