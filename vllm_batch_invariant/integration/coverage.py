@@ -1186,9 +1186,8 @@ REFUSED = (
     Feature(
         "Gated delta rules (Qwen3.5) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 "
         "caches, embeddings as prompts, sleep, states that are not fp32, within pages, replayed or rounded by chance",
-        "these have not been run together, and no GPU has run the rule",
-        "serve Qwen3.5 by one worker on a CPU with vLLM 0.32; pass --mamba-ssm-cache-dtype float32 where a checkpoint "
-        "names another",
+        "these have not been run",
+        "serve Qwen3.5 by one worker on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
     ),
