@@ -1,6 +1,9 @@
 """Attention of encoders of images, which of them are refused, and how a user may name an image."""
 
+import ast
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,14 +129,30 @@ def test_an_image_has_no_identifier_of_the_users(monkeypatch: pytest.MonkeyPatch
         process(SimpleNamespace(), {}, {}, {"image": [None, "mine"]}, "1")
 
 
+def methods_of_deepstack() -> dict[str, Any]:
+    """vLLM's, out of its file: to import it takes torchvision."""
+    folder = Path(importlib.util.find_spec("vllm.model_executor.models").origin).parent
+    [model] = [
+        node
+        for node in ast.parse((folder / "qwen3_vl.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Qwen3VLForConditionalGeneration"
+    ]
+    wanted = {f"_{does}_deepstack_input_embeds" for does in ("get", "set", "clear")}
+    model.bases, model.decorator_list, model.keywords = [], [], []
+    model.body = [node for node in model.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    from vllm.sequence import IntermediateTensors
+
+    made: dict[str, Any] = {"torch": torch, "IntermediateTensors": IntermediateTensors}
+    exec(compile(ast.Module([model], []), "qwen3_vl.py", "exec"), made)
+    return {name: vars(made[model.name])[name] for name in wanted}
+
+
 class Deepstack:
     """A model with the buffers of vLLM's Qwen3-VL, and its methods."""
 
     def __init__(self) -> None:
-        qwen3_vl = pytest.importorskip("vllm.model_executor.models.qwen3_vl").Qwen3VLForConditionalGeneration
-        for name in ("_get", "_set", "_clear"):
-            method = getattr(qwen3_vl, f"{name}_deepstack_input_embeds")
-            setattr(self, method.__name__, method.__get__(self))
+        for name, method in methods_of_deepstack().items():
+            setattr(self, name, method.__get__(self))
         self.deepstack_num_level = 2
         self.deepstack_input_embeds = [torch.zeros(8, 4) for _ in range(2)]
         self.deepstack_input_embeds_num_tokens = 0

@@ -59,6 +59,8 @@ def test_the_table_says_what_the_check_says(found: tuple[list[Row], dict[str, Ro
 def test_the_layers_of_a_model_that_passes_are_known(architecture: str) -> None:
     """The check of a configuration does not see them; the one when a model is loaded does."""
     registry = pytest.importorskip("vllm.model_executor.models.registry").ModelRegistry
+    if "VL" in architecture:
+        pytest.importorskip("torchvision", reason="engines of test_images.py know them")
     model = registry.models[architecture].load_model_cls()
     file = sys.modules[model.__module__]
     if ".transformers" in file.__name__:  # that file has the classes of all models that Transformers computes
