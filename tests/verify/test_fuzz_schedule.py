@@ -49,7 +49,9 @@ ACCEPTS = Accepts(range(16, 4000), 4096, -1, EVERY_KIND, (BEGINS, ENDS))
 CONTEXT = 1024
 TARGETS = dict(enumerate(draw_targets(3, 46, ACCEPTS, CONTEXT)))
 GPU = Place("cuda")
-SETTINGS = [draw_settings(3, number, CONTEXT, GPU) for number in range(12)]
+with pytest.MonkeyPatch.context() as newest_vllm:
+    newest_vllm.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    SETTINGS = [draw_settings(3, number, CONTEXT, GPU) for number in range(12)]
 DENSE = {
     "architectures": ["LlamaForCausalLM"],
     "dtype": "bfloat16",
