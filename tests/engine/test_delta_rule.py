@@ -73,6 +73,7 @@ def found(started: Callable[..., Any], checkpoint: Path) -> dict[str, Any]:
     return started(checkpoint, **DEFAULT)
 
 
+@pytest.mark.exhaustive
 def test_a_request_has_the_same_bits_alone_and_among_others(started: Callable[..., Any], checkpoint: Path) -> None:
     brief = started(checkpoint, afterwards=kept_states.ask_briefly, max_num_batched_tokens=61)
     assert brief["among others"] == brief["alone"]
@@ -86,6 +87,13 @@ def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(f
     assert found["pages"] > 0
     assert found["cached"][0] >= 256
     assert [name for name in SAME if found[name] != found["alone"]] == []
+
+
+@pytest.mark.exhaustive
+def test_a_state_that_decode_made_serves_the_next_turn(found: dict[str, Any]) -> None:
+    warm, fresh = found["turns"]
+    assert found["cached of a turn"] >= 256
+    assert warm == fresh
 
 
 @pytest.mark.exhaustive

@@ -180,6 +180,7 @@ def by_tools(
     return fuzzed, checked, reproduced
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", QUICK)
 def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call(
     name: str, served: Callable[..., Served]

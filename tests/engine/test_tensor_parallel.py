@@ -107,6 +107,7 @@ def test_both_workers_take_replaced_weights_however_they_come(two: Result) -> No
     assert len(differing_answers(answers["by_reload_weights 1"], fresh)) == len(ASKED)
 
 
+@pytest.mark.exhaustive
 def test_workers_that_torchrun_starts_have_the_bits_of_those_that_vllm_starts(
     two: Result, folders: list[str], tmp_path: Path
 ) -> None:

@@ -338,7 +338,7 @@ MEMBERS = {
     "ENCODER_STATE": ("prepare_inputs",),
     "SHORT_CONV": ("forward_native", "forward_cuda"),
     "SHORT_CONV_BACKEND": ("get_builder_cls",),
-    "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "get_state_dtype", "_output_projection"),
+    "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "_output_projection"),
     "DELTA_RULE_BACKEND": ("get_builder_cls",),
     "DELTA_RULE_BUILDER": ("build",),
     "STATE_SHAPES": ("gated_delta_net_state_shape",),

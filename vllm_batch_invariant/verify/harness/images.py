@@ -172,13 +172,13 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
 
 
 def _tokens_of(llm: Any, kind: str, size: Sequence[int]) -> int:
-    """Tokens of an item in a prompt; 0 if vLLM refuses it."""
+    """Tokens of an item in a prompt; 0 if vLLM refuses it, or does not find where the checkpoint's prompts have one."""
     engine = llm.llm_engine
     item = {"kind": kind, "size": list(size), "seed": 0, "at": 0}
     try:
         prompt = prompt_of(llm, [], [item])
         made = engine.input_processor.process_inputs("size", prompt, llm.get_default_sampling_params(), ("generate",))
-    except ValueError:
+    except (ValueError, AssertionError):
         return 0
     return len(made.prompt_token_ids)
 
