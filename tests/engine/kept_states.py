@@ -85,18 +85,6 @@ def decode_again(engine: Engine, answers: list[Any]) -> list[Any]:
     return engine.step("whole", [whole], True).requests[0]["prompt_logprobs"]
 
 
-def next_turn(engine: Engine) -> dict[str, Any]:
-    """Answers of a prompt that goes on behind an answer, with the page that decode has ended in the cache and without,
-    and how many of its tokens were there.
-    """
-    first = request(tokens(250, 5, VOCABULARY), max_tokens=12)
-    [made] = engine.step("a turn", [first], True).requests[0]["completions"]
-    turn = request(first["prompt"] + made["tokens"] + tokens(30, 6, VOCABULARY), max_tokens=6, logprobs=5)
-    warm, fresh = (engine.step(f"next turn {reset}", [turn], reset).requests[0] for reset in (False, True))
-    answers = [warm["completions"], fresh["completions"]]
-    return {"turns": answers, "cached of a turn": warm["cached"]}
-
-
 def ask_briefly(engine: Engine) -> dict[str, Any]:
     """The least of :func:`ask`."""
     found = {"alone": alone(engine)}
@@ -118,7 +106,6 @@ def ask(engine: Engine, of: Sequence[str], length: int) -> dict[str, Any]:
     found |= {"among others": seen(among.requests), "preemptions": among.preemptions}
     warm = engine.step("warm", TARGETS)
     found |= {"warm": seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
-    found |= next_turn(engine)
     found["pages"] = engine.call(f"{IN_ENGINE}:poison")
     found["in pages of NaN"] = alone(engine, "poisoned")
     engine.call(f"{IN_ENGINE}:poison")

@@ -90,13 +90,6 @@ def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(f
 
 
 @pytest.mark.exhaustive
-def test_a_state_that_decode_made_serves_the_next_turn(found: dict[str, Any]) -> None:
-    warm, fresh = found["turns"]
-    assert found["cached of a turn"] >= 256
-    assert warm == fresh
-
-
-@pytest.mark.exhaustive
 def test_logprobs_of_decode_are_those_of_prefill(found: dict[str, Any]) -> None:
     assert decodes_as_it_prefills(found)
 
