@@ -116,7 +116,7 @@ print("started")
 """
 
 
-@pytest.mark.parametrize("named", [None, "9.0.1"])
+@pytest.mark.parametrize("named", [None, pytest.param("9.0.1", marks=pytest.mark.exhaustive)])
 def test_vllm_itself_ends_with_one_line_where_nobody_has_tested_it(named: str | None) -> None:
     pytest.importorskip("vllm")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}

