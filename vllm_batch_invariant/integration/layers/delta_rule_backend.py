@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reviews import patch_points
-from .state_backend import StateStep, StateStepBuilder
+from .state_backend import StateBackend, StateStep, StateStepBuilder
 
 _Base: Any = patch_points.DELTA_RULE_BACKEND.get()
 _BaseBuilder: Any = patch_points.DELTA_RULE_BUILDER.get()
@@ -26,13 +26,7 @@ class Builder(StateStepBuilder, _BaseBuilder):
         )
 
 
-class Backend(_Base):
+class Backend(StateBackend, _Base):
     """In the place of vLLM's."""
 
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
+    builder = Builder

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..reviews import patch_points
-from .state_backend import StateStep, StateStepBuilder
+from .state_backend import StateBackend, StateStep, StateStepBuilder
 
 _Base: Any = patch_points.SHORT_CONV_BACKEND.get()
 _BaseBuilder: Any = patch_points.SHORT_CONV_BUILDER.get()
@@ -30,13 +30,7 @@ class Builder(StateStepBuilder, _BaseBuilder):
         return replace(made, **self.step_of(common_attn_metadata))
 
 
-class Backend(_Base):
+class Backend(StateBackend, _Base):
     """In the place of vLLM's."""
 
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
+    builder = Builder

@@ -1,7 +1,7 @@
 """What a layer with a state of each request is told of a step, whatever vLLM's backend for it is."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,3 +53,21 @@ class StateStepBuilder:
         )
         longest = int(step.max_query_len)
         return {"starts": starts, "context_lens": context_lens, "pages": pages, "longest": longest}
+
+
+class StateBackend:
+    """The first base of a class beside vLLM's backend.
+
+    Attributes:
+        builder: of the steps.
+    """
+
+    builder: ClassVar[type[StateStepBuilder]]
+
+    @classmethod
+    def get_builder_cls(cls) -> type[StateStepBuilder]:
+        return cls.builder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
