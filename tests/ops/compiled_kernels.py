@@ -63,7 +63,8 @@ from vllm_batch_invariant.ops.delta_rule import cuda as delta_rule
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import FP8_BLOCK, MXFP4, PLAIN, Format, integers
-from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers
+from vllm_batch_invariant.ops.formats.triton_decode import PackedTile
+from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers, decode_tiles
 from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
 from vllm_batch_invariant.ops.linear import LinearReduction, schedule
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
@@ -565,11 +566,16 @@ def every_product_of_e4m3() -> None:
 
 
 def decoded_weights() -> None:
-    """Of integers, with zero points and without."""
+    """Of integers, with zero points and without, and of MXFP4."""
     for bits, zeros, dtype in itertools.product((4, 8), (False, True), (torch.bfloat16, torch.float16)):
         words, scales = torch.zeros(9, 24, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
         points = torch.zeros(9, 3, dtype=torch.uint8) if zeros else None
         decode_integers(words, scales, points, torch.empty(9, 24 * 32 // bits, dtype=dtype), bits)
+    for dtype in (torch.bfloat16, torch.float32):
+        form = PackedTile.of(MXFP4, dtype)
+        assert form is not None
+        codes, scales = torch.zeros(9, 96, dtype=torch.uint8), torch.zeros(9, 6, dtype=torch.uint8)
+        decode_tiles((codes, scales), torch.empty(9, 192, dtype=dtype), form)
 
 
 def every_code() -> None:

@@ -1,5 +1,5 @@
-"""The kernel that decodes integers on a GPU, in Triton's interpreter, has the bits of the definition, in fp16: the
-interpreter does not round to bf16 as a GPU does.
+"""The kernels that decode weights on a GPU, in Triton's interpreter, have the bits of the definition: of integers in
+fp16, because the interpreter does not round to bf16 as a GPU does, and of MXFP4 in fp32.
 """
 
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from vllm_batch_invariant.ops.formats.fp4 import MXFP4, decode_mxfp4_on_gpu
 from vllm_batch_invariant.ops.formats.integers import INTEGERS, decode_on_gpu
 from vllm_batch_invariant.ops.formats.record import Format
 
@@ -36,3 +37,15 @@ def test_the_kernel_has_the_bits_of_the_definition(b_format: Format) -> None:
         if options["zeros"]:
             wrong = [*stored[:2], stored[2] ^ 1]
             assert not torch.equal(decode_on_gpu(wrong, torch.empty_like(found), **options), wanted)
+
+
+def test_the_kernel_of_mxfp4_has_the_bits_of_the_definition() -> None:
+    dtype = torch.float32
+    draw = torch.Generator().manual_seed(0)
+    for n, k in ((1, 32), (7, 384), (9, 2304)):
+        codes = torch.randint(0, 256, (n, k // 2), generator=draw).to(torch.uint8)
+        scales = torch.randint(1, 252, (n, k // 32), generator=draw).to(torch.uint8)
+        found = decode_mxfp4_on_gpu((codes, scales), torch.full((n, k), torch.nan, dtype=dtype))
+        assert_same_bits(found, MXFP4.decode((codes, scales), torch.empty(n, k, dtype=dtype)))
+        other = decode_mxfp4_on_gpu((codes, scales + 1), torch.empty_like(found))
+        assert not torch.equal(other, found)

@@ -55,6 +55,17 @@ def test_every_code_times_every_scale_is_the_definitions(form: Format, dtype: to
     every_product(form, dtype, torch.device("cuda"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_matrices_of_mxfp4_are_those_of_the_definition(dtype: torch.dtype) -> None:
+    """Every pair of codes times every scale."""
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(255, 1)
+    scales = torch.arange(255, dtype=torch.uint8, device="cuda")[:, None].repeat(1, 16)
+    wanted = torch.empty(255, 512, dtype=dtype, device="cuda")
+    MXFP4.decode((codes, scales), wanted)
+    found = StoredExperts(MXFP4, (codes.view(3, 85, 256), scales.view(3, 85, 16)), dtype).matrices()
+    assert torch.equal(found.view(255, 512), wanted)
+
+
 def test_tokens_have_the_bits_of_the_matrices_alone_and_among_others(layer: Experts) -> None:
     """Also of a part of the experts."""
     most, experts, hidden = max(COUNTS), layer.reduction.num_experts, layer.down.shape[1]
@@ -71,6 +82,12 @@ def test_tokens_have_the_bits_of_the_matrices_alone_and_among_others(layer: Expe
             assert torch.equal(found, whole[:count]), (name, count)
         last = moe(x[-1:], *(one[-1:] for one in chosen), layer)
         assert torch.equal(last, whole[-1:]), name
+    many = -(-cuda._MANY * experts // layer.reduction.top_k)
+    chosen = route(routings(many, experts)["skewed"], layer.reduction)
+    x = draw(many, hidden, seed=4)
+    assert torch.equal(moe(x, *chosen, layer), moe(x, *chosen, matrices)), "as a layer of matrices"
+    fewer = [one[:-1] for one in chosen]
+    assert torch.equal(moe(x[:-1], *fewer, layer), moe(x, *chosen, matrices)[:-1]), "with one less as a packed one"
     places = torch.arange(experts, dtype=torch.int32, device="cuda").masked_fill_(
         torch.arange(experts).cuda() % 3 == 0, -1
     )

@@ -62,6 +62,15 @@ def decode_mxfp4(stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Ten
     return out
 
 
+def decode_mxfp4_on_gpu(stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """The same bits by a kernel, where there is one."""
+    from .triton_decode import PackedTile
+    from .triton_kernels import decode_tiles
+
+    form = PackedTile.of(MXFP4, out.dtype)
+    return decode_mxfp4(stored, out) if form is None else decode_tiles(stored, out, form)
+
+
 def _certified(
     weight: torch.Tensor, group: int, unit: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,4 +115,5 @@ MXFP4 = Format(
     exponents=16,
     encode=encode_mxfp4,
     decode=decode_mxfp4,
+    decode_on_gpu=decode_mxfp4_on_gpu,
 )

@@ -81,5 +81,10 @@ class Format:
         if self.decode is None:
             return b
         out = a.new_empty(b.shape[1], b.shape[0] * self.packing) if out is None else out
+        return self.write((b.t(), *scales), out).t()
+
+    def write(self, stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """Write the matrix that tensors stand for to ``out`` [N, K], packed, on their device; returns that."""
+        assert self.decode is not None
         on_gpu = self.decode_on_gpu if out.device.type == "cuda" else None
-        return (on_gpu or self.decode)((b.t(), *scales), out).t()
+        return (on_gpu or self.decode)(stored, out)

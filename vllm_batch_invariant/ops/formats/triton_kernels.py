@@ -1,5 +1,6 @@
-"""Weights of integers decoded on a GPU, in Triton: one pass over what is stored."""
+"""Weights decoded on a GPU, in Triton: one pass over what is stored."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.launch import launch
+from .triton_decode import PackedTile, decoded_tile
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class DecodeSchedule:
 
 
 _SCHEDULE = DecodeSchedule()
+_TILE = DecodeSchedule(rows=8, words=64)
 
 
 @triton.jit(do_not_specialize=["N", "words", "words_of_group"])
@@ -87,5 +90,52 @@ def decode_integers(
             BITS=bits,
             ROWS=_SCHEDULE.rows,
             WORDS=_SCHEDULE.words,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["N"])
+def decode_tiles_kernel(
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    N,
+    K,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Operands as :func:`.triton_decode.decoded_tile` takes them; out: [N, K], packed."""
+    blocks = tl.cdiv(K, BLOCK_K)
+    rows = (tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    start_k = tl.program_id(0) % blocks * BLOCK_K
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tile = decoded_tile(
+        words_ptr, scales_ptr, zeros_ptr, rows, rows < N, start_k, K, FORMAT, False, BLOCK_N, BLOCK_K, dtype
+    )  # fmt: skip
+    columns = start_k + tl.arange(0, BLOCK_K)
+    tl.store(out_ptr + rows[:, None] * K + columns[None, :], tile, mask=(rows < N)[:, None] & (columns < K)[None, :])
+
+
+def decode_tiles(stored: Sequence[torch.Tensor], out: torch.Tensor, form: PackedTile) -> torch.Tensor:
+    """What tensors of a format stand for, written to ``out`` [N, K], packed.
+
+    Args:
+        stored: codes, 4 bytes aligned, scales and, of a format that has them, zero points.
+        out: of a dtype that ``form`` is for.
+        form: of the tensors.
+    """
+    codes, scales, *zeros = (tensor.contiguous() for tensor in stored)
+    (n, k), block_k = out.shape, 8 * _TILE.words
+    if out.numel():
+        launch(
+            decode_tiles_kernel,
+            triton.cdiv(n, _TILE.rows) * triton.cdiv(k, block_k),
+            (codes.view(torch.int32), scales, zeros[0] if zeros else None, out, n, k),
+            on=out,
+            FORMAT=form,
+            BLOCK_N=_TILE.rows,
+            BLOCK_K=block_k,
         )
     return out

@@ -4,7 +4,7 @@ multiplied by its expert's weights. Nothing waits for the host, so a step may be
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -164,6 +164,10 @@ _HOPPER_PACKED = (
     _packed_schedule(64, (128, 8, 1, 2), (128, 8, 1, 2), inf),
 )
 """Of :mod:`.sm90_packed`, for weights of four bits. A tile of 128 pairs waits for its rows of x."""
+_MANY = 320
+"""Pairs of an expert, on average, from which on a layer of such weights is faster as a layer of their matrices."""
+_MOST_MATRICES = 5 << 30
+"""Bytes of the matrices of one product."""
 _SCALED = (
     LayerSchedule(GroupedSchedule(16, 64, GROUP, 4, 4), GroupedSchedule(16, 128, GROUP, 4, 4), few_pairs=64),
     LayerSchedule(GroupedSchedule(16, 64, GROUP, 4, 4), GroupedSchedule(16, 128, GROUP, 4, 4), most=9),
@@ -569,7 +573,9 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
     gpu, form = Gpu.of(x.device.index), down.format if isinstance(down, StoredExperts) else None
     scaled = reduction.products is not None
     packed = not scaled and is_packed(form, *down.shape[1:], dtype, gpu, activation)
-    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, gpu, packed, scaled)
+    many = packed and pairs >= _MANY * reduction.num_experts
+    many &= gate_up.shape.numel() * dtype.itemsize <= _MOST_MATRICES
+    schedule = layer_schedule(pairs, reduction.num_experts, down.shape[2], dtype, gpu, packed and not many, scaled)
     groups = group(ids, len(down), schedule, places)
     if reduction.products is not None and reduction.products.mma != gpu.fp8_mma:
         raise NotCovered(
@@ -578,12 +584,18 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
             "use those of the GPU",
         )
     given = _operand(x, reduction)
+    read = partial(_matrices_of, many)
     activated = grouped_gemm(
-        given, gate_up, experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
+        given, read(gate_up), experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
     )
     made = _operand(activated, reduction)
-    expert_out = grouped_gemm(made, down, experts.down_bias, groups, pairs, dtype, schedule.down)
+    expert_out = grouped_gemm(made, read(down), experts.down_bias, groups, pairs, dtype, schedule.down)
     return Products(expert_out, weights, ids, places)
+
+
+def _matrices_of(many: bool, weight: torch.Tensor | StoredExperts) -> torch.Tensor | StoredExperts:
+    """What a product reads: of many pairs, the matrices that stored experts stand for."""
+    return weight.matrices() if many and isinstance(weight, StoredExperts) else weight
 
 
 def _operand(rows: torch.Tensor, reduction: MoeReduction) -> torch.Tensor | Codes:
@@ -700,9 +712,11 @@ def certify(
     if products is None:
         schedules, cases = _certified_schedules(n, k, dtype, gpu, activation, form), _certificate_cases
     else:
-        schedules, cases = layer_schedules(dtype, gpu, scaled=True), _cases_of_codes
-    for number, schedule in enumerate(schedules):
+        schedules = [(one, False) for one in layer_schedules(dtype, gpu, scaled=True)]
+        cases = _cases_of_codes
+    for number, (schedule, of_matrices) in enumerate(schedules):
         for rows, ids, x, weight in cases(schedule, min(n, 512), k, dtype, device, form):
+            weight = _matrices_of(of_matrices, weight)
             groups = group(ids, len(weight), schedule)
             for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):
                 used = _first_rows(weight, weight.shape[1] // 2 * 2 if gate else weight.shape[1])
@@ -734,12 +748,16 @@ def certify(
 
 def _certified_schedules(
     n: int, k: int, dtype: torch.dtype, gpu: Gpu, activation: str, form: Format | None
-) -> tuple[LayerSchedule, ...]:
-    """Those that products of a weight [N, K] may have: it may be the first of a layer, or the second."""
+) -> list[tuple[LayerSchedule, bool]]:
+    """Those that products of a weight [N, K] may have: it may be the first of a layer, or the second. And of each
+    whether it reads the matrices that stored experts stand for.
+    """
     sides = (k, n // 2), (n, k)
     packed = [is_packed(form, hidden, intermediate, dtype, gpu, activation) for hidden, intermediate in sides]
-    schedules = layer_schedules(dtype, gpu, True) if any(packed) else ()
-    return schedules if all(packed) else (*schedules, *layer_schedules(dtype, gpu))
+    usual = layer_schedules(dtype, gpu)
+    found = [(one, False) for one in layer_schedules(dtype, gpu, True)] if any(packed) else []
+    found += [] if all(packed) else [(one, False) for one in usual]
+    return found + [(one, True) for one in usual if any(packed) and not one.few_pairs and one.most > _MANY]
 
 
 def _first_rows(weight: torch.Tensor | StoredExperts, n: int) -> Any:

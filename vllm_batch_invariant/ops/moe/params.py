@@ -47,9 +47,11 @@ class StoredExperts:
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         """The matrix [N, K] of an expert, in new memory."""
-        assert self.format.decode is not None
         out = torch.empty(*self.shape[1:], dtype=self.dtype, device=self.device)
-        return self.format.decode([tensor[expert].contiguous() for tensor in self.tensors], out)
+        return self._write(expert, out)
+
+    def _write(self, expert: int, out: torch.Tensor) -> torch.Tensor:
+        return self.format.write([tensor[expert].contiguous() for tensor in self.tensors], out)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[expert] for expert in range(len(self)))
@@ -57,8 +59,12 @@ class StoredExperts:
     def matrices(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """All of them: [experts, N, K], written to ``out`` if that is given."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
-        for expert, matrix in zip(out, self, strict=True):
-            expert.copy_(matrix)
+        by_rows = (tensor.dim() == 3 and tensor.shape[1] == out.shape[1] for tensor in self.tensors)
+        if all(by_rows) and all(tensor.is_contiguous() for tensor in (*self.tensors, out)):
+            self.format.write([tensor.flatten(0, 1) for tensor in self.tensors], out.flatten(0, 1))
+        else:  # tensors that are no rows: of groups of elements, or of blocks
+            for expert, matrix in enumerate(out):
+                self._write(expert, matrix)
         return out
 
 
