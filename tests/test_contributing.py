@@ -122,6 +122,7 @@ def outcomes(package: Path, names: str, *files: str) -> set[tuple[str, str]]:
     return set(re.findall(r"^(PASSED|FAILED) \S+::(\S+)", printed, re.MULTILINE))
 
 
+@pytest.mark.exhaustive
 def test_an_epilogue_needs_no_other_file_of_the_package_and_tests_and_tuner_take_it(package: Path) -> None:
     pytest.importorskip("triton")
     toys.EPILOGUE.add(package)
@@ -141,6 +142,7 @@ def test_an_epilogue_needs_no_other_file_of_the_package_and_tests_and_tuner_take
     check_files(toys.EPILOGUE, "epilogue")
 
 
+@pytest.mark.exhaustive
 def test_a_kind_of_attention_needs_no_other_file_of_the_package(package: Path, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     toys.ATTENTION.add(package)
@@ -175,6 +177,7 @@ for by in ("flex", "exact"):
     check_files(toys.ATTENTION, "kind of attention")
 
 
+@pytest.mark.exhaustive
 def test_a_kind_of_layer_needs_no_other_file_of_the_package(package: Path) -> None:
     pytest.importorskip("vllm")
     toys.LAYER.add(package)
@@ -276,6 +279,7 @@ def next_vllm(path: Path) -> None:
     assert not changes
 
 
+@pytest.mark.exhaustive
 def test_a_vllm_version_needs_no_other_file_of_the_package(package: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import PATHS, SETTINGS
+from tests.engine.engines import PATHS, SETTINGS, some_exhaustive
 from vllm_batch_invariant import cli
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.receipt import Receipt
@@ -51,6 +51,7 @@ def test_a_bisection_of_the_mode_finds_nothing(model: str) -> None:
     assert data["engine"]["mode"] == "vllm-batch-invariant"
 
 
+@pytest.mark.exhaustive
 def test_a_load_through_llm_is_told_with_its_engine(model: str) -> None:
     load = ("--samples", "12", "--max-tokens", "6", "--concurrency", "8")
     status, data, err = run("reproduce", model, "--offline", *load)
@@ -85,7 +86,10 @@ def test_a_receipt_is_made_and_computed_again(
     assert "computed again with" in data["compared"]
 
 
-@pytest.mark.parametrize("command", [("reproduce", "--offline"), ("receipt", "make", "new.json")])
+INTERRUPTED = (("reproduce", "--offline"), ("receipt", "make", "new.json"))
+
+
+@pytest.mark.parametrize("command", some_exhaustive(INTERRUPTED, INTERRUPTED[1:]))
 def test_an_interruption_ends_an_engine_that_starts(model: str, command: tuple[str, ...], tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_batch_invariant.cli", *command, model],

@@ -123,10 +123,11 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Served]:
     version = pytest.importorskip("vllm").__version__
     if not version.startswith(RAN.encoding["cuda" if torch.cuda.is_available() else "cpu"]):
         pytest.skip("encoders of images have not run here")
+    with_tools = pytestconfig.option.exhaustive or torch.cuda.is_available()
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
 
     @cache
@@ -145,7 +146,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
                 fault: engine.call("tests.engine.images:with_fault", fault, "moved_in_calls", GRIDS, CALLS[:6])
                 for fault in images.FAULTS
             }
-            tools = name in QUICK and (dtype, budget) == ("float32", BUDGET)
+            tools = with_tools and name in QUICK and (dtype, budget) == ("float32", BUDGET)
             found = by_tools(engine, tmp_path_factory.mktemp("picture")) if tools else ({}, {}, {})
         return Served(runs, model, moved, faults, *found)
 
@@ -196,6 +197,7 @@ def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call
     assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", QUICK)
 def test_answers_about_an_image_are_reproduced_beside_others(name: str, served: Callable[..., Served]) -> None:
     found = served(name).reproduced[""]

@@ -313,6 +313,7 @@ def injected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_layer_that_only_the_worker_sees_stops_a_server_with_one_line(checkpoint: Path, injected: Path) -> None:
     paths = os.pathsep.join(filter(None, (str(ROOT), str(injected), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(
