@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.engine.engines import OF_DEVICE, concurrent_requests, request, run, selected, some_exhaustive, tokens
 from tests.quantised_checkpoints import FORMATS, write
-from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.envs import ARITHMETIC, TP_TREE, UNTRIED
 from vllm_batch_invariant.hf import check_engine, patch
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -239,3 +239,11 @@ def test_workers_that_share_a_quantised_model_have_the_bits_of_one_with_its_matr
         one = alone.result()
     two = _plain(packed, {"tensor_parallel_size": 2}, VLLM_CPU_OMP_THREADS_BIND="0|1", **tree)
     assert two == one
+
+
+@pytest.mark.exhaustive
+def test_exact_arithmetic_of_a_quantised_model_is_that_of_its_matrices(checkpoints: Checkpoints) -> None:
+    packed, unpacked = checkpoints.of(REPLACED)
+    exact = {ARITHMETIC.name: "exact", UNTRIED.name: "1"}
+    of_packed, of_matrices, usual = (_plain(packed, {}, **exact), _plain(unpacked, {}, **exact), _plain(packed, {}))
+    assert of_packed == of_matrices != usual
