@@ -127,7 +127,12 @@ def assert_same_rows(
 
 @pytest.mark.parametrize(
     ("ranks", "tree", "dtype"),
-    [(2, False, "bfloat16"), (2, False, "float32"), (4, False, "float16"), (4, True, "float16")],
+    [
+        (2, False, "bfloat16"),
+        pytest.param(2, False, "float32", marks=pytest.mark.exhaustive),
+        pytest.param(4, False, "float16", marks=pytest.mark.exhaustive),
+        (4, True, "float16"),
+    ],
 )
 def test_a_norm_behind_it_has_the_bits_of_a_norm_alone(tmp_path: Path, ranks: int, tree: bool, dtype: str) -> None:
     messages = [(*shape, dtype) for shape in ROWS]

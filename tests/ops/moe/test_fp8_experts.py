@@ -22,9 +22,20 @@ ODD = (200, 128)
 """Hidden and intermediate; the last group of K is a part of one."""
 
 
+QUICK = (
+    "test_a_token_has_the_same_bits_alone_and_among_others",
+    "test_each_mistake_is_found[interpreted-one scale a row]",
+)
+"""Of those in the interpreter, which take half a minute each: that run also where each minute counts."""
+
+
 @pytest.fixture(autouse=True)
-def tensor_core_of_the_interpreter(device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tensor_core_of_the_interpreter(
+    device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     if device.is_interpreted:
+        if not (request.config.option.exhaustive or request.node.name.startswith(QUICK)):
+            pytest.skip("runs with --exhaustive")
         interpret(monkeypatch)
     yield
 

@@ -30,14 +30,15 @@ def parts_of(shared: str, n: int, k: int, widths: list[int]) -> list[tuple[slice
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_has_one_scale_is_quantised_as_a_row(shared, dtype, device):
     """With sides that no block divides, more rows than are widened at a time, a block of zeros, tiny ones and ties."""
-    n, k, widths = 2200, 150, [2000, 72, 128]
+    first = 400 if device.is_interpreted else 2000
+    n, k, widths = first + 200, 150, [first, 72, 128]
     weight = device.draw(n, k, dtype=torch.float32) * 10.0 ** torch.linspace(-3, 3, n, device=device.type)[:, None]
     weight[:128], weight[128:256, :128] = 0, 1e-39
     weight[256:384] = 448 - torch.arange(k, device=weight.device) * 0.25
     weight = weight.to(dtype)
     codes, scale = quantise_weight(weight, shared, widths)
     assert codes.dtype == E4M3
-    assert scale.shape == {"tensor": (3,), "channel": (n, 1), "block": (18, 2)}[shared]
+    assert scale.shape == {"tensor": (3,), "channel": (n, 1), "block": (-(-n // 128), 2)}[shared]
     for part, found in zip(parts_of(shared, n, k, widths), scale.flatten(), strict=True):
         right, of_part = of_row(weight[part])
         assert_same_bits(codes.view(torch.uint8)[part], right)
