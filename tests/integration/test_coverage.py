@@ -360,15 +360,10 @@ def refusals_of_pooling(device: str = "cpu", version: str = "0.32.0", **changes:
         ),
         ({"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0"}, []),
         (
-            {"attn_type": "encoder_only", "device": "cuda", "version": "0.33.0", "untried": False},
-            ["BertModel on a GPU"],
-        ),
-        (
             {
                 "attn_type": "encoder_only",
                 "device": "cuda",
                 "version": "0.33.0",
-                "architecture": "Gemma3TextModel",
                 "untried": False,
             },
             [],

@@ -22,7 +22,6 @@ EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
 KV_CACHE = "--kv-cache-dtype"
 HEAD_SIZES = tuple(range(64, 257, 16))
 ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
-"""On a CPU."""
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
@@ -337,9 +336,6 @@ def _both_directions_of_a_pooling_model(config: Config) -> str | None:
         found = {
             f"attention of the kind {kind} on {ops.name}": ops.type not in ("cpu", "cuda"),
             f"attention of the kind {kind} of {model}": model not in RAN.encoders,
-            f"{model} on a GPU": ops.type == "cuda"
-            and model in RAN.encoders_on_cpus_alone
-            and not envs.starts_untried(),
         }
         return _first(found)
     return _when(kind != "decoder", f"attention of the kind {kind}")
@@ -469,8 +465,7 @@ def _latent_attention(config: Config) -> str | None:
 
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
-    has_more = _is_encoder(config) and (devices.of_config(config).ops.type == "cpu" or envs.starts_untried())
-    sizes = ENCODER_HEAD_SIZES if has_more else HEAD_SIZES
+    sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else HEAD_SIZES
     return None if size in sizes else f"attention heads of size {size}"
 
 
@@ -817,7 +812,7 @@ COVERED = (
         "Encoders",
         "BERT, RoBERTa, XLM-RoBERTa, ModernBERT that embed or classify texts, pairs of them (`/score`, `/rerank`) or "
         "tokens; Gemma 3 and Qwen3 with bidirectional attention that embed, as EmbeddingGemma: by one "
-        "worker on a CPU with vLLM 0.32, all but BERT also on one GPU with 0.33",
+        "worker on a CPU with vLLM 0.32 and on one GPU with 0.33",
     ),
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
@@ -1217,10 +1212,9 @@ REFUSED = (
     ),
     Feature(
         "Pooling models with bidirectional attention but BERT, RoBERTa, XLM-RoBERTa, ModernBERT, Gemma 3 and Qwen3; "
-        "BERT on a GPU; those of other kinds than encoders",
+        "those of other kinds than encoders",
         "they have not been run",
-        "serve it on a CPU with vLLM 0.32, or a decoder-only model, such as Qwen3-Embedding; "
-        "VLLM_BATCH_INVARIANT_UNTRIED=1 starts BERT on a GPU",
+        "serve it on a CPU with vLLM 0.32, or a decoder-only model, such as Qwen3-Embedding",
         _both_directions_of_a_pooling_model,
     ),
     Feature(

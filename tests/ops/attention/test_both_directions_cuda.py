@@ -9,7 +9,7 @@ from tests.ops.attention.test_both_directions import LENGTHS, OPTIONS, definitio
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
 REDUCTION = AttentionReduction.of_device("cuda")
-HEADS = [Heads(12, 12, 32), Heads(12, 12, 64), Heads(16, 16, 80), Heads(4, 1, 256)]
+HEADS = [Heads(12, 12, 32), Heads(4, 2, 48), Heads(12, 12, 64), Heads(16, 16, 80), Heads(4, 1, 256)]
 
 
 def of(heads: Heads, dtype: torch.dtype, lengths: tuple[int, ...]) -> list[Request]:

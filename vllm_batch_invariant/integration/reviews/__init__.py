@@ -220,7 +220,6 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
-        encoders_on_cpus_alone: those of them that no GPU has run.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
         pooling: versions whose engines have pooled, by device.
@@ -239,7 +238,6 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
-    encoders_on_cpus_alone: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
     pooling: Mapping[str, str]
