@@ -374,7 +374,8 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             mixed = torch.zeros(len(a), 64 * 128, dtype=dtype)
             q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
-            delta_rule.delta_rule(q, k, v, g, beta, states, reduction)
+            for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
+                delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
