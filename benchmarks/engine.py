@@ -344,8 +344,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--offline", action="store_true", help="leave out the server under an online load")
     part.add_argument("--online", action="store_true", help="only that server, whose bits are not looked at")
+    more = 'more arguments of vllm.LLM for the others than ours, such as \'{"gdn_prefill_backend": "triton"}\''
+    parser.add_argument("--theirs", type=json.loads, default={}, metavar="JSON", help=more)
     options = parser.parse_args(arguments)
     options.offline |= options.workloads not in LOADS
+    if options.theirs and not options.offline:
+        parser.error("--theirs is of engines and not of servers: pass --offline, too")
     return options
 
 
@@ -361,7 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         update(options.out, rows)
         return rows
 
-    plans = [(provider, plan) for provider in options.providers]
+    theirs = plan | {"engine": plan["engine"] | options.theirs}
+    plans = [(provider, plan if provider in _OURS else theirs) for provider in options.providers]
     measured = ({} for _ in plans) if options.online else measured_of(plans, options.together, options.timeout)
     for provider, result in zip(options.providers, measured, strict=True):
         if result is not None:

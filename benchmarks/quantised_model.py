@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 
 from vllm_batch_invariant.verify.demo_model import (
     Shape,
-    config_of,
+    drawing_of,
     gpt_oss_config_of,
     gpt_oss_weights,
-    random_weights,
     save_tokenizer,
     train_tokenizer,
 )
@@ -32,6 +31,20 @@ _GPT_OSS_20B = Shape(
     kv_heads=8,
     vocab=201088,
     max_length=131072,
+)
+_QWEN3_5_9B = Shape(
+    hidden=4096,
+    intermediate=12288,
+    layers=32,
+    heads=16,
+    kv_heads=4,
+    head_size=256,
+    vocab=248320,
+    max_length=262144,
+    hybrid="delta",
+    rule_heads=(16, 32),
+    rule_head_size=128,
+    attention_every=4,
 )
 SHAPES = {
     "8b": Shape(4096, 12288, layers=36, heads=32, kv_heads=8, head_size=128, vocab=151936, max_length=40960),
@@ -50,8 +63,12 @@ SHAPES = {
     ),
     "gpt-oss-20b": _GPT_OSS_20B,
     "gpt-oss-120b": replace(_GPT_OSS_20B, experts=128, layers=36),
+    "qwen3.5-9b": _QWEN3_5_9B,
+    "qwen3.5-4b": replace(_QWEN3_5_9B, hidden=2560, intermediate=9216),
 }
-"""Of Qwen3-8B, Qwen3-30B-A3B and both gpt-oss."""
+"""Of Qwen3-8B, Qwen3-30B-A3B, both gpt-oss, and text models of Qwen3.5, of which 4B has an output embedding of its own
+here.
+"""
 _WORDS = 4096
 """Of the tokenizer, which the load of a server draws its prompts from."""
 
@@ -61,7 +78,7 @@ def write(folder: Path, shape: Shape, name: str, device: str) -> None:
 
     Args:
         folder: for its files.
-        shape: of a Qwen3, or of a gpt-oss if the format is one of its experts.
+        shape: of a Qwen3 or a Qwen3.5, or of a gpt-oss if the format is one of its experts.
         name: of :data:`CHECKPOINT_FORMATS`; empty: the weights as they are.
         device: that draws and quantises.
     """
@@ -70,14 +87,14 @@ def write(folder: Path, shape: Shape, name: str, device: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
     files: dict[str, str] = {}
-    weights_of = gpt_oss_weights if of_gpt_oss else random_weights
+    weights_of, configure = (gpt_oss_weights, gpt_oss_config_of) if of_gpt_oss else drawing_of(shape)
     for number, weights in enumerate(weights_of(shape, shape.vocab, drawn)):
         has_layers = form is not None and any(form.layer_of(weight) for weight in weights)
         stored = quantised(weights, form)[0] if form and has_layers else weights
         file = f"model-{number:05}.safetensors"
         save_file({at: tensor.contiguous().cpu() for at, tensor in stored.items()}, folder / file, {"format": "pt"})
         files |= dict.fromkeys(stored, file)
-    config = (gpt_oss_config_of if of_gpt_oss else config_of)(shape, 1, 0)
+    config = configure(shape, 1, 0)
     if form:
         config["quantization_config"] = quantization_config(form, files)
     save_tokenizer(train_tokenizer(_WORDS), folder, shape.max_length)

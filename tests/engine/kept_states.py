@@ -3,8 +3,9 @@ from the prefix cache, and in pages that others have left.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,17 @@ QWEN3_5 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+AS_PUBLISHED = QWEN3_5 | {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""With heads of the sizes of published models, whose pages of keys are no power of two."""
 ON_GPU = torch.cuda.is_available()
 IN_ENGINE = "tests.engine.states"
 VOCABULARY = range(3, 500)
@@ -121,10 +133,15 @@ def ask(engine: Engine, of: Sequence[str], length: int) -> dict[str, Any]:
 
 
 def started(
-    checkpoint: Path, afterwards: Callable[[Engine], Any], flag: str = "1", path: Sequence[str] = (), **more: object
+    checkpoint: Path,
+    afterwards: Callable[[Engine], Any],
+    flag: str = "1",
+    path: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **more: object,
 ) -> Any:
-    """What ``afterwards`` finds of an engine of its own, with more folders on its ``path``."""
-    environment = {"PYTHONPATH": os.pathsep.join([*path, PATHS])}
+    """What ``afterwards`` finds of an engine of its own, with more folders on its ``path`` and more ``variables``."""
+    environment = {"PYTHONPATH": os.pathsep.join([*path, PATHS]), **variables}
     return run({"model": str(checkpoint), **LIMITS, **more}, [], flag, afterwards=afterwards, **environment).afterwards
 
 

@@ -14,18 +14,19 @@ import transformers
 from tests.engine import kept_states, multimodal
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.states import FAULTS
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 
-COVERED = reviews.ran().delta_rules["cpu"]
+COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().delta_rules["cpu"]
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(
-        ON_GPU or not patch_points.installed_version().startswith(COVERED), reason="refused on a GPU, or with this vLLM"
-    ),
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 NEAR = 0.25
 """Of logprobs in bf16."""
+PAGES = {"block_size": 128} if ON_GPU else {}
+"""Of keys, of which vLLM makes one page as large as a state: a CPU's."""
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 18}
 """With so few pages some requests are preempted."""
 UNCACHED = {"enable_prefix_caching": False, "max_num_batched_tokens": 61, "num_gpu_blocks_override": 12}
@@ -35,13 +36,16 @@ IN_FP32 = UNCACHED | {"num_gpu_blocks_override": 16}
 LENGTH = 250
 """Of prompts that need a page of keys more than they begin with."""
 STATES = ("ConvStates", "DeltaStates")
+TRITON_ALONE = {"gdn_prefill_backend": "triton"} if ON_GPU else {}
+"""Of plain vLLM, for which FlashInfer need not be installed."""
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """With what vLLM's file of the model imports for images."""
     path = multimodal.python_path(tmp_path_factory.mktemp("path"))
-    return partial(kept_states.started, afterwards=partial(kept_states.ask, of=STATES, length=LENGTH), path=path)
+    ask = partial(kept_states.ask, of=STATES, length=LENGTH)
+    return partial(kept_states.started, afterwards=ask, path=path, variables={UNTRIED.name: "1"}, **PAGES)
 
 
 def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
@@ -61,10 +65,13 @@ def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
+def text_model(settings: dict[str, Any], folder: Path) -> Path:
+    return written(transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**settings)), folder)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**kept_states.QWEN3_5))
-    return written(model, tmp_path_factory.mktemp("qwen3.5"))
+    return text_model(kept_states.QWEN3_5, tmp_path_factory.mktemp("qwen3.5"))
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +124,29 @@ def test_without_a_prefix_cache_the_bits_are_the_same(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+@pytest.mark.parametrize("settings", [DEFAULT, UNCACHED], ids=["prefix cache", "no prefix cache"])
+def test_steps_of_decode_in_cuda_graphs_have_the_same_bits(
+    started: Callable[..., Any], found: dict[str, Any], checkpoint: Path, settings: dict[str, Any]
+) -> None:
+    replayed = started(checkpoint, **settings | {"enforce_eager": False})
+    assert [name for name in SAME if replayed[name] != found["alone"]] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.skipif(not ON_GPU, reason="no graphs"))])
+def test_heads_of_published_sizes_keep_their_bits(started: Callable[..., Any], tmp_path: Path, eager: bool) -> None:
+    folder = text_model(kept_states.AS_PUBLISHED, tmp_path)
+    own_pages = {"block_size": 16} if ON_GPU else {}
+    brief = started(
+        folder, afterwards=kept_states.ask_briefly, max_num_batched_tokens=61, enforce_eager=eager, **own_pages
+    )
+    assert brief["among others"] == brief["alone"]
+    assert decodes_as_it_prefills(brief)
+    assert distance_from_float64(folder, brief["alone"]) < NEAR
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "settings", "near"), [("float32", IN_FP32, 1e-4), ("float16", UNCACHED, NEAR / 4)])
 def test_other_dtypes_keep_their_bits(
     started: Callable[..., Any], checkpoint: Path, dtype: str, settings: dict[str, Any], near: float
@@ -150,5 +180,6 @@ def test_plain_vllm_fails_the_same_comparison(started: Callable[..., Any], check
         flag="0",
         enforce_eager=True,
         **UNCACHED,
+        **TRITON_ALONE,
     )
     assert plain[0] != plain[1]

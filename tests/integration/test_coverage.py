@@ -489,12 +489,16 @@ def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -
     assert found_of_convolutions(mamba_ssm_cache_dtype="bfloat16") is None
 
 
-def test_gated_delta_rules_start_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_rules_start_on_a_gpu_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert str(found_of_rules(device="cuda")).startswith("gated delta rules on ")
+    monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_rules() == "gated delta rules with vLLM 0.33.0"
-    for asked in ("0", "1"):
-        monkeypatch.setenv(UNTRIED.name, asked)
-        assert str(found_of_rules(device="cuda")).startswith("gated delta rules on ")
+    assert found_of_rules(device="cuda") is None
+    first_runner = found_of_rules(device="cuda", use_v2_model_runner=False)
+    assert first_runner == "gated delta rules with the first model runner"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_rules(device="cuda") == "gated delta rules with vLLM 0.32.0"
 
 
 def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:

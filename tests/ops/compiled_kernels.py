@@ -375,7 +375,8 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             mixed = torch.zeros(len(a), 64 * 128, dtype=dtype)
             q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
-            delta_rule.delta_rule(q, k, v, g, beta, states, reduction)
+            for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
+                delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
@@ -630,6 +631,15 @@ def rows() -> None:
         reduce.mean(x, -1)
     silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
     turned_heads(2)
+    gated_heads(2, "silu")
+
+
+def gated_heads(count: int, *activations: str) -> None:
+    """Of 32 heads of so many tokens, with gates that lie behind queries, keys and values."""
+    heads, weight = torch.zeros(count, 32, 128, dtype=torch.bfloat16), torch.zeros(128)
+    gates = torch.zeros(count, 96 * 128, dtype=torch.bfloat16)[:, 64 * 128 :].unflatten(1, (32, 128))
+    for activation in activations:
+        norm.gated_rms_norm(heads, weight, 1e-6, gates, activation)
 
 
 def turned_heads(count: int) -> None:
@@ -910,6 +920,7 @@ def more_rows() -> None:
         x = torch.zeros(2, length, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-6, x, None)
         norm.rms_norm(x, x[0], 1e-6, None, 7)
+        norm.gated_rms_norm(x, x[0], 1e-6, x, "silu")
         norm.rms_norm(
             torch.zeros(3, 5 * length, dtype=dtype)[:, :-length].unflatten(1, (-1, length)), x[0], 1e-6, None, None
         )

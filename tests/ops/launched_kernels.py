@@ -30,6 +30,7 @@ from tests.ops.compiled_kernels import (
     delta_rules,
     experts,
     flex,
+    gated_heads,
     gradients_of_attention,
     gradients_of_rows,
     many_pairs,
@@ -47,6 +48,7 @@ from vllm_batch_invariant.ops.attention import sm90
 from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT
+from vllm_batch_invariant.ops.norm import GATES
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
@@ -77,6 +79,7 @@ def row_batch(count: int) -> None:
         softmax.log_softmax_backward(x, softmax.log_softmax(x, -1, dtype=torch.float32).bfloat16(), -1, x.dtype)
         silu.silu_and_mul(x)
     turned_heads(count)
+    gated_heads(count, *GATES)
 
 
 def linear_batch(count: int) -> None:

@@ -435,6 +435,21 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     assert plain.state_pages == 0
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_model_with_states_is_drawn_on_a_gpu_with_the_runner_that_serves_it(
+    ran: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(coverage, "_DELTA_RULES", coverage._DELTA_RULES._replace(ran={"cuda": "0.33."} if ran else {}))
+    kinds = ["linear_attention", "full_attention"]
+    model = {"architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
+    drawn = [draw_settings("states", number, 256, Place("cuda", 4, 2, model=model)) for number in range(40)]
+    assert {(one.drafts, one.workers, one.stages, one.tree) for one in drawn} == {(0, 1, 1, 1)}
+    assert {one.runner for one in drawn} == ({"", "1"} if ran else {""})
+    assert {one.eager for one in drawn} == {one.prefix_cache for one in drawn} == {True, False}
+    assert {one.options.get("sleep", NONE) for one in drawn} == {NONE}
+
+
 def test_states_take_two_pages_of_each_group_of_layers() -> None:
     for kinds, pages in (
         ([], 0),

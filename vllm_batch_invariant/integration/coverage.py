@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import envs
@@ -18,7 +18,7 @@ from .reviews import encoding, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
-EMBEDDINGS, RUNNER = "--enable-prompt-embeds", "VLLM_USE_V2_MODEL_RUNNER"
+EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
 KV_CACHE = "--kv-cache-dtype"
 HEAD_SIZES = tuple(range(64, 257, 16))
 ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
@@ -390,15 +390,17 @@ class _Kept(NamedTuple):
         name: what a refusal calls them.
         models: whose only layers with states these are.
         ran: versions whose engines have served them, by device.
+        untried: versions that may serve them, if asked to start what nobody has run.
     """
 
     name: str
     models: tuple[str, ...]
     ran: Mapping[str, str]
+    untried: Mapping[str, str] = MappingProxyType({})
 
 
 _CONVOLUTIONS = _Kept("short convolutions", RAN.convolution_models, RAN.short_convolutions)
-_DELTA_RULES = _Kept("gated delta rules", RAN.delta_rule_models, RAN.delta_rules)
+_DELTA_RULES = _Kept("gated delta rules", RAN.delta_rule_models, RAN.delta_rules, {"cuda": RAN.on_gpus})
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -432,9 +434,10 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    if ops.type not in kept.ran:
+    ran = {**(kept.untried if envs.starts_untried() else {}), **kept.ran}
+    if ops.type not in ran:
         return f"{kept.name} on {ops.name}"
-    if not version.startswith(kept.ran[ops.type]):
+    if not version.startswith(ran[ops.type]):
         return f"{kept.name} with vLLM {version}"
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
@@ -1176,15 +1179,16 @@ REFUSED = (
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
         "Gated delta rules (Qwen3.5) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 "
         "caches, embeddings as prompts, sleep, states that are not fp32, within pages, replayed or rounded by chance",
         "these have not been run",
-        "serve Qwen3.5 by one worker on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32",
+        "serve Qwen3.5 by one worker on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32; "
+        "VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33 and its second model runner",
         _delta_rules_elsewhere,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
         "MLA (DeepSeek)",

@@ -88,8 +88,6 @@ _TAPS = 3
 """Of a short convolution."""
 _RULE_TAPS = 4
 """Of the convolution before a gated delta rule."""
-_KEY_HEADS, _VALUE_HEADS = 2, 4
-"""Of a gated delta rule."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,9 @@ class Shape:
         expert_intermediate: intermediate size of one expert.
         dense_layers: layers without experts, before the others.
         hybrid: what every other layer has in the place of attention, of :data:`HYBRIDS`; empty: attention.
+        rule_heads: key heads and value heads of a gated delta rule.
+        rule_head_size: of these; 0 for that of attention.
+        attention_every: of a model with gated delta rules every so many layers the last has attention.
         images: the family of a model that sees images, of :data:`.image_model.FAMILIES`; empty: it sees none.
     """
 
@@ -123,6 +124,9 @@ class Shape:
     qk_gain: float = 1.0
     head_gain: float = 4.0
     hybrid: str = ""
+    rule_heads: tuple[int, int] = (2, 4)
+    rule_head_size: int = 0
+    attention_every: int = 2
     images: str = ""
 
     def __post_init__(self) -> None:
@@ -138,7 +142,8 @@ class Shape:
             raise ValueError(f"{self.images!r} is none of {', '.join(image_model.FAMILIES)}")
         if self.images and (self.experts or self.hybrid or self.head_size != 64):
             raise ValueError(f"{self.family} has neither experts nor other layers here, and heads of 64")
-        if self.hybrid and (self.experts or self.hidden != self.heads * self.head_size):
+        is_whole = self.hybrid == "delta" or self.hidden == self.heads * self.head_size
+        if self.hybrid and (self.experts or not is_whole):
             raise ValueError(
                 f"{self.family} has no experts, and a hidden size of {self.heads} heads of {self.head_size}"
             )
@@ -408,14 +413,16 @@ def lfm2_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
 def qwen3_5_weights(
     shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
 ) -> "Iterator[dict[str, torch.Tensor]]":
-    """As :func:`random_weights`, of a Qwen3.5: gated delta rules, and attention with a gate in every other layer. Norms
+    """As :func:`random_weights`, of a Qwen3.5: gated delta rules, and attention with a gate in some layers. Norms
     multiply with 1 more than their weights. Gates are near 1, so that a token reads what was long ago.
     """
     normal, near = distributions(shape, drawn)
     of_no_layer = weights_of_no_layer(shape, tokens, drawn)
     yield of_no_layer | {"model.norm.weight": of_no_layer["model.norm.weight"] - 1}
     heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    keys, values = _KEY_HEADS * shape.head_size, _VALUE_HEADS * shape.head_size
+    size = shape.rule_head_size or shape.head_size
+    value_heads = shape.rule_heads[1]
+    keys, values = (number * size for number in shape.rule_heads)
     for i, kind in enumerate(_qwen3_5_layers(shape)):
         layer = f"model.layers.{i}."
         weights = {
@@ -429,12 +436,12 @@ def qwen3_5_weights(
             weights |= {
                 layer + "linear_attn.in_proj_qkv.weight": normal(2 * keys + values, shape.hidden),
                 layer + "linear_attn.in_proj_z.weight": normal(values, shape.hidden),
-                layer + "linear_attn.in_proj_a.weight": normal(_VALUE_HEADS, shape.hidden),
-                layer + "linear_attn.in_proj_b.weight": normal(_VALUE_HEADS, shape.hidden),
+                layer + "linear_attn.in_proj_a.weight": normal(value_heads, shape.hidden),
+                layer + "linear_attn.in_proj_b.weight": normal(value_heads, shape.hidden),
                 layer + "linear_attn.conv1d.weight": normal(2 * keys + values, _RULE_TAPS)[:, None].contiguous(),
-                layer + "linear_attn.A_log": near(-4.5, _VALUE_HEADS),
-                layer + "linear_attn.dt_bias": near(0, _VALUE_HEADS),
-                layer + "linear_attn.norm.weight": near(1, shape.head_size),
+                layer + "linear_attn.A_log": near(-4.5, value_heads),
+                layer + "linear_attn.dt_bias": near(0, value_heads),
+                layer + "linear_attn.norm.weight": near(1, size),
                 layer + "linear_attn.out_proj.weight": normal(shape.hidden, values, shape.residual_gain),
             }
         else:
@@ -450,7 +457,8 @@ def qwen3_5_weights(
 
 
 def _qwen3_5_layers(shape: Shape) -> list[str]:
-    return [("linear_attention", "full_attention")[i % 2] for i in range(shape.layers)]
+    every = shape.attention_every
+    return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(shape.layers)]
 
 
 def qwen3_5_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
@@ -461,13 +469,23 @@ def qwen3_5_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
         "layer_types": _qwen3_5_layers(shape),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
         "linear_conv_kernel_dim": _RULE_TAPS,
-        "linear_key_head_dim": shape.head_size,
-        "linear_value_head_dim": shape.head_size,
-        "linear_num_key_heads": _KEY_HEADS,
-        "linear_num_value_heads": _VALUE_HEADS,
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), shape.rule_head_size or shape.head_size),
+        "linear_num_key_heads": shape.rule_heads[0],
+        "linear_num_value_heads": shape.rule_heads[1],
         "attn_output_gate": True,
         "mamba_ssm_dtype": "float32",
     }
+
+
+def drawing_of(
+    shape: Shape,
+) -> "tuple[Callable[..., Iterator[dict[str, torch.Tensor]]], Callable[..., dict[str, Any]]]":
+    """What draws the weights of a Qwen3, an LFM2 or a Qwen3.5, and what its configuration is made by."""
+    return {
+        "": (random_weights, config_of),
+        "conv": (lfm2_weights, lfm2_config_of),
+        "delta": (qwen3_5_weights, qwen3_5_config_of),
+    }[shape.hybrid]
 
 
 def make_checkpoint(
@@ -503,14 +521,7 @@ def make_checkpoint(
     weights: dict[str, torch.Tensor] = {}
     if of_gpt_oss and not shape.experts:
         shape = replace(shape, experts=8)
-    draw, configure = random_weights, config_of
-    if of_gpt_oss:
-        draw, configure = gpt_oss_weights, gpt_oss_config_of
-    elif shape.hybrid:
-        draw, configure = {
-            "conv": (lfm2_weights, lfm2_config_of),
-            "delta": (qwen3_5_weights, qwen3_5_config_of),
-        }[shape.hybrid]
+    draw, configure = (gpt_oss_weights, gpt_oss_config_of) if of_gpt_oss else drawing_of(shape)
     for part in draw(shape, tokenizer.get_vocab_size(), drawn):
         weights |= part
     if how is not None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
-from tests.ops.conftest import DEVICES
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.norm import GATES, gated_rms_norm, reference, rms_norm
@@ -93,8 +92,8 @@ def test_per_head_norms_are_norms_of_short_rows(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("length", [7, 64, 128])
-def test_a_row_with_a_gate_has_the_same_bits_at_every_batch_size(length, activation, dtype):
-    x, gate, weight = inputs(DEVICES["cpu"], 45, length, dtype)
+def test_a_row_with_a_gate_has_the_same_bits_at_every_batch_size(length, activation, dtype, device):
+    x, gate, weight = inputs(device, 45, length, dtype)
     whole = gated_rms_norm(x, weight, 1e-6, gate, activation)
     assert_near(whole, reference.gated_rms_norm(x, weight, 1e-6, gate, activation), factor=2)
     for rows in (1, 2, 17):
@@ -104,10 +103,30 @@ def test_a_row_with_a_gate_has_the_same_bits_at_every_batch_size(length, activat
     assert_same_bits(heads.view(45, length), whole)
 
 
-def test_a_row_with_a_gate_is_rounded_once():
-    x, gate, weight = inputs(DEVICES["cpu"], 9, 96, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [96, 128])
+def test_a_row_with_a_gate_is_rounded_once(length, dtype, device):
+    x, gate, weight = inputs(device, 9, length, dtype)
     wide = gated_rms_norm(x.float(), weight.float(), 1e-6, gate.float())
-    assert_same_bits(gated_rms_norm(x, weight, 1e-6, gate), wide.bfloat16())
+    assert_same_bits(gated_rms_norm(x, weight, 1e-6, gate), wide.to(dtype))
+    assert_same_bits(gated_rms_norm(x, weight.float(), 1e-6, gate), wide.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_beside_what_else_a_layer_projects_have_the_bits_of_packed_ones(dtype, device):
+    """As Qwen3.5's are, behind queries, keys and values."""
+    x, weight = device.draw(5, 4, 64, dtype=dtype), device.draw(64, seed=1)
+    gate = device.draw(5, 13 * 64, dtype=dtype, seed=2)[:, 9 * 64 :].unflatten(1, (4, 64))
+    assert_same_bits(gated_rms_norm(x, weight, 1e-6, gate), gated_rms_norm(x, weight, 1e-6, gate.contiguous()))
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_far_from_zero_have_their_limits(activation, device):
+    x, gate = device.draw(1, 8), device.draw(1, 8)
+    gate[0, :4] = torch.tensor([-1e4, -200.0, 200.0, 1e4])
+    out = gated_rms_norm(x, torch.ones_like(x[0]), 1e-6, gate, activation)
+    assert_near(out, reference.gated_rms_norm(x, torch.ones_like(x[0]), 1e-6, gate, activation), factor=2)
+    assert not out.isnan().any()
 
 
 def test_a_gate_of_another_shape_or_function_is_refused() -> None:

@@ -13,7 +13,7 @@ from ...ops.attention import AttentionReduction
 from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
 from ..engine import cuda_graphs, draft_graphs
-from ..layers import activation, exact, experts, linear, norm_fusion, norm_rotary, quantised_experts
+from ..layers import activation, delta_rule, exact, experts, linear, norm_fusion, norm_rotary, quantised_experts
 from ..parallel import collectives
 from ..reviews import patch_points
 from ..sampling import exact_sampler, sampler
@@ -84,6 +84,7 @@ class Cuda(VllmDevice):
         self.check_gpu()
         cuda_graphs.install()
         draft_graphs.install()
+        delta_rule.install_cuda()
         external_ops = super().install_worker()
         sampler.install_second_runner()
         return external_ops

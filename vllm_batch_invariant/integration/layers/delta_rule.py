@@ -9,6 +9,7 @@ import torch
 from ...ops.causal_conv import ConvReduction, ConvStates, causal_conv
 from ...ops.delta_rule import DeltaRuleReduction, DeltaStates, delta_rule, gdn_inputs
 from ..reviews import patch_points
+from .state_backend import step_of_layer
 
 _BACKEND = f"{__package__}.delta_rule_backend.Backend"
 _NEEDED = (
@@ -25,7 +26,13 @@ def install() -> None:
     if not all(point.is_there() for point in _NEEDED):
         return
     layer = patch_points.DELTA_RULE.get()
-    methods: dict[str, Any] = {"__init__": _init, "get_state_shape": _state_shape, "get_state_dtype": _state_dtype}
+    methods: dict[str, Any] = {
+        "__init__": _init,
+        "get_state_shape": _state_shape,
+        "get_state_dtype": _state_dtype,
+        # A state within a step of prefill is not kept: vLLM ends the step where a page ends instead.
+        "get_prefill_checkpoint_alignment": lambda self: None,
+    }
     patch_points.replace_layer(layer, "BatchInvariant", forward, **methods)
     shapes, dtypes, copies = (
         point.get() for point in (patch_points.STATE_SHAPES, patch_points.STATE_DTYPES, patch_points.STATE_COPIES)
@@ -36,6 +43,18 @@ def install() -> None:
     copies.gated_delta_net_state_copy_func = staticmethod(lambda: (patch_points.COPY_WHOLE_STATE.get(),) * 2)
     backends = patch_points.MAMBA_BACKENDS.get()
     patch_points.REGISTER_BACKEND.get()(backends.GDN_ATTN, _BACKEND, is_mamba=True)
+
+
+def install_cuda() -> None:
+    """Keep vLLM from two things that it does for these models on a GPU: it compiles kernels for states in its own
+    layout, and one kernel of its own computes norms of heads, their rotary embedding and a copy of gates.
+    """
+    if patch_points.DELTA_RULE_WARMUP.is_there():
+        patch_points.DELTA_RULE_WARMUP.put(lambda *_: None)
+    if patch_points.GATED_ATTENTION.is_there():
+        # vLLM's layer sets it of itself when it is built.
+        apart = property(lambda self: False, lambda self, fused: None)
+        patch_points.GATED_ATTENTION.get().use_fused_qk_norm_rope_gate = apart
 
 
 def _init(self: Any, *args: Any, **named: Any) -> None:
@@ -82,11 +101,11 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     means nothing.
     """
     mixed, z, b, a = _projected(self, hidden_states)
-    metadata = patch_points.FORWARD_CONTEXT.get()().attn_metadata
-    if metadata is None:  # a step that measures memory: no states are there, and what is computed is thrown away
+    step = step_of_layer(self.prefix)
+    if step is None:
         out = z.contiguous()
     else:
-        step, (states, inputs) = metadata[self.prefix], self.kv_cache
+        states, inputs = self.kv_cache
         weight = self.conv1d.weight
         rows = step.states_of(inputs, ConvStates)
         convolved = causal_conv(mixed, weight.view(len(weight), -1), self.conv1d.bias, rows)

@@ -25,6 +25,9 @@ class Builder(StateStepBuilder, _BaseBuilder):
             **split, num_actual_tokens=common_attn_metadata.num_actual_tokens, **self.step_of(common_attn_metadata)
         )
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
+        return self.build(0, common_attn_metadata)
+
 
 class Backend(StateBackend, _Base):
     """In the place of vLLM's."""

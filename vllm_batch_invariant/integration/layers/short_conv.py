@@ -6,6 +6,7 @@ import torch
 
 from ...ops.causal_conv import ConvReduction, ConvStates, causal_conv
 from ..reviews import patch_points
+from .state_backend import step_of_layer
 
 _BACKEND = f"{__package__}.short_conv_backend.Backend"
 _NEEDED = (
@@ -30,11 +31,11 @@ def forward(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> Non
     means nothing.
     """
     projected, _ = self.in_proj(hidden_states)
-    metadata = patch_points.FORWARD_CONTEXT.get()().attn_metadata
-    if metadata is None:  # a step that measures memory: no states are there, and what is computed is thrown away
+    step = step_of_layer(self.prefix)
+    if step is None:
         convolved = projected.chunk(3, dim=-1)[0].contiguous()
     else:
-        states = metadata[self.prefix].states_of(_states(self), ConvStates)
+        states = step.states_of(_states(self), ConvStates)
         weight = self.conv.weight
         convolved = causal_conv(projected, weight.view(len(weight), -1), self.conv.bias, states, gated=True)
     output[: len(hidden_states)] = self.out_proj(convolved)[0]

@@ -29,6 +29,14 @@ class StateStep:
         return kind(held, self.pages, self.starts, self.context_lens, self.longest)
 
 
+def step_of_layer(name: str) -> StateStep | None:
+    """What the layer of a name is told of the step that is computed; None in one that measures memory or compiles
+    kernels of attention: no states are there, and what is computed is thrown away.
+    """
+    told = patch_points.FORWARD_CONTEXT.get()().attn_metadata
+    return None if told is None else told.get(name)
+
+
 class StateStepBuilder:
     """Writes a step to memory that it keeps, so that CUDA graphs find the next one where they found the last. The first
     base of a class beside vLLM's builder, whose split into prefills and decodes the operations do not need.

@@ -186,6 +186,10 @@ DELTA_RULE = PatchPoint(("vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_a
 DELTA_RULE_BACKEND = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionBackend")
 DELTA_RULE_BUILDER = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionMetadataBuilder")
 DELTA_RULE_METADATA = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionMetadata")
+DELTA_RULE_WARMUP = PatchPoint(("vllm.model_executor.warmup.kernel_warmup",), "qwen_triton_warmup")
+"""Compiles vLLM's own kernels for it on a GPU, with the states of a layer, before the first request."""
+GATED_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_next",), "Qwen3NextAttention")
+"""Attention of Qwen3-Next and Qwen3.5, whose result is multiplied with a gate."""
 STATE_SHAPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateShapeCalculator")
 """Says of each kind of layer which tensors a request's state is, for models and layers."""
 STATE_DTYPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateDtypeCalculator")
@@ -302,6 +306,7 @@ OPTIONAL = {
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER"),
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
+    *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
@@ -340,7 +345,7 @@ MEMBERS = {
     "SHORT_CONV_BACKEND": ("get_builder_cls",),
     "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "_output_projection"),
     "DELTA_RULE_BACKEND": ("get_builder_cls",),
-    "DELTA_RULE_BUILDER": ("build",),
+    "DELTA_RULE_BUILDER": ("build", "build_for_cudagraph_capture"),
     "STATE_SHAPES": ("gated_delta_net_state_shape",),
     "STATE_DTYPES": ("gated_delta_net_state_dtype",),
     "STATE_COPIES": ("gated_delta_net_state_copy_func",),

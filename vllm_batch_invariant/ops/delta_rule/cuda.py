@@ -30,15 +30,23 @@ class DeltaSchedule:
 
 
 PREFILL = DeltaSchedule(64, 4)
-DECODE = DeltaSchedule(32, 2)
+FEW, MANY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
+"""Of decode: of few requests more programs, so that every multiprocessor has one."""
+_MANY = 8
+"""Requests."""
 ONE_INSTRUCTION = DeltaSchedule(32, 2)
-"""Of prefill where a tile of 64 rows gets tcgen05.mma: decode's tiles get mma.sync, and nobody has compared the two."""
+"""Where a tile of 64 rows gets tcgen05.mma and smaller ones mma.sync, which nobody has compared."""
 
 
-def _prefill_schedule(device: torch.device) -> DeltaSchedule:
+def _schedule(device: torch.device, of: DeltaSchedule) -> DeltaSchedule:
     if triton.knobs.runtime.interpret:
-        return PREFILL
-    return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else PREFILL
+        return of
+    return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else of
+
+
+def decode_schedule(device: torch.device, requests: int) -> DeltaSchedule:
+    """Of a step of decode of so many requests, padded ones among them: a CUDA graph has one number of them."""
+    return _schedule(device, MANY if requests >= _MANY else FEW)
 
 
 def delta_rule(
@@ -50,7 +58,7 @@ def delta_rule(
     states: DeltaStates,
     reduction: DeltaRuleReduction,
     prefill: DeltaSchedule | None = None,
-    decode: DeltaSchedule = DECODE,
+    decode: DeltaSchedule | None = None,
 ) -> torch.Tensor:
     """See the operation's package."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -75,6 +83,7 @@ def delta_rule(
         return triton.cdiv(reduction.value_size, schedule.block), value_heads, requests
 
     if states.longest <= 1 + reduction.drafts(states.rows):
+        decode = decode or decode_schedule(v.device, requests)
         launch(
             decode_delta_rule_kernel,
             grid(decode),
@@ -84,7 +93,7 @@ def delta_rule(
             **of(decode),
         )
         return out
-    prefill = prefill or _prefill_schedule(v.device)
+    prefill = prefill or _schedule(v.device, PREFILL)
     slots = len(v) // reduction.chunk + requests * (states.rows // reduction.chunk + 2)
     chunks = triton.cdiv(states.longest + states.rows - 1, reduction.chunk)
     x, m = torch.empty(2, slots, value_heads, reduction.chunk, reduction.chunk, dtype=k.dtype, device=k.device)

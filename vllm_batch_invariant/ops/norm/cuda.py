@@ -12,7 +12,7 @@ from ..common.dependent_launch import wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from .reduction import NormReduction
-from .triton_kernels import load_weight, norm_of, rstd_of, weighted
+from .triton_kernels import function_of_gate, load_weight, norm_of, normalised, rstd_of, weighted
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _MOST_ROWS = 2**31 - 1 - 2048
@@ -113,6 +113,48 @@ def _rms_norm_kernel(
             tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "x_inner_size",
+        "stride_x_outer",
+        "stride_x_inner",
+        "gate_inner_size",
+        "stride_gate_outer",
+        "stride_gate_inner",
+    ]
+)
+def _gated_rms_norm_kernel(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    x_inner_size,
+    stride_x_outer,
+    stride_x_inner,
+    gate_inner_size,
+    stride_gate_outer,
+    stride_gate_inner,
+    eps,
+    GATE: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_kernel_before(OVERLAPS)
+    row = tl.program_id(0) * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)
+    x_starts = _row_starts(row, x_inner_size, stride_x_outer, stride_x_inner, NORM.stride_unit)
+    gate_starts = _row_starts(row, gate_inner_size, stride_gate_outer, stride_gate_inner, NORM.stride_unit)
+    offs = tl.arange(0, NORM.block)
+    mask = (row[:, None] < num_rows) & (offs < NORM.length)[None, :]
+    weight = load_weight(weight_ptr, offs, mask).to(tl.float32)  # [rows_per_program, block]
+    gate = tl.load(gate_ptr + gate_starts[:, None] + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = _load_rows(x_ptr, x_ptr, x_starts, x_starts, offs, mask, False)
+    y = normalised(x, offs, eps, NORM.length, NORM) * weight * function_of_gate(gate, GATE)
+    out_starts = row.to(tl.int64)[:, None] * NORM.length
+    tl.store(out_ptr + out_starts + offs[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def _indexed(x: torch.Tensor, stride_unit: int) -> tuple[torch.Tensor, int, int, int]:
     """The tensor, or an aligned copy where the kernel cannot take it as it is, and how its rows are reached: the size
     of the inner row index, and the strides of both in units.
@@ -125,19 +167,24 @@ def _indexed(x: torch.Tensor, stride_unit: int) -> tuple[torch.Tensor, int, int,
     return aligned(x), 1, x.shape[-1] // stride_unit, 0
 
 
+def _checked_rows(x: torch.Tensor, *others: torch.Tensor | None) -> int:
+    """The number of rows of x, which is refused like dtypes that the kernels do not have."""
+    for tensor in (x, *others):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise NotCovered(f"RMSNorm in {tensor.dtype}", "its accumulator is fp32", "use fp32, bf16 or fp16")
+    num_rows = x.numel() // x.shape[-1]
+    if num_rows > _MOST_ROWS:
+        raise NotCovered(f"RMSNorm of {num_rows} rows", "the kernel counts them in 32 bits", "normalise them in parts")
+    return num_rows
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None, variance_size: int | None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package. No copy is made of tensors [rows, N] or [rows, heads, N] that are packed along N and
     start every row at a multiple of 16 bytes.
     """
-    for tensor in (x, weight, residual):
-        if tensor is not None and tensor.dtype not in DTYPES:
-            raise NotCovered(f"RMSNorm in {tensor.dtype}", "its accumulator is fp32", "use fp32, bf16 or fp16")
-    length = x.shape[-1]
-    num_rows = x.numel() // length
-    if num_rows > _MOST_ROWS:
-        raise NotCovered(f"RMSNorm of {num_rows} rows", "the kernel counts them in 32 bits", "normalise them in parts")
+    length, num_rows = x.shape[-1], _checked_rows(x, weight, residual)
     reduction = NormReduction.of_device("cuda", length, x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual_out = None if residual is None else torch.empty_like(out)
@@ -168,3 +215,35 @@ def rms_norm(
             **reduction.options,
         )
     return out if residual_out is None else (out, residual_out)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """See the operation's package. No copy is made of tensors as :func:`rms_norm` takes them.
+
+    Raises:
+        NotCovered: rows longer than a program holds.
+    """
+    length, num_rows = x.shape[-1], _checked_rows(x, weight, gate)
+    reduction = NormReduction.of_device("cuda", length, x.dtype, gate=activation)
+    if length > reduction.block:
+        raise NotCovered(
+            f"RMSNorm with a gate of rows of {length}",
+            f"a program holds {reduction.block} elements of one",
+            "normalise heads or groups",
+        )
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_rows:
+        x, *x_rows = _indexed(x, reduction.stride_unit)
+        gate, *gate_rows = _indexed(gate, reduction.stride_unit)
+        launch(
+            _gated_rms_norm_kernel,
+            -(-num_rows // reduction.rows_per_program),
+            (x, gate, aligned(weight), out, num_rows, *x_rows, *gate_rows, eps),
+            on=x,
+            waits=True,
+            GATE=reduction.gate,
+            **reduction.options,
+        )
+    return out

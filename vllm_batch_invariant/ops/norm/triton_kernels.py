@@ -31,9 +31,26 @@ def weighted(normalised, weight):
 
 
 @triton.jit
+def function_of_gate(gate, GATE: tl.constexpr):
+    """One of :data:`.reduction.GATES` of fp32, with a division that is rounded as IEEE says."""
+    return tl.div_rn(gate if GATE == "silu" else 1.0, 1.0 + tl.exp(-gate))
+
+
+@triton.jit
 def load_weight(weight_ptr, offs, mask):
     """The weight for each row, not for one: then it lies where the rows do without a trip through shared memory."""
     return tl.load(tl.broadcast_to(weight_ptr + offs[None, :], mask.shape), mask=mask, other=0.0)
+
+
+@triton.jit
+def normalised(x, offs, eps, VARIANCE_SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Rows that lie in one tile, [BLOCK_M, BLOCK_N] fp32 and 0 behind a row's length, without a weight."""
+    squares = x * x
+    if NORM.length > VARIANCE_SIZE:
+        squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
+    if NORM.halves_first:
+        squares = halves_added(squares)
+    return x * rstd_of(row_sums(squares, 32 * NORM.num_warps), VARIANCE_SIZE, eps)[:, None]
 
 
 @triton.jit
@@ -53,12 +70,7 @@ def norm_of(
     """
     if HAS_RESIDUAL:
         tl.store(residual_out_ptr + starts + columns, x.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    squares = x * x
-    if NORM.length > VARIANCE_SIZE:
-        squares = tl.where((offs < VARIANCE_SIZE)[None, :], squares, 0.0)
-    if NORM.halves_first:
-        squares = halves_added(squares)
-    y = x * rstd_of(row_sums(squares, 32 * NORM.num_warps), VARIANCE_SIZE, eps)[:, None]
+    y = normalised(x, offs, eps, VARIANCE_SIZE, NORM)
     if HAS_WEIGHT:
         y = weighted(y, weight)
     tl.store(out_ptr + starts + columns, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -246,6 +246,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             ),
             quantization=None,
             enable_prompt_embeds="embeds" in options,
+            enable_sleep_mode=options.get("sleep") == "on",
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=not settings.whole),
         cache_config=SimpleNamespace(cache_dtype=options.get("cache", "auto")),
@@ -427,7 +428,7 @@ OPTIONS = (
     ),
     Option(
         "sleep",
-        {"on": ("--enable-sleep-mode",)},
+        {"on": (coverage.SLEEP,)},
         (NONE, "on"),
         lambda place: place.device == "cuda" and _keeps_requests(place),
         of_pooling=True,
