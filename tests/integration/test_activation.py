@@ -14,7 +14,7 @@ from vllm_batch_invariant.integration.reviews import patch_points, sources
 from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT
 
-MLPS = [patch_points.LLAMA_MLP, patch_points.QWEN2_MLP]
+MLPS = [patch_points.LLAMA_MLP, patch_points.QWEN2_MLP, patch_points.QWEN2_MOE_MLP]
 
 
 class _Ours(torch.nn.Module):
@@ -62,6 +62,7 @@ CHANGES = {
     "a quantised layer behind it, which may want a quantised activation": {"down_proj.quant_method": object()},
     "gathered results": {"gate_up_proj.gather_output": True},
     "halves of other lengths": {"gate_up_proj.output_sizes": [64, 32]},
+    "a gate behind it": {"expert_gate": torch.nn.Linear(1, 1)},
     "three products": {"gate_up_proj.output_sizes": [64, 64, 64]},
     "another layer": {
         "gate_up_proj": SimpleNamespace(quant_method=None, bias=None, gather_output=False, output_sizes=[1, 1])

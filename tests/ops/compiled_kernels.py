@@ -626,6 +626,8 @@ def rows() -> None:
         x = torch.zeros(2, length, dtype=torch.bfloat16)
         if length <= 20_000:
             norm.rms_norm(x, x[0], 1e-6, x, None)
+        if length == 5120:
+            norm.rms_norm(x, x[0], 1e-6, x, None, adds_one=True)
         softmax.log_softmax(x, -1, dtype=torch.float32)
         softmax.softmax(x, -1)
         reduce.mean(x, -1)

@@ -75,6 +75,7 @@ def row_batch(count: int) -> None:
     for length in (100, 896, 20_000, 152_000):
         x = torch.zeros(count, length, dtype=torch.bfloat16)
         norm.rms_norm(x, x[0], 1e-6, x, None)
+        norm.rms_norm(x, x[0], 1e-6, x, None, adds_one=True)
         reduce.mean(x, -1)
         softmax.log_softmax_backward(x, softmax.log_softmax(x, -1, dtype=torch.float32).bfloat16(), -1, x.dtype)
         silu.silu_and_mul(x)

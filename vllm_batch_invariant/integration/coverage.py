@@ -1185,8 +1185,8 @@ REFUSED = (
         "Gated delta rules (Qwen3.5) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 "
         "caches, embeddings as prompts, sleep, states that are not fp32, within pages, replayed or rounded by chance",
         "these have not been run",
-        "serve Qwen3.5 by one worker on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32; "
-        "VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU with vLLM 0.33 and its second model runner",
+        "use a CPU, vLLM 0.32, --mamba-ssm-cache-dtype float32; "
+        "VLLM_BATCH_INVARIANT_UNTRIED=1 adds a GPU with vLLM 0.33",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

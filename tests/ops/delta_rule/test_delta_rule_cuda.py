@@ -22,8 +22,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
 SCHEDULES = [(16, 1), (32, 1), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
 
 
-@pytest.mark.parametrize(("block", "num_warps"), SCHEDULES)
-def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
+def assert_a_schedule_moves_no_bit(layer: Layer, monkeypatch: pytest.MonkeyPatch, block: int, num_warps: int) -> None:
     x = layer.tokens(LENGTH, 3)
     expected = layer.whole(x)
     kept = layer.states[1].clone()
@@ -34,6 +33,30 @@ def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
         assert_same_bits(layer.whole(x), expected, "prefill")
         assert_same_bits(layer.states[1], kept, "what prefill leaves")
         assert_same_bits(layer.cut(x, 14, *(LENGTH - 14) * [1]), expected, "decode")
+
+
+@pytest.mark.parametrize(("block", "num_warps"), SCHEDULES)
+def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
+    assert_a_schedule_moves_no_bit(layer, monkeypatch, block, num_warps)
+
+
+@pytest.mark.parametrize("schedule", [cuda.FEW, cuda.MANY, cuda.ONE_INSTRUCTION], ids=str)
+def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, schedule):
+    layer = Layer("cuda", torch.float32, 2, 4, 128, 128, drafts=3)
+    assert_a_schedule_moves_no_bit(layer, monkeypatch, schedule.block, schedule.num_warps)
+
+
+@pytest.mark.parametrize("requests", [1, 7, 8, 40])
+def test_a_request_has_the_same_bits_in_a_step_of_any_number(requests):
+    """Decode has another schedule for many."""
+    layer = Layer("cuda", torch.bfloat16, 2, 4, 128, 128)
+    x, other = layer.tokens(40, 3), layer.tokens(40, 4)
+    expected = layer.whole(x)
+    layer.states.fill_(255)
+    for first, end in ((0, 20), *((place, place + 1) for place in range(20, 40))):
+        others = [(page, first, other.part(first, end)) for page in range(1, requests)]
+        rows = layer.step([*others, (0, first, x.part(first, end))])
+        assert_same_bits(rows[-1], expected[first:end], f"{requests} requests, tokens {first} to {end}")
 
 
 def test_products_that_cancel_are_the_same_in_prefill_and_decode(layer):

@@ -65,6 +65,20 @@ def test_a_wider_weight_multiplies_in_its_own_dtype(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [64, 777, 17_000])
+def test_1_more_than_a_weight_multiplies_in_fp32(length, dtype, device):
+    """As in Gemma's and Qwen3.5's norms."""
+    x, residual, weight = inputs(device, 3, length, dtype)
+    one_more = weight.float() + 1.0
+    assert_same_bits(rms_norm(x, weight, 1e-6, adds_one=True), rms_norm(x, one_more, 1e-6))
+    for part, whole in zip(
+        rms_norm(x, weight, 1e-6, residual, adds_one=True), rms_norm(x, one_more, 1e-6, residual), strict=True
+    ):
+        assert_same_bits(part, whole)
+    assert_same_bits(rms_norm(x, None, 1e-6, adds_one=True), rms_norm(x, None, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [64, 100, 128, 256])
 def test_strided_heads_have_the_bits_of_packed_ones(length, dtype, device):
     wide, weight = device.draw(5, 5 * length, dtype=dtype), device.draw(length, seed=1)

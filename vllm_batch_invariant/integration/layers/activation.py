@@ -38,6 +38,7 @@ def _fits(mlp: Any) -> bool:
         and not first.gather_output
         and len(first.output_sizes) == 2
         and first.output_sizes[0] == first.output_sizes[1]
+        and getattr(mlp, "expert_gate", None) is None
     )
 
 
@@ -53,7 +54,7 @@ def _forward(mlp: Any, parts: tuple[Any, ...], x: torch.Tensor) -> torch.Tensor:
 
 
 GATED_MLP = ForwardFusion(
-    kinds=(patch_points.LLAMA_MLP, patch_points.QWEN2_MLP),
+    kinds=(patch_points.LLAMA_MLP, patch_points.QWEN2_MLP, patch_points.QWEN2_MOE_MLP),
     parts=("gate_up_proj", "act_fn"),
     apart="its activation stays apart",
     fits=_is_noted,

@@ -38,7 +38,7 @@ def _gemma_rms_norm(
     self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The same with 1 + weight, multiplied in fp32."""
-    return rms_norm(x, self.weight.data.float() + 1.0, self.variance_epsilon, residual)
+    return rms_norm(x, self.weight.data, self.variance_epsilon, residual, adds_one=True)
 
 
 def _gated_rms_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,14 +15,16 @@ def rms_norm(
     eps: float,
     residual: torch.Tensor | None = None,
     variance_size: int | None = None,
+    adds_one: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension, of x or of x + residual.
 
     Args:
         x: [..., N] fp32, bf16 or fp16.
-        weight: [N], or None for none. Its dtype may differ from x's (fp32 for Gemma).
+        weight: [N], or None for none. Its dtype may differ from x's.
         residual: [..., N] of x's dtype, or None.
         variance_size: how many leading elements the mean of squares runs over; all if None.
+        adds_one: whether rows are multiplied with 1 more than the weight, in fp32.
 
     Returns:
         The normalised rows in x's dtype; with a residual, also x + residual rounded to x's dtype.
@@ -39,7 +41,12 @@ def rms_norm(
             "rms_norm takes x [..., N], weight [N], a residual like x and a variance_size of at most N, "
             f"got {', '.join(map(str, shapes))} and {variance_size}"
         )
-    return implementation("norm", x, weight, residual).rms_norm(x, weight, eps, residual, variance_size)
+    served = implementation("norm", x, weight, residual)
+    if adds_one and weight is not None:
+        if hasattr(served, "ADDS_ONE"):
+            return served.rms_norm(x, weight, eps, residual, variance_size, adds_one)
+        weight = weight.float() + 1.0
+    return served.rms_norm(x, weight, eps, residual, variance_size)
 
 
 def gated_rms_norm(

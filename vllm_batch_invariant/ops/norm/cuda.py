@@ -15,6 +15,8 @@ from .reduction import NormReduction
 from .triton_kernels import function_of_gate, load_weight, norm_of, normalised, rstd_of, weighted
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+ADDS_ONE = True
+"""The norm takes weights as Gemma's are, and adds 1 where it loads them."""
 _MOST_ROWS = 2**31 - 1 - 2048
 """The kernel counts the rows of its last program, too, in 32 bits."""
 
@@ -65,6 +67,7 @@ def _rms_norm_kernel(
     VARIANCE_SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -84,7 +87,7 @@ def _rms_norm_kernel(
         mask = row_mask & (offs < NORM.length)[None, :]
         weight = None
         if HAS_WEIGHT:
-            weight = load_weight(weight_ptr, offs, mask)  # [rows_per_program, block]
+            weight = load_weight(weight_ptr, offs, mask, ADDS_ONE)  # [rows_per_program, block]
         x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
         norm_of(
             x, weight, offs, out_ptr, residual_out_ptr, out_starts, offs[None, :], mask, eps,
@@ -109,7 +112,7 @@ def _rms_norm_kernel(
                 )
             x *= rstd
             if HAS_WEIGHT:
-                x = weighted(x, load_weight(weight_ptr, offs, mask))
+                x = weighted(x, load_weight(weight_ptr, offs, mask, ADDS_ONE))
             tl.store(out_ptr + out_starts + offs[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -179,7 +182,12 @@ def _checked_rows(x: torch.Tensor, *others: torch.Tensor | None) -> int:
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None, variance_size: int | None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    variance_size: int | None,
+    adds_one: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package. No copy is made of tensors [rows, N] or [rows, heads, N] that are packed along N and
     start every row at a multiple of 16 bytes.
@@ -212,6 +220,7 @@ def rms_norm(
             VARIANCE_SIZE=variance_size or length,
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
+            ADDS_ONE=adds_one,
             **reduction.options,
         )
     return out if residual_out is None else (out, residual_out)

@@ -37,9 +37,12 @@ def function_of_gate(gate, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_weight(weight_ptr, offs, mask):
-    """The weight for each row, not for one: then it lies where the rows do without a trip through shared memory."""
-    return tl.load(tl.broadcast_to(weight_ptr + offs[None, :], mask.shape), mask=mask, other=0.0)
+def load_weight(weight_ptr, offs, mask, ADDS_ONE: tl.constexpr = False):
+    """The weight for each row, not for one: then it lies where the rows do without a trip through shared memory. With
+    ADDS_ONE 1 more, in fp32.
+    """
+    weight = tl.load(tl.broadcast_to(weight_ptr + offs[None, :], mask.shape), mask=mask, other=0.0)
+    return weight.to(tl.float32) + 1.0 if ADDS_ONE else weight
 
 
 @triton.jit
