@@ -54,7 +54,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         self.reduction = DeltaRuleReduction(self.key_size, self.value_size, self.dtype, self.chunk)
-        self.rows = self.chunk + 2 * self.drafts
+        self.rows = self.reduction.rows(self.drafts)
         size = self.reduction.page_bytes(self.key_heads, self.value_heads, self.rows)
         self.states = torch.full((self.pages, size), 255, dtype=torch.uint8, device=self.device)
 

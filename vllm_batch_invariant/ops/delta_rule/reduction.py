@@ -102,8 +102,12 @@ class DeltaRuleReduction:
         """
         return (rows - self.chunk) // 2
 
+    def rows(self, drafts: int) -> int:
+        """The least of a ring with room for so many drafts in a call."""
+        return self.chunk + 2 * drafts
+
     def page_bytes(self, key_heads: int, value_heads: int, rows: int) -> int:
-        """Bytes of a request's page with a ring of so many rows: ``chunk + 2 * drafts``, or more."""
+        """Bytes of a request's page with a ring of so many rows."""
         return self._layout(key_heads, value_heads, rows)[1]
 
     def pages(self, states: torch.Tensor, key_heads: int, value_heads: int, rows: int) -> DeltaPages:
