@@ -3,8 +3,9 @@ from the prefix cache, and in pages that others have left.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,10 +122,15 @@ def ask(engine: Engine, of: Sequence[str], length: int) -> dict[str, Any]:
 
 
 def started(
-    checkpoint: Path, afterwards: Callable[[Engine], Any], flag: str = "1", path: Sequence[str] = (), **more: object
+    checkpoint: Path,
+    afterwards: Callable[[Engine], Any],
+    flag: str = "1",
+    path: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **more: object,
 ) -> Any:
     """What ``afterwards`` finds of an engine of its own, with more folders on its ``path``."""
-    environment = {"PYTHONPATH": os.pathsep.join([*path, PATHS])}
+    environment = {"PYTHONPATH": os.pathsep.join([*path, PATHS]), **variables}
     return run({"model": str(checkpoint), **LIMITS, **more}, [], flag, afterwards=afterwards, **environment).afterwards
 
 
