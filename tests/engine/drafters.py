@@ -180,6 +180,26 @@ def make_glm(folder: Path) -> Path:
     return folder
 
 
+def add_mtp(folder: Path) -> Path:
+    """Give a small Qwen3.5, with experts or without, a layer of random weights that predicts a second token."""
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    last = f"model.layers.{config['layer_types'].index('full_attention')}."
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix(last).removesuffix('.weight')}": tuple(weight.shape)
+        for name, weight in weights.items()
+        if name.startswith(last)
+    }
+    hidden = config["hidden_size"]
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    shapes |= {"mtp.fc": (hidden, 2 * hidden)} | {f"mtp.{norm}": (hidden,) for norm in norms}
+    made = random_weights(shapes)
+    for name in [name for name in made if ".experts." in name]:
+        made[name.removesuffix(".weight")] = made.pop(name)
+    save_file(weights | made, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    return folder
+
+
 def make_medusa(target: Path, folder: Path, drafts: int) -> Path:
     """Write Medusa's heads with random weights, one a draft, for the target in a folder."""
     of_target = json.loads((target / "config.json").read_text())

@@ -51,10 +51,14 @@ def qwen3_vl() -> transformers.PretrainedConfig:
 
 
 def qwen3_5(text: dict[str, Any]) -> transformers.PretrainedConfig:
-    """Around a text model whose rotary embedding turns 16 elements of a head, by interleaved sections."""
+    """Around a text model, with experts or without, whose rotary embedding turns 16 elements of a head, by interleaved
+    sections.
+    """
     rope = text["rope_parameters"] | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    return transformers.Qwen3_5Config(
-        architectures=["Qwen3_5ForConditionalGeneration"],
+    of_experts = "num_experts" in text
+    config = transformers.Qwen3_5MoeConfig if of_experts else transformers.Qwen3_5Config
+    return config(
+        architectures=[f"Qwen3_5{'Moe' if of_experts else ''}ForConditionalGeneration"],
         text_config=text | {"rope_parameters": rope},
         vision_config=_QWEN_VISION | {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16},
         image_token_id=500,

@@ -16,17 +16,17 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 def poison(llm: Any) -> int:
     """Fill the state of every page with NaN, as a request may find one that another has left: bytes of 255 are NaN in
-    every dtype. Returns how many.
+    every dtype. Returns how many a worker has.
     """
-
-    def fill(model: torch.nn.Module) -> int:
-        held = [state for layer in _layers(model) for state in layer.kv_cache]
-        for state in held:
-            state.view(torch.uint8).fill_(255)
-        return sum(len(state) for state in held)
-
     llm.reset_prefix_cache()
-    return llm.apply_model(fill)[0]
+    return llm.apply_model(_fill)[0]
+
+
+def _fill(model: torch.nn.Module) -> int:
+    held = [state for layer in _layers(model) for state in layer.kv_cache]
+    for state in held:
+        state.view(torch.uint8).fill_(255)
+    return sum(len(state) for state in held)
 
 
 _LOW_PLANE = slice(1 << 15, 1 << 16)
@@ -87,3 +87,10 @@ def plant(llm: Any, fault: str, of: str = "ConvStates") -> None:
     if fault:
         changed = partial(_with, FAULTS[of][fault], of, StateStep.original)
         StateStep.states_of = lambda self, held, kind: changed(self, held, kind)
+
+
+def keep_drafts(_llm: Any) -> None:
+    """Have steps take drafts for tokens that stay, from now on: then a state is kept that has seen rejected ones."""
+    from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction
+
+    DeltaRuleReduction.drafts = lambda self, rows: 0

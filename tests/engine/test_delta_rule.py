@@ -2,6 +2,7 @@
 size, after a preemption, from the prefix cache, and in a page that another has left.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,16 @@ import torch
 import transformers
 
 from tests.engine import kept_states, multimodal
+from tests.engine.drafters import ANSWERS, KINDS, add_mtp
+from tests.engine.engines import differing_answers, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.states import FAULTS
-from vllm_batch_invariant.envs import UNTRIED
+from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().delta_rules["cpu"]
 pytestmark = [
@@ -38,6 +44,19 @@ LENGTH = 250
 STATES = ("ConvStates", "DeltaStates")
 TRITON_ALONE = {"gdn_prefill_backend": "triton"} if ON_GPU else {}
 """Of plain vLLM, for which FlashInfer need not be installed."""
+OF_EXPERTS = kept_states.QWEN3_5 | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+WITH_EXPERTS = {
+    "Qwen3.5-MoE": (transformers.Qwen3_5MoeForCausalLM, transformers.Qwen3_5MoeTextConfig),
+    "Qwen3-Next": (transformers.Qwen3NextForCausalLM, transformers.Qwen3NextConfig),
+}
+"""Each layer has experts, and one that all tokens share, with a gate. Qwen3-Next has the projections of a key head and
+its value heads side by side.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -158,18 +177,181 @@ def test_other_dtypes_keep_their_bits(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_family_with_experts_keeps_its_bits(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
+    """Near Transformers' in fp32: in bf16 a token may have other experts."""
+    model, config = WITH_EXPERTS[family]
+    folder = written(model(config(**OF_EXPERTS)), tmp_path)
+    other = started(folder, **DEFAULT)
+    assert other["preemptions"] > 0
+    assert other["cached"][0] >= 256
+    assert [name for name in SAME if other[name] != other["alone"]] == []
+    assert decodes_as_it_prefills(other)
+    in_fp32 = started(folder, afterwards=kept_states.alone, dtype="float32")
+    assert distance_from_float64(folder, in_fp32) < 1e-4
+    assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_plain_vllm_fails_the_comparison_with_experts(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
+    model, config = WITH_EXPERTS[family]
+    plain = started(
+        written(model(config(**OF_EXPERTS)), tmp_path),
+        afterwards=partial(kept_states.in_company, length=LENGTH),
+        flag="0",
+        enforce_eager=True,
+        **UNCACHED,
+    )
+    assert plain[0] != plain[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3.5-MoE"])
 def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
-    started: Callable[..., Any], found: dict[str, Any], checkpoint: Path, tmp_path: Path
+    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, family: str
 ) -> None:
     """With M-RoPE, as Qwen3.5 is published."""
-    text = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    config = multimodal.qwen3_5(kept_states.QWEN3_5)
-    whole = transformers.AutoModelForImageTextToText.from_config(config).bfloat16()
+    folder, sizes = checkpoint, kept_states.QWEN3_5
+    if family in WITH_EXPERTS:
+        model, config = WITH_EXPERTS[family]
+        folder, sizes = written(model(config(**OF_EXPERTS)), tmp_path / "text"), OF_EXPERTS
+    text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    whole = transformers.AutoModelForImageTextToText.from_config(multimodal.qwen3_5(sizes)).bfloat16()
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    whole.save_pretrained(tmp_path)
-    of_text = started(tmp_path, afterwards=kept_states.alone, language_model_only=True, max_num_batched_tokens=61)
-    assert of_text == found["alone"]
+    whole.save_pretrained(tmp_path / "whole")
+    settings = {"afterwards": kept_states.alone, "max_num_batched_tokens": 61}
+    as_text = started(tmp_path / "whole", language_model_only=True, **settings)
+    assert as_text == started(folder, **settings)
+
+
+@pytest.mark.exhaustive
+def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoint: Path) -> None:
+    """By a tree, which is another order of sums than one worker has without it."""
+    ask = partial(kept_states.ask, of=(), length=LENGTH)
+    one = started(checkpoint, afterwards=ask, variables={TP_TREE.name: "2"}, **DEFAULT)
+    two = started(
+        checkpoint, afterwards=ask, variables={TP_TREE.name: "2", CORES: "0|1"}, tensor_parallel_size=2, **DEFAULT
+    )
+    assert two["preemptions"] > 0
+    assert [name for name in SAME if two[name] != one["alone"]] == []
+    assert decodes_as_it_prefills(two)
+    plain = started(checkpoint, afterwards=kept_states.alone, **DEFAULT)
+    assert plain != one["alone"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_two_workers_share_experts_too(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
+    """With bits of their own: of experts there is no tree."""
+    model, config = WITH_EXPERTS[family]
+    folder = written(model(config(**OF_EXPERTS)), tmp_path)
+    settings = {"max_num_batched_tokens": 61, "tensor_parallel_size": 2}
+    two = started(folder, afterwards=kept_states.ask_briefly, variables={CORES: "0|1"}, **settings)
+    assert two["among others"] == two["alone"]
+    assert decodes_as_it_prefills(two)
+
+
+def drafted_requests() -> list[dict[str, Any]]:
+    """Requests whose first tokens say of which kind their drafts are, with prompts and answers over ends of chunks."""
+    made = []
+    for number, length in enumerate((1, 7, 14, 16, 30, 47, 130, 250)):
+        for kind in range(len(KINDS)):
+            prompt = [len(KINDS) * (10 + number) + kind, *tokens(length, 50 * number + kind, kept_states.VOCABULARY)]
+            seeded = {"temperature": 1.0, "seed": number} if (number + kind) % 2 else {}
+            made.append(request(prompt, max_tokens=40, logprobs=2, **seeded))
+    return made
+
+
+REPEATING = [request(tokens(5, 900 + number, kept_states.VOCABULARY) * 8, max_tokens=150) for number in range(4)]
+"""n-grams find drafts in them."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
+    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, workers: int
+) -> None:
+    """With a drafter that knows the answers and gives them, others, or none; and where a step takes drafts for tokens
+    that stay.
+    """
+    tree = {TP_TREE.name: "2"} if workers > 1 else {}
+
+    def plain(engine: Engine) -> list[dict[str, Any]]:
+        return engine.step("plain", drafted_requests()).requests
+
+    undrafted = started(checkpoint, afterwards=plain, variables=tree, **UNCACHED)
+    known = zip(drafted_requests(), undrafted, strict=True)
+    (tmp_path / "answers.json").write_text(
+        json.dumps([asked["prompt"] + answer["completions"][0]["tokens"] for asked, answer in known])
+    )
+
+    def ask(engine: Engine) -> dict[str, Any]:
+        together = engine.step("together", drafted_requests())
+        found = {"together": together.requests, "preemptions": together.preemptions}
+        found["counts"] = engine.call("tests.engine.drafters:counts")
+        if workers == 1:
+            engine.call(f"{kept_states.IN_ENGINE}:keep_drafts")
+            found["kept"] = engine.step("kept", drafted_requests()).requests
+        return found
+
+    drafts = {"method": "custom_class", "model": "tests.engine.drafters.Drafter", "num_speculative_tokens": 5}
+    variables = {ANSWERS: str(tmp_path / "answers.json"), **tree}
+    settings = UNCACHED | {"speculative_config": json.dumps(drafts), "tensor_parallel_size": workers}
+    if workers > 1:
+        variables |= {CORES: "0|1"}
+    found = started(checkpoint, afterwards=ask, variables=variables, **settings)
+    assert differing_answers(found["together"], undrafted) == []
+    assert 0 < found["counts"]["accepted"] < found["counts"]["drafts"]
+    assert found["preemptions"] > 0
+    assert workers > 1 or differing_answers(found["kept"], undrafted)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
+def test_n_grams_leave_answers_alone(
+    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, family: str
+) -> None:
+    folder = checkpoint
+    if family in WITH_EXPERTS:
+        model, config = WITH_EXPERTS[family]
+        folder = written(model(config(**OF_EXPERTS)), tmp_path)
+
+    def plain(engine: Engine) -> list[dict[str, Any]]:
+        return engine.step("plain", REPEATING).requests
+
+    def ask(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return engine.step("drafted", REPEATING).requests, engine.call("tests.engine.drafters:counts")
+
+    drafts = json.dumps(NGRAMS | {"num_speculative_tokens": 3})
+    answers, counted = started(folder, afterwards=ask, speculative_config=drafts, **UNCACHED)
+    assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
+    assert counted["accepted"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3.5-MoE"])
+def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
+    started: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    """Of random weights; three drafts run it three times."""
+    model, config, sizes = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, kept_states.QWEN3_5
+    if family in WITH_EXPERTS:
+        (model, config), sizes = WITH_EXPERTS[family], OF_EXPERTS
+    folder = add_mtp(written(model(config(**sizes)), tmp_path))
+    few = drafted_requests()[::3]
+
+    def plain(engine: Engine) -> list[dict[str, Any]]:
+        return engine.step("plain", few).requests
+
+    def ask(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return engine.step("drafted", few).requests, engine.call("tests.engine.drafters:counts")
+
+    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+    answers, counted = started(folder, afterwards=ask, speculative_config=drafts, **UNCACHED)
+    assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
+    assert counted["drafts"] > 0
 
 
 @pytest.mark.exhaustive

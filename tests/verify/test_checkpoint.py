@@ -39,10 +39,13 @@ def test_another_seed_gives_other_weights_and_the_same_tokenizer(folder: Path, t
     assert {name for name in here if here[name] != there[name]} == {"model.safetensors"}
 
 
-@pytest.mark.parametrize(("hybrid", "kind"), [("conv", "conv"), ("delta", "linear_attention")])
-def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, hybrid: str, kind: str):
+@pytest.mark.parametrize(
+    ("hybrid", "kind", "experts"),
+    [("conv", "conv", 0), ("delta", "linear_attention", 0), ("delta", "linear_attention", 4)],
+)
+def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, hybrid: str, kind: str, experts: int):
     """With a tokenizer whose special tokens it does not foretell."""
-    folder = make_checkpoint(tmp_path, replace(SMALL, hybrid=hybrid, layers=3))
+    folder = make_checkpoint(tmp_path, replace(SMALL, hybrid=hybrid, layers=3, experts=experts))
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
     assert model.config.layer_types == [kind, "full_attention", kind]
@@ -58,7 +61,7 @@ def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, h
 
 @pytest.mark.parametrize("given", [{"experts": 2, "top_k": 2}, {"hidden": 96}, {"hybrid": "mamba2"}])
 def test_a_hybrid_of_other_sizes_is_refused(given: dict):
-    with pytest.raises(ValueError, match=r"LFM2 has no experts|none of conv, delta"):
+    with pytest.raises(ValueError, match=r"LFM2 has no experts|LFM2 has a hidden size|none of conv, delta"):
         replace(SMALL, **{"hybrid": "conv"} | given)
 
 

@@ -391,16 +391,27 @@ class _Kept(NamedTuple):
         models: whose only layers with states these are.
         ran: versions whose engines have served them, by device.
         untried: versions that may serve them, if asked to start what nobody has run.
+        workers: numbers of workers above 1 that have shared them, by device.
+        drafters: methods of speculative decoding that have been run beside them, without a prefix cache, by device.
     """
 
     name: str
     models: tuple[str, ...]
     ran: Mapping[str, str]
     untried: Mapping[str, str] = MappingProxyType({})
+    workers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    drafters: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 _CONVOLUTIONS = _Kept("short convolutions", RAN.convolution_models, RAN.short_convolutions)
-_DELTA_RULES = _Kept("gated delta rules", RAN.delta_rule_models, RAN.delta_rules, {"cuda": RAN.on_gpus})
+_DELTA_RULES = _Kept(
+    "gated delta rules",
+    RAN.delta_rule_models,
+    RAN.delta_rules,
+    {"cuda": RAN.on_gpus},
+    RAN.delta_rule_workers,
+    RAN.delta_rule_drafters,
+)
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -444,10 +455,17 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     quantised = getattr(model, "quantization", None)
     setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
+    numbers, slices = kept.workers.get(ops.type, ()), tensor_tree.k_slices()
+    several = _several(config)
+    workers = config.parallel_config.tensor_parallel_size
+    if workers in numbers:
+        del several[f"tensor parallelism {workers}"]
+    drafters, method = kept.drafters.get(ops.type, ()), getattr(config.speculative_config, "method", None)
     found = {
-        **_several(config),
-        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
-        "speculative decoding": config.speculative_config is not None,
+        **several,
+        f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
+        f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
+        "speculative decoding and a prefix cache": method is not None and cache.enable_prefix_caching,
         f"states in {dtype}": dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
         f"states of rules in {of_rules}": kept is _DELTA_RULES and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
@@ -737,8 +755,8 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 with --language-model-only, or with every --limit-mm-per-prompt at "
-        "0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 with --language-model-only, or with every "
+        "--limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
@@ -795,7 +813,8 @@ COVERED = (
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
         "Gated delta rules",
-        "Qwen3.5 (dense), also with --language-model-only: on a CPU with vLLM 0.32, by one worker; states in fp32",
+        "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
+        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; states in fp32",
     ),
     Feature(
         "Scheduling",
@@ -820,8 +839,8 @@ COVERED = (
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo and GLM-4.5, suffixes, custom drafters, Medusa on a CPU: "
-        "the answers and logprobs are those of plain decoding, greedy and with a seed",
+        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5 and Qwen3.5, suffixes, custom drafters, Medusa "
+        "on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
     ),
     Feature("Tensor parallelism on GPUs", "2 GPUs with vLLM 0.33, with --enable-expert-parallel or without"),
     Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
@@ -1093,9 +1112,9 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
-        "Step-3.5 on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
+        "Step-3.5, Qwen3.5-MoE and Qwen3-Next on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _experts_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1107,7 +1126,8 @@ REFUSED = (
     ),
     Feature(
         "Other multimodal models, also as text",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 have been proven to be text models without their encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 have been proven to be text models without their "
+        "encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
@@ -1168,9 +1188,9 @@ REFUSED = (
         _both_directions,
     ),
     Feature(
-        "Mamba, linear attention, hybrids but LFM2 and Qwen3.5",
+        "Mamba, linear attention, hybrids but LFM2, Qwen3.5 and Qwen3-Next",
         "their scans split by the batch",
-        "serve a model with softmax attention only, LFM2, or Qwen3.5",
+        "serve a model with softmax attention only, LFM2, Qwen3.5 or Qwen3-Next",
         _states,
     ),
     Feature(
@@ -1182,11 +1202,12 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 "
-        "caches, embeddings as prompts, sleep, states that are not fp32, within pages, replayed or rounded by chance",
+        "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by more than two workers or several engines, beside drafts "
+        "but of n-grams and MTP or with a prefix cache, quantisation, FP8 caches, embeddings as prompts, sleep, states "
+        "that are not fp32, within pages, replayed or rounded by chance",
         "these have not been run",
-        "use a CPU, vLLM 0.32, --mamba-ssm-cache-dtype float32; "
-        "VLLM_BATCH_INVARIANT_UNTRIED=1 adds a GPU with vLLM 0.33",
+        "use --mamba-ssm-cache-dtype float32; with drafts --no-enable-prefix-caching; "
+        "VLLM_BATCH_INVARIANT_UNTRIED=1 adds GPUs",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

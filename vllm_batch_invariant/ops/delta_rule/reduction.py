@@ -60,12 +60,16 @@ class DeltaRuleReduction:
     Products add in fp32: on a CPU one fma after the other, ascending; on a GPU as tensor cores do, in steps of 16,
     ascending, and fp32 by fmas. ``scale`` is ``key_size ** -0.5``.
 
+    Without ``solve`` nothing is taken from a value of what the state holds: ``u[t] = beta[t] v[t]``, and ``scale`` is
+    1. That is the state space of Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), whose C, B, x, dt are q, k, v, beta.
+
     Attributes:
         key_size: elements of a query and a key.
         value_size: elements of a value.
         dtype: of queries, keys, values and result.
         chunk: tokens between two states that are kept.
         accumulate: the dtype of every addition, and of the state.
+        solve: whether a value is corrected by what the state gives for its key.
     """
 
     key_size: int
@@ -73,9 +77,10 @@ class DeltaRuleReduction:
     dtype: torch.dtype
     chunk: int = 16
     accumulate: torch.dtype = torch.float32
+    solve: bool = True
 
     @classmethod
-    def of(cls, key_size: int, value_size: int, dtype: torch.dtype) -> "DeltaRuleReduction":
+    def of(cls, key_size: int, value_size: int, dtype: torch.dtype, solve: bool = True) -> "DeltaRuleReduction":
         """The same on every device.
 
         Raises:
@@ -89,12 +94,12 @@ class DeltaRuleReduction:
             )
         if dtype not in DTYPES:
             raise NotCovered(f"a delta rule in {dtype}", "its state is fp32", "use fp32, bf16 or fp16")
-        return cls(key_size, value_size, dtype)
+        return cls(key_size, value_size, dtype, solve=solve)
 
     @property
     def scale(self) -> float:
         """Of the result."""
-        return self.key_size**-0.5
+        return self.key_size**-0.5 if self.solve else 1.0
 
     def drafts(self, rows: int) -> int:
         """For how many drafts in a call a ring of so many rows has room: at the next call the state may be older by as
@@ -102,8 +107,12 @@ class DeltaRuleReduction:
         """
         return (rows - self.chunk) // 2
 
+    def rows(self, drafts: int) -> int:
+        """The least of a ring with room for so many drafts in a call."""
+        return self.chunk + 2 * drafts
+
     def page_bytes(self, key_heads: int, value_heads: int, rows: int) -> int:
-        """Bytes of a request's page with a ring of so many rows: ``chunk + 2 * drafts``, or more."""
+        """Bytes of a request's page with a ring of so many rows."""
         return self._layout(key_heads, value_heads, rows)[1]
 
     def pages(self, states: torch.Tensor, key_heads: int, value_heads: int, rows: int) -> DeltaPages:

@@ -22,10 +22,10 @@ def gdn_inputs(
 
 
 def delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, solve: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one request from its first token on, token by token: float64 [tokens, value_heads, V] and the state behind the
-    last token [value_heads, K, V], where nothing is rounded in between.
+    last token [value_heads, K, V], where nothing is rounded in between. Without ``solve`` it is a state space.
     """
     group = v.shape[1] // k.shape[1]
     q, k = (x.double().repeat_interleave(group, dim=1) for x in (q, k))
@@ -33,7 +33,7 @@ def delta_rule(
     state, out = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
     for t in range(len(v)):
         state = state * g[t].exp()[:, None, None]
-        difference = v[t] - torch.einsum("hk,hkv->hv", k[t], state)
+        difference = v[t] - torch.einsum("hk,hkv->hv", k[t], state) if solve else v[t]
         state = state + k[t][:, :, None] * (beta[t][:, None] * difference)[:, None, :]
-        out.append(torch.einsum("hk,hkv->hv", q[t], state) * k.shape[2] ** -0.5)
+        out.append(torch.einsum("hk,hkv->hv", q[t], state) * (k.shape[2] ** -0.5 if solve else 1.0))
     return torch.stack(out) if out else torch.zeros_like(v), state

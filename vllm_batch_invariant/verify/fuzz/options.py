@@ -138,8 +138,8 @@ class Place:
     @property
     def is_divisible(self) -> bool:
         """Whether two workers can share the model's heads."""
-        heads = self.model.get("num_attention_heads") or 0
-        return bool(heads) and heads % 2 == 0 and self.is_open(coverage.TENSOR)
+        heads, of_rules = self.model.get("num_attention_heads") or 0, self.model.get("linear_num_key_heads") or 0
+        return bool(heads) and heads % 2 == of_rules % 2 == 0 and self.is_open(coverage.TENSOR)
 
     @property
     def has_k_slices(self) -> bool:
@@ -249,7 +249,9 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             enable_sleep_mode=options.get("sleep") == "on",
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=not settings.whole),
-        cache_config=SimpleNamespace(cache_dtype=options.get("cache", "auto")),
+        cache_config=SimpleNamespace(
+            cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
+        ),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
