@@ -294,6 +294,9 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
     ]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert [row.found(given) for row in ROWS.values()] == [None] * 3
+    model.is_moe = False
+    assert schemes.refused(model, config) == f"quantisation {name} of a model without experts, which alone it is for"
+    model.is_moe = True
     if name != "experts_int8":
         both = online(name, {"linear": "fp8_per_block_static"})
         refused = schemes.refused(model, both)

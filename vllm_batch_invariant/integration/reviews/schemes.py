@@ -67,8 +67,9 @@ _ONLINE = {
     "int8_per_channel_static": Scheme("online", "int8", "channel"),
 }
 """By vLLM's name of what weights are quantised to while they are loaded. The last is of experts alone."""
-_INT8_OF_EXPERTS = Scheme("experts_int8", "int8", "channel")
-"""The same by its older name."""
+_OLDER_INT8 = Scheme("experts_int8", "int8", "channel")
+_INT8_EXPERTS = _ONLINE["int8_per_channel_static"], _OLDER_INT8
+"""The last, and the same by its older name."""
 _GROUPS = 32, 64, 128
 _BY_TENSOR_GROUP = "float4 dynamic tensor_group"
 _WITHOUT_FP4 = frozenset(
@@ -127,7 +128,7 @@ COVERED = frozenset(
         ),
         *_FP8_OF_EXPERTS,
         *_ONLINE.values(),
-        _INT8_OF_EXPERTS,
+        _OLDER_INT8,
     ]
 )
 """Every scheme that starts."""
@@ -170,6 +171,8 @@ def refused(model: Any, config: Any) -> str | None:
     of_fp4 = next((scheme for scheme in schemes if scheme in _WITHOUT_FP4), None)
     if of_fp4 and device_multiplies_fp4():
         return f"quantisation {of_fp4} on a GPU that multiplies FP4, for which vLLM quantises activations"
+    if not model.is_moe and any(scheme in _INT8_EXPERTS for scheme in schemes):
+        return f"quantisation {name} of a model without experts, which alone it is for"
     of_experts = next((one for one in schemes if not _is_integers(one) and one not in _FP8_OF_EXPERTS), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
 
@@ -189,7 +192,7 @@ def has_untried_fp8_activations(model: Any, config: Any) -> bool:
 
 def makes_int8_experts(model: Any, config: Any) -> bool:
     """Whether experts become int8 while they are loaded: no GPU has run such an engine."""
-    return any(one in (_ONLINE["int8_per_channel_static"], _INT8_OF_EXPERTS) for one in _of_model(model, config))
+    return any(one in _INT8_EXPERTS for one in _of_model(model, config))
 
 
 def quantises_activations(model: Any, config: Any) -> bool:
@@ -252,7 +255,7 @@ def _schemes(method: str, config: Any) -> Iterator[Scheme]:
         case "online":
             yield from _of_online(config.args)
         case "experts_int8":
-            yield _INT8_OF_EXPERTS
+            yield _OLDER_INT8
         case "awq":
             yield Scheme("awq", f"int{config.weight_bits}", *_rows_or(config.group_size), config.zero_point)
         case "moe_wna16":
