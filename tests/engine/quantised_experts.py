@@ -91,6 +91,13 @@ def _compressed_tensors_config(group: int, zeros: bool) -> dict[str, Any]:
     }
 
 
+def int8_matrix(weight: torch.Tensor) -> torch.Tensor:
+    """What a matrix [N, K] stands for as int8 with a scale a row, which has the dtype of the weights."""
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scales == 0, 0, (weight / scales).round().clamp(-127, 127)).to(torch.int8)
+    return (codes.float() * scales.float()).to(weight.dtype)
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 INTEGERS: dict[str, tuple[bool, dict[str, Any], Callable[[str, Integers], Tensors], dict[str, Any]]] = {
@@ -111,6 +118,16 @@ INTEGERS: dict[str, tuple[bool, dict[str, Any], Callable[[str, Integers], Tensor
     ),
 }
 """By name: whether there are zero points, config.json's part, what writes a weight, and arguments of the engine."""
+
+
+def int8_of(folder: Path, at: Path) -> Path:
+    """A checkpoint of 16 bits itself, whose experts an engine quantises while it loads them; and in ``matrix`` of
+    ``at`` the one of the matrices that these stand for.
+    """
+    weights = load_file(folder / "model.safetensors").items()
+    matrices = {name: int8_matrix(weight) if ".experts." in name else weight for name, weight in weights}
+    _write(folder, at / "matrix", matrices, None)
+    return folder
 
 
 def qwen_of(folder: Path, at: Path, kind: str) -> Path:

@@ -1,8 +1,11 @@
-"""Experts in four bits: an engine of such a checkpoint has the bits of an engine of the matrices that it stands for."""
+"""Experts in four bits, and those that become int8 while they are loaded: an engine of them has the bits of an engine
+of the matrices that they stand for.
+"""
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ import torch
 
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
-from tests.engine.quantised_experts import INTEGERS, mxfp4_of, qwen_of
-from tests.engine.reloads import EXTENSION
+from tests.engine.quantised_experts import INTEGERS, int8_of, mxfp4_of, qwen_of
+from tests.engine.reloads import EXTENSION, TRANSFER
 from tests.engine.test_experts import LIMITS, OF_TWO_WORKERS, SHAPE, engine_of
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -20,13 +23,19 @@ from vllm_batch_invariant.verify.harness.worker import Engine
 pytestmark = pytest.mark.engine
 
 MXFP4 = "MXFP4 of gpt-oss"
-KINDS = (MXFP4, *INTEGERS)
+INT8 = "int8 while they are loaded"
+KINDS = (MXFP4, *INTEGERS, INT8)
+ARGUMENTS = {kind: of[3] for kind, of in INTEGERS.items()} | {INT8: {"quantization": "int8_per_channel_weight_only"}}
+"""Of engines of the stored experts, by kinds that need some."""
 WAYS = ("by_reload_weights", "by_hand")
 BY_HAND = WAYS[1]
 """The way that writes where weights lie: with it the others are compared."""
+WAYS_OF = dict.fromkeys(KINDS, WAYS) | {INT8: (*WAYS, "by_transfer", "by_buckets", "by_name")}
+"""Of kinds: the last takes weights that are not what it multiplies with."""
 FAMILY = "gpt-oss with sinks and biases"
 COMPARED = len((*GREEDY, SEEDED)) + 1
 """Steps that both engines take: each target alone, and all of them among others."""
+REPLACED = {"worker_extension_cls": EXTENSION, "weight_transfer_config": json.dumps({"backend": TRANSFER})}
 OTHER = 1
 """Number of the checkpoint that replaces another."""
 
@@ -46,8 +55,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     @cache
     def made(kind: str, number: int) -> tuple[Path, Path]:
         folder, at = unquantised(kind == MXFP4, number), tmp_path_factory.mktemp("quantised")
-        stored = mxfp4_of(folder, at) if kind == MXFP4 else qwen_of(folder, at, kind)
-        return stored, at / "matrix"
+        write = {MXFP4: mxfp4_of, INT8: int8_of}.get(kind, partial(qwen_of, kind=kind))
+        return write(folder, at), at / "matrix"
 
     return made
 
@@ -65,14 +74,14 @@ def both(folders: Callable[[str, int], tuple[Path, Path]]) -> Callable[..., list
 
             def replaced(running: Engine) -> dict[str, list[dict[str, Any]]]:
                 answers = {}
-                for way in () if settings else WAYS:
+                for way in () if settings else WAYS_OF[kind]:
                     for number, folder in zip((OTHER, 0), others, strict=True):
                         running.call(f"tests.engine.reloads:{way}", str(folder))
                         answers[f"{way} {number}"] = running.step(way, list(GREEDY[:2])).requests
                 return answers
 
-            arguments = INTEGERS[kind][3] if kind in INTEGERS and which == 0 else {}
-            of_engine = {"model": str(others[1]), "dtype": "bfloat16", "worker_extension_cls": EXTENSION}
+            arguments = ARGUMENTS.get(kind, {}) if which == 0 else {}
+            of_engine = {"model": str(others[1]), "dtype": "bfloat16", **REPLACED}
             variables = OF_TWO_WORKERS if settings else {}
             return run(
                 of_engine | LIMITS | OF_DEVICE | arguments | settings,
@@ -110,8 +119,14 @@ def test_a_request_has_the_same_bits_alone_and_among_others(both: Callable[..., 
     assert moved(both(kind)[0]) == []
 
 
-@kinds
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=[pytest.mark.exhaustive] * (kind != MXFP4))
+        for kind, ways in WAYS_OF.items()
+        for way in ways
+    ],
+)
 def test_replaced_weights_serve_as_those_of_a_fresh_engine(
     both: Callable[..., list[Result]], kind: str, way: str
 ) -> None:
@@ -125,7 +140,7 @@ def test_replaced_weights_serve_as_those_of_a_fresh_engine(
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
-@pytest.mark.parametrize("kind", [MXFP4, "compressed-tensors with zero points"])
+@pytest.mark.parametrize("kind", [MXFP4, "compressed-tensors with zero points", INT8])
 @pytest.mark.exhaustive
 def test_workers_that_share_experts_have_the_bits_of_those_that_share_matrices(
     both: Callable[..., list[Result]], kind: str, shared: str

@@ -228,6 +228,19 @@ def test_what_is_quantised_once_more_is_refused() -> None:
     assert schemes.refused(model, SimpleNamespace()) == said
 
 
+def online(name: str, more: dict[str, Any] | None = None) -> Any:
+    """vLLM's configuration of what is quantised while it is loaded."""
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.quantization.experts_int8 import ExpertsInt8Config
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    return (
+        ExpertsInt8Config()
+        if name == "experts_int8"
+        else OnlineQuantizationConfig(resolve_quantization_config(name, more))
+    )
+
+
 ONLINE = [
     ("fp8_per_block", {}, None),
     ("fp8_per_channel", {}, None),
@@ -235,7 +248,12 @@ ONLINE = [
     ("online", {"linear": "fp8_per_block_static"}, None),
     ("online", {"targets": {"*.mlp.*": "fp8_per_block", "*.self_attn.*": "fp8_per_channel"}}, None),
     ("online", {"targets": {"*.mlp.*": "fp8_per_block", "*.self_attn.*": "mxfp4"}}, "online with mxfp4_static weights"),
-    ("int8_per_channel_weight_only", {}, "quantisation int8_per_channel_weight_only"),
+    ("nvfp4_per_token", {}, "quantisation nvfp4_per_token"),
+    (
+        "int8_per_channel_weight_only",
+        {"moe": {"weight": "int8_per_channel_static", "activation": "fp8_per_token"}},
+        "online with int8_per_channel_static with ",
+    ),
 ]
 
 
@@ -243,17 +261,47 @@ ONLINE = [
 def test_16_bit_weights_are_quantised_while_they_are_loaded_by_what_is_known(
     name: str, more: dict[str, Any], said: str | None
 ) -> None:
-    from vllm.config.quantization import resolve_quantization_config
-    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
-
-    args = resolve_quantization_config(name, more or None)
-    model = SimpleNamespace(quantization=name, quantization_config=args, is_moe=False)
-    refused = schemes.refused(model, OnlineQuantizationConfig(args))
+    config = online(name, more or None)
+    model = SimpleNamespace(quantization=name, quantization_config=config.args, is_moe=False)
+    refused = schemes.refused(model, config)
     assert refused is None if said is None else refused is not None and said in refused
     model.is_moe = True
-    assert schemes.refused(model, OnlineQuantizationConfig(args)) is not None
+    assert schemes.refused(model, config) is not None
     model.quantization = "fp8"  # as vLLM 0.32 also calls it
-    assert schemes.refused(model, OnlineQuantizationConfig(args)) == "quantisation fp8"
+    assert schemes.refused(model, config) == "quantisation fp8"
+
+
+@pytest.mark.parametrize("name", ["int8_per_channel_weight_only", "experts_int8"])
+def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside linear layers of 16 bits, and none in FP8."""
+    config = online(name)
+    model = SimpleNamespace(quantization=name, quantization_config=getattr(config, "args", None), is_moe=True)
+    assert schemes.refused(model, config) is None
+    assert not schemes.quantises_activations(model, config)
+    assert not schemes.has_untried_fp8_activations(model, config)
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1)
+    given = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=model,
+        quant_config=config,
+        parallel_config=parallel,
+    )
+    assert [row.found(given) for row in ROWS.values()] == [None] * 3
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    given.device_config.device_type = "cuda"
+    assert [what for row in ROWS.values() if (what := row.found(given))] == [
+        f"quantisation {name} on a GPU of experts made int8"
+    ]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert [row.found(given) for row in ROWS.values()] == [None] * 3
+    model.is_moe = False
+    assert schemes.refused(model, config) == f"quantisation {name} of a model without experts, which alone it is for"
+    model.is_moe = True
+    if name != "experts_int8":
+        both = online(name, {"linear": "fp8_per_block_static"})
+        refused = schemes.refused(model, both)
+        assert refused is not None
+        assert refused.endswith(" of a mixture of experts")
 
 
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     quantises = schemes.quantises_activations(model, of_weights)
     found = {
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
+        "of experts made int8": schemes.makes_int8_experts(model, of_weights),
         "with quantised activations by several GPUs": quantises
         and parallel.tensor_parallel_size > 1
         and not model.is_moe,
@@ -800,6 +801,11 @@ COVERED = (
         "by tokens; on a CPU with vLLM 0.32, the first on a GPU with vLLM 0.33",
     ),
     Feature(
+        "Experts quantised while they are loaded",
+        "to int8 with a scale a row, by int8_per_channel_weight_only and its older name experts_int8: the bits of the "
+        "matrices that codes and scales stand for, in the memory of 16 bits; on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
         "layer and one for its values, those of the checkpoint or 1; queries and weights of attention are not "
@@ -1032,7 +1038,8 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device; on GPUs in stages, as experts of several engines, in exact "
-        "arithmetic, made FP8 by rows or tensors, or with quantised activations of dense models by several workers",
+        "arithmetic, made FP8 by rows or tensors, experts made int8, or quantised activations of dense models by "
+        "several workers",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,

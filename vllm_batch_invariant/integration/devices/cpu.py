@@ -14,7 +14,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from ..layers import exact, experts, linear, quantised_experts, rotary_cpu
+from ..layers import exact, experts, linear, online_experts, quantised_experts, rotary_cpu
 from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
@@ -39,6 +39,7 @@ class Cpu(VllmDevice):
         linear.install_cpu()
         experts.install_cpu()
         quantised_experts.install_cpu()
+        online_experts.install_cpu()
 
     def install_collectives(self) -> None:
         collectives.install_cpu(self.adds_as_tree)
@@ -98,6 +99,7 @@ class ExactCpu(ExactDevice, Cpu):
         linear.install_cpu(linear.ExactLinear)
         experts.install_cpu(experts.ExactExperts)
         quantised_experts.install_cpu()
+        online_experts.install_cpu()
         exact.install_cpu()
 
     def compile_kernels(self) -> None:

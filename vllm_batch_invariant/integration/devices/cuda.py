@@ -13,7 +13,17 @@ from ...ops.attention import AttentionReduction
 from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
 from ..engine import cuda_graphs, draft_graphs
-from ..layers import activation, delta_rule, exact, experts, linear, norm_fusion, norm_rotary, quantised_experts
+from ..layers import (
+    activation,
+    delta_rule,
+    exact,
+    experts,
+    linear,
+    norm_fusion,
+    norm_rotary,
+    online_experts,
+    quantised_experts,
+)
 from ..parallel import collectives
 from ..reviews import patch_points
 from ..sampling import exact_sampler, sampler
@@ -96,6 +106,7 @@ class Cuda(VllmDevice):
     def install_linear(self) -> None:
         experts.install_cuda()
         quantised_experts.install_cuda()
+        online_experts.install_cuda()
         experts.install_capture()
         linear.install_cuda()
         activation.install()
@@ -141,6 +152,7 @@ class ExactCuda(ExactDevice, Cuda):
     def install_linear(self) -> None:
         experts.install_cuda()
         quantised_experts.install_cuda()
+        online_experts.install_cuda()
         experts.install_capture()
         exact.install_layers()
         linear.install_exact_cuda()

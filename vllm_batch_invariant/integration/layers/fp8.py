@@ -135,7 +135,7 @@ def _name(kind: type) -> str:
 
 def layer_name(layer: Any) -> str:
     """Of a layer, in messages."""
-    return getattr(layer, "prefix", "") or type(layer).__name__
+    return getattr(layer, "prefix", "") or getattr(layer, "layer_name", "") or type(layer).__name__
 
 
 def method_of(method: Any, source: Source) -> Any:
@@ -301,7 +301,7 @@ def _method() -> type[Any]:
             )
             for name, tensor in {"weight": codes, self.source.scale: scale}.items():
                 layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-                layer._parameters[name].weight_loader = functools.partial(_refuse_unasked, layer_name(layer))
+                refuse_unasked(layer._parameters[name], layer_name(layer))
             quantised_here.add(layer)
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -400,8 +400,13 @@ def checking(load: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked
 
 
+def refuse_unasked(made: Any, name: str) -> None:
+    """Have a parameter of the layer ``name``, which was made of what was loaded, take nothing else."""
+    made.weight_loader = functools.partial(_refuse_unasked, name)
+
+
 def _refuse_unasked(name: str, *_: object, **__: object) -> None:
-    """Stands as the loader of codes that were made of what was loaded."""
+    """Stands as its loader."""
     raise NotCovered(
         f"codes for {name}, whose weights are quantised while they are loaded",
         "its layer makes them",

@@ -6,10 +6,11 @@ checkpoint as ever: their parameters stay the only weights that a trainer writes
 multiplies is made of them, or reads them where they lie.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from . import fp8
 from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts
 from .linear import PreparedWeight
 
-_PRODUCTS = ("w13", "w2")
+PRODUCTS = ("w13", "w2")
 """What names of parameters begin with: of gate and up, and of down."""
-_MOE = "vllm.model_executor.layers.quantization"
+MOE = "vllm.model_executor.layers.quantization"
 
 Stored = tuple[torch.Tensor, ...]
 
@@ -43,7 +44,7 @@ class Layout:
 
     Attributes:
         method: its class.
-        names: of its parameters, behind those of :data:`_PRODUCTS`: codes, scales, and zero points.
+        names: of its parameters, behind those of :data:`PRODUCTS`: codes, scales, and zero points.
         format: of a method that is made, and of its layer.
         stored: what that format stores, of the parameters [experts, ...] that there are; it keeps what it can where it
             lies.
@@ -147,7 +148,7 @@ def _of_compressed_fp8(method: Any) -> tuple[str, str] | None:
     return None
 
 
-def _no_kernel(point: PatchPoint, kind: str) -> Callable[..., tuple[Any, None]]:
+def no_kernel(point: PatchPoint, kind: str) -> Callable[..., tuple[Any, None]]:
     """Stands for vLLM's choice of a kernel: none, of a kind for which a method leaves sizes as they are."""
     return lambda *_, **__: (getattr(point.get(), kind), None)
 
@@ -156,28 +157,28 @@ def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
-_ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
+ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
 _INTEGERS = {
-    "select_wna16_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.int_wna16",), "WNA16MoEBackend"), "MARLIN"),
+    "select_wna16_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.int_wna16",), "WNA16MoEBackend"), "MARLIN"),
     "check_moe_marlin_supports_config": _always,
 }
 _FP8 = {
-    "select_fp8_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.fp8",), "Fp8MoeBackend"), "NONE"),
+    "select_fp8_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.fp8",), "Fp8MoeBackend"), "NONE"),
     "resolve_fp8_moe_weight_block_shape": lambda config, size, *_: (size, None),
 }
 """The second would cut the blocks of workers that have none as a whole."""
 LAYOUTS = (
     Layout(
-        PatchPoint((f"{_MOE}.mxfp4",), "GptOssMxfp4MoEMethod"),
+        PatchPoint((f"{MOE}.mxfp4",), "GptOssMxfp4MoEMethod"),
         ("weight", "weight_scale", ""),
         lambda method, layer: MXFP4,
         _as_it_lies,
         _no_problem,
-        {"select_mxfp4_moe_backend": _no_kernel(PatchPoint((f"{_ORACLES}.mxfp4",), "Mxfp4MoeBackend"), "NONE")},
+        {"select_mxfp4_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.mxfp4",), "Mxfp4MoeBackend"), "NONE")},
     ),
     Layout(
         PatchPoint(
-            (f"{_MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16",),
+            (f"{MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16",),
             "CompressedTensorsWNA16MoEMethod",
         ),
         ("weight_packed", "weight_scale", "weight_zero_point"),
@@ -187,7 +188,7 @@ LAYOUTS = (
         _INTEGERS,
     ),
     Layout(
-        PatchPoint((f"{_MOE}.auto_gptq",), "AutoGPTQMoEMethod"),
+        PatchPoint((f"{MOE}.auto_gptq",), "AutoGPTQMoEMethod"),
         ("qweight", "scales", "qzeros"),
         lambda method, layer: _integers(method.quant_config.weight_bits, method.quant_config.group_size, False),
         _gptq,
@@ -196,7 +197,7 @@ LAYOUTS = (
         turned=True,
     ),
     Layout(
-        PatchPoint((f"{_MOE}.auto_awq",), "AutoAWQMoEMethod"),
+        PatchPoint((f"{MOE}.auto_awq",), "AutoAWQMoEMethod"),
         ("qweight", "scales", "qzeros"),
         lambda method, layer: _integers(4, method.quant_config.group_size, True),
         _awq,
@@ -204,7 +205,7 @@ LAYOUTS = (
         _INTEGERS,
     ),
     Layout(
-        PatchPoint((f"{_MOE}.moe_wna16",), "MoeWNA16Method"),
+        PatchPoint((f"{MOE}.moe_wna16",), "MoeWNA16Method"),
         ("qweight", "scales", "qzeros"),
         lambda method, layer: _integers(
             method.quant_config.weight_bits, getattr(layer, "group_size", 32), method.quant_config.has_zp
@@ -214,7 +215,7 @@ LAYOUTS = (
         _INTEGERS,
     ),
     Layout(
-        PatchPoint((f"{_MOE}.fp8",), "Fp8MoEMethod"),
+        PatchPoint((f"{MOE}.fp8",), "Fp8MoEMethod"),
         ("weight", "weight_scale_inv", ""),
         lambda method, layer: FP8_BLOCK,
         _as_it_lies,
@@ -224,7 +225,7 @@ LAYOUTS = (
     ),
     Layout(
         PatchPoint(
-            (f"{_MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",),
+            (f"{MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",),
             "CompressedTensorsW8A8Fp8MoEMethod",
         ),
         ("weight", "weight_scale", ""),
@@ -325,7 +326,7 @@ class QuantisedExperts(BatchInvariantExperts):
             raise NotCovered("quantised experts in exact arithmetic", "nobody has compared them", LEAVE_IT)
         torch.nn.Module.__init__(self)
         above: Any = super(BatchInvariantExperts, self)
-        with _asleep(self.layout):
+        with with_names(self.layout.method.module(), self.layout.asleep):
             above.__init__(*arguments, **named)
         self.experts_cls = None
         if problem := self.layout.problem(self):
@@ -353,7 +354,7 @@ class QuantisedExperts(BatchInvariantExperts):
         above: Any = super()
         above.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, **others)
         if self.layout.quantises:
-            for product in _PRODUCTS:
+            for product in PRODUCTS:
                 for name in self.layout.names[:2]:
                     fp8.fill_with_nan(getattr(layer, f"{product}_{name}").data)
 
@@ -387,12 +388,7 @@ class QuantisedExperts(BatchInvariantExperts):
 
     def check(self, layer: Any, product: str, made: StoredExperts) -> None:
         """Refuse numbers that stand for none."""
-        if flaw := made.format.flaw(made.tensors):
-            raise NotCovered(
-                f"{made.format.name} with {flaw} ({product} of {layer.layer_name})",
-                "no matrix has these elements",
-                "download the checkpoint again",
-            )
+        refuse_flaw(made, f"{product} of {layer.layer_name}")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As that of experts that are not quantised."""
@@ -409,14 +405,14 @@ class QuantisedExperts(BatchInvariantExperts):
     @property
     def names(self) -> list[str]:
         """Of the codes of both products."""
-        return [f"{product}_{self.layout.names[0]}" for product in _PRODUCTS]
+        return [f"{product}_{self.layout.names[0]}" for product in PRODUCTS]
 
     def of_products(self, layer: Any, kind: Callable[..., Any]) -> tuple[Any, ...]:
         """What a kind of prepared weights is of both products; where activations are quantised nothing is prepared."""
         if self.layout.quantises:
-            kinds = ((partial(self.held, layer, of), partial(self.check, layer, of)) for of in _PRODUCTS)
+            kinds = ((partial(self.held, layer, of), partial(self.check, layer, of)) for of in PRODUCTS)
             return tuple(ExpertsAsLoaded(*of) for of in kinds)
-        named = zip(self.names, _PRODUCTS, strict=True)
+        named = zip(self.names, PRODUCTS, strict=True)
         return tuple(kind(layer, name, partial(self.stored, layer, product)) for name, product in named)
 
 
@@ -438,7 +434,7 @@ class QuantisedCudaExperts(QuantisedExperts, CudaExperts):
 
     def weights_are_loaded(self, layer: Any) -> None:
         if self.layout.turned:
-            for product in _PRODUCTS:
+            for product in PRODUCTS:
                 for part in self.layout.names[:2]:
                     _turn(getattr(layer, f"{product}_{part}"))
         self.kept = self.kept or self.of_products(layer, KeptStoredExperts)
@@ -455,18 +451,29 @@ def _turn(parameter: torch.nn.Parameter) -> None:
 def _leave_out_unloaded_biases(layer: Any) -> None:
     """Of a method that makes some in case the checkpoint has them."""
     if not layer.moe_config.has_bias:
-        for product in _PRODUCTS:
+        for product in PRODUCTS:
             if hasattr(layer, name := f"{product}_bias") and name not in layer._loaded_expert_biases:
                 layer.register_parameter(name, None)
 
 
+def refuse_flaw(made: StoredExperts, name: str) -> None:
+    """Refuse numbers of experts that stand for none.
+
+    Raises:
+        NotCovered: the first kind of them, and ``name``.
+    """
+    if flaw := made.format.flaw(made.tensors):
+        raise NotCovered(
+            f"{made.format.name} with {flaw} ({name})", "no matrix has these elements", "download the checkpoint again"
+        )
+
+
 @contextmanager
-def _asleep(layout: Layout) -> Iterator[None]:
-    """Have names of a method's module stand for others."""
-    module = layout.method.module()
-    before = {name: getattr(module, name) for name in layout.asleep if hasattr(module, name)}
+def with_names(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
+    """Have names of a module, those that it has, stand for others."""
+    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
     for name in before:
-        setattr(module, name, layout.asleep[name])
+        setattr(module, name, values[name])
     try:
         yield
     finally:

@@ -17,19 +17,14 @@ _METHODS = {
     **dict.fromkeys(("auto_awq", "awq", "awq_marlin"), "awq"),
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
-    **dict.fromkeys(("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "online"), "online"),
+    "experts_int8": "experts_int8",
+    **dict.fromkeys(
+        ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "int8_per_channel_weight_only", "online"), "online"
+    ),
     "modelopt_fp4": "modelopt",
     "moe_wna16": "moe_wna16",
 }
 """vLLM's names of methods."""
-_ONLINE = {
-    "fp8_per_block_static": ("block", (128, 128), "float8 dynamic group 128"),
-    "fp8_per_channel_static": ("channel", None, "float8 dynamic token"),
-    "fp8_per_tensor_static": ("tensor", None, "float8 dynamic token"),
-}
-"""By vLLM's name of what weights are quantised to while they are loaded: what has one scale, its size, and what layers
-are given.
-"""
 _OF_THE_BATCH = " dynamic tensor"
 """Activations with one scale for all tokens of a step."""
 _OF_EXPERTS_ALONE = ("gpt_oss_mxfp4",)
@@ -65,6 +60,16 @@ class Scheme:
         return f"{self.method} with {self.weights} weights (one scale a {self.shared}{size}){zeros}{activations}"
 
 
+_ONLINE = {
+    "fp8_per_block_static": Scheme("online", "float8", "block", (128, 128), False, "float8 dynamic group 128"),
+    "fp8_per_channel_static": Scheme("online", "float8", "channel", activations="float8 dynamic token"),
+    "fp8_per_tensor_static": Scheme("online", "float8", "tensor", activations="float8 dynamic token"),
+    "int8_per_channel_static": Scheme("online", "int8", "channel"),
+}
+"""By vLLM's name of what weights are quantised to while they are loaded. The last is of experts alone."""
+_OLDER_INT8 = Scheme("experts_int8", "int8", "channel")
+_INT8_EXPERTS = _ONLINE["int8_per_channel_static"], _OLDER_INT8
+"""The last, and the same by its older name."""
 _GROUPS = 32, 64, 128
 _BY_TENSOR_GROUP = "float4 dynamic tensor_group"
 _WITHOUT_FP4 = frozenset(
@@ -122,7 +127,8 @@ COVERED = frozenset(
             for given in ("dynamic token", "static tensor")
         ),
         *_FP8_OF_EXPERTS,
-        *(Scheme("online", "float8", shared, size, False, given) for shared, size, given in _ONLINE.values()),
+        *_ONLINE.values(),
+        _OLDER_INT8,
     ]
 )
 """Every scheme that starts."""
@@ -165,6 +171,8 @@ def refused(model: Any, config: Any) -> str | None:
     of_fp4 = next((scheme for scheme in schemes if scheme in _WITHOUT_FP4), None)
     if of_fp4 and device_multiplies_fp4():
         return f"quantisation {of_fp4} on a GPU that multiplies FP4, for which vLLM quantises activations"
+    if not model.is_moe and any(scheme in _INT8_EXPERTS for scheme in schemes):
+        return f"quantisation {name} of a model without experts, which alone it is for"
     of_experts = next((one for one in schemes if not _is_integers(one) and one not in _FP8_OF_EXPERTS), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
 
@@ -177,7 +185,14 @@ def of_the_batch(model: Any, config: Any) -> str | None:
 
 def has_untried_fp8_activations(model: Any, config: Any) -> bool:
     """Whether weights become FP8 while they are loaded, for activations by tokens: no GPU has run such an engine."""
-    return any(one.method == "online" and one.shared != "block" for one in _of_model(model, config))
+    return any(
+        one.method == "online" and one.weights == "float8" and one.shared != "block" for one in _of_model(model, config)
+    )
+
+
+def makes_int8_experts(model: Any, config: Any) -> bool:
+    """Whether experts become int8 while they are loaded: no GPU has run such an engine."""
+    return any(one in _INT8_EXPERTS for one in _of_model(model, config))
 
 
 def quantises_activations(model: Any, config: Any) -> bool:
@@ -239,6 +254,8 @@ def _schemes(method: str, config: Any) -> Iterator[Scheme]:
             yield _of_fp8(config)
         case "online":
             yield from _of_online(config.args)
+        case "experts_int8":
+            yield _OLDER_INT8
         case "awq":
             yield Scheme("awq", f"int{config.weight_bits}", *_rows_or(config.group_size), config.zero_point)
         case "moe_wna16":
@@ -267,11 +284,7 @@ def _of_online(args: Any) -> Iterator[Scheme]:
     specs = [spec for spec in (args.linear, args.moe) if spec is not None]
     names = [str(spec) if spec.activation is None else f"{spec} with {spec.activation}" for spec in specs]
     for name in dict.fromkeys([*names, *(f"{name}_static" for name in (args.targets or {}).values())]):
-        if name in _ONLINE:
-            shared, size, given = _ONLINE[name]
-            yield Scheme("online", "float8", shared, size, False, given)
-        else:
-            yield Scheme("online", name, "group")
+        yield _ONLINE[name] if name in _ONLINE else Scheme("online", name, "group")
 
 
 def _rows_or(group: int) -> tuple[str, int | None]:
