@@ -1,9 +1,11 @@
 """Tiny models of random weights that see images, with their processors; and what an engine gives requests with some."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine import multimodal
+from tests.engine import kept_states, multimodal
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
 from vllm_batch_invariant.integration.layers import attention, encoders
@@ -23,6 +25,8 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, PackedKeys, P
 IMAGE, VIDEO, START, END = 4000, 4001, 4002, 4003
 SPECIAL = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
 """Tokens of the models here."""
+OF_GEMMA = {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_of_image>"}
+"""What they are called where vLLM knows no other names."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -60,6 +64,31 @@ def gemma3() -> transformers.PretrainedConfig:
     return config
 
 
+def mistral3() -> transformers.PretrainedConfig:
+    """A tower with two heads of 64, angles by row and column, RMS norms and SwiGLU; four patches are a token, and each
+    row of an image ends in a token of text.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 2}
+    return transformers.Mistral3Config(
+        architectures=["Mistral3ForConditionalGeneration"],
+        text_config=multimodal.TEXT | {"model_type": "mistral", "head_dim": 64, "sliding_window": None},
+        vision_config=vision | {"image_size": 616, "patch_size": 14, "hidden_act": "silu"},
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+
+
+def qwen3_5() -> transformers.PretrainedConfig:
+    """The tower of Qwen3-VL, of which nothing is added to the decoder, whose layers have states but one."""
+    made = multimodal.qwen3_5(kept_states.QWEN3_5 | {"vocab_size": multimodal.TEXT["vocab_size"]})
+    vision = {"depth": 3, "hidden_size": 144, "intermediate_size": 320, "num_heads": 2, "out_hidden_size": 256}
+    made.vision_config = type(made.vision_config)(**vision, num_position_embeddings=64)
+    made.image_token_id, made.video_token_id = IMAGE, VIDEO
+    made.vision_start_token_id, made.vision_end_token_id = START, END
+    return made
+
+
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
     import tokenizers
@@ -67,17 +96,19 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     made = multimodal.model(config, dtype)
     with torch.no_grad():  # else images would hardly change an answer
         for name, weight in made.named_parameters():
-            if "visual" in name and weight.dim() > 1:
+            is_seen = "visual" in name or ("vision_tower" in name and config.model_type == "mistral3")
+            if is_seen and weight.dim() > 1:
                 weight.mul_(4)
     made.save_pretrained(folder)
-    words = {(SPECIAL | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
+    special = SPECIAL | (OF_GEMMA if config.model_type == "gemma3" else {})
+    words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(list(SPECIAL.values()))
+    tokenizer.add_special_tokens(list(special.values()))
     tokenizer.add_tokens(list(LINES.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
-    named = {"image_token": SPECIAL[IMAGE], "boi_token": SPECIAL[START], "eoi_token": SPECIAL[END]}
+    named = {"image_token": special[IMAGE], "boi_token": special[START], "eoi_token": special[END]}
     seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
     parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     text = "{{ messages[0].content }}"
@@ -96,9 +127,18 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         processor = {"processor_class": "Gemma3Processor", "image_seq_length": config.mm_tokens_per_image}
         (folder / "processor_config.json").write_text(json.dumps(processor))
         return made
+    if config.model_type == "mistral3":
+        merged = {"patch_size": patch, "spatial_merge_size": config.spatial_merge_size}
+        names = {"image_token": SPECIAL[IMAGE], "image_break_token": SPECIAL[START], "image_end_token": SPECIAL[END]}
+        image = {"image_processor_type": "PixtralImageProcessor", "patch_size": patch} | NORM
+        image["size"] = {"longest_edge": config.vision_config.image_size}
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        processor = {"processor_class": "PixtralProcessor"} | merged | names
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        return made
     sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}
-    videos = "Qwen3VLVideoProcessor" if config.model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"
+    videos = "Qwen2VLVideoProcessor" if config.model_type == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
     image = {"image_processor_type": "Qwen2VLImageProcessor"} | sizes | NORM
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
@@ -191,7 +231,7 @@ def _counted(model: torch.nn.Module) -> dict[str, int]:
 
         def count(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             module.counted["calls"] += 1
-            module.counted["items"] += len(named["grid_thw"] if "grid_thw" in named else given[0])
+            module.counted["items"] += len(named.get("grid_thw", given[-1]))  # Gemma 3's has pictures alone
 
         tower.register_forward_pre_hook(count, with_kwargs=True)
     return dict(tower.counted)
@@ -232,16 +272,51 @@ def moved_in_calls(llm: Any, grids: Sequence[Sequence[int]], calls: Sequence[Seq
     return llm.apply_model(found)[0]
 
 
+def embeddings(llm: Any, grids: Sequence[Sequence[int]], calls: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
+    """What workers that share a model give for its images; run by the driver.
+
+    Returns:
+        ``moved``: items that get other bits in a call with others than in one of their own, of any worker; ``alone``:
+        by item, digests of what each worker gives for it in a call of its own.
+    """
+
+    of_workers = llm.apply_model(partial(_embeddings, grids, calls))
+    moved = [f"{one} of worker {rank}" for rank, (those, _) in enumerate(of_workers) for one in those]
+    return {"moved": moved, "alone": list(zip(*(bits for _, bits in of_workers), strict=True))}
+
+
+def _embeddings(
+    grids: Sequence[Sequence[int]], calls: Sequence[Sequence[int]], model: torch.nn.Module
+) -> tuple[list[str], list[str]]:
+    """:func:`embeddings` of one worker; all of them run it together."""
+    given = [pixels(grid, model.visual.patch_embed.proj.input_size, seed) for seed, grid in enumerate(grids)]
+
+    def encode(call: Sequence[int]) -> Sequence[torch.Tensor]:
+        patches = torch.cat([given[item] for item in call]).to(next(model.parameters()).device)
+        sizes = torch.tensor([list(grids[item]) for item in call])
+        return model.embed_multimodal(pixel_values=patches, image_grid_thw=sizes)
+
+    with torch.inference_mode():
+        alone = [encode([item])[0] for item in range(len(grids))]
+        moved = [
+            f"{item} in {list(call)}"
+            for call in calls
+            for item, one in zip(call, encode(call), strict=True)
+            if not torch.equal(one, alone[item])
+        ]
+    return moved, [hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for one in alone]
+
+
 def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
     """What another function here gives while steps end in images, and tokens see what there is of them: as in vLLM
     where an image begins with a step.
     """
 
     def seen(batch: Any) -> torch.Tensor | None:
-        starts, lengths, asked = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), batch.mm_req_doc_ranges or {}
+        starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu_upper_bound.tolist()
         there = {
             request: [(low, min(high, lengths[request] - 1)) for low, high in found if low < lengths[request]]
-            for request, found in asked.items()
+            for request, found in (batch.mm_req_doc_ranges or {}).items()
             if request < len(lengths) and starts[request + 1] > starts[request]
         }
         return ranges_of(SimpleNamespace(**vars(batch) | {"mm_req_doc_ranges": there}))
@@ -268,6 +343,32 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
         else:
             patch.setattr(encoders, "attend", _attend_over_all if fault == FAULTS[0] else _attend_by_the_longest)
         return globals()[method](llm, *arguments)
+
+
+IN_WORKERS = {"weights": "attention over the whole call", "data": "another tower in the second worker"}
+"""Faults, by how the workers share an encoder."""
+
+
+def with_fault_in_workers(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
+    """What another function here gives while the workers of an engine have a fault."""
+    llm.apply_model(partial(_plant, fault))
+    try:
+        return globals()[method](llm, *arguments)
+    finally:
+        llm.apply_model(partial(_plant, ""))
+
+
+def _plant(fault: str, model: torch.nn.Module) -> None:
+    """Put a fault into a worker, or none."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    tower = model.visual
+    encoders.attend = _attend_over_all if fault == IN_WORKERS["weights"] else attend
+    if fault == IN_WORKERS["data"] and get_tensor_model_parallel_rank() == 1:
+        encode = tower.forward
+        tower.forward = lambda *given, **named: encode(*given, **named) * 1.25
+    else:
+        vars(tower).pop("forward", None)
 
 
 def _attend_over_all(call: PagedAttention, implementation: str) -> torch.Tensor:

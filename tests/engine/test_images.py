@@ -41,7 +41,9 @@ from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
 pytestmark = pytest.mark.engine
 
-MODELS = {"qwen2.5-vl": images.qwen2_5_vl, "qwen3-vl": images.qwen3_vl}
+MODELS = {"qwen2.5-vl": images.qwen2_5_vl, "qwen3-vl": images.qwen3_vl, "qwen3.5": images.qwen3_5}
+FURTHER = {"qwen3.5": {"enable_prefix_caching": False}}
+"""Arguments of some: a state is found in the prefix cache behind hundreds of tokens alone."""
 QUICK = ("qwen3-vl",)
 """That run also where each minute counts."""
 BUDGET = 128
@@ -111,7 +113,7 @@ class Served:
     faults: dict[str, list[str]]
     fuzzed: dict[str, str]
     checked: dict[str, CheckResults]
-    reproduced: dict[str, ReproduceResult]
+    reproduced: ReproduceResult | None
 
     def given(self, name: str) -> list[dict[str, Any]]:
         return self.runs[name]["given"][RUNS[name][1]]
@@ -123,18 +125,20 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Served]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     version = pytest.importorskip("vllm").__version__
     if not version.startswith(RAN.encoding["cuda" if torch.cuda.is_available() else "cpu"]):
         pytest.skip("encoders of images have not run here")
-    with_tools = pytestconfig.option.exhaustive or torch.cuda.is_available()
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
 
     @cache
     def serve(name: str, dtype: str = "float32", budget: int = BUDGET) -> Served:
+        if torch.cuda.is_available() and name == "qwen3.5" and "cuda" not in RAN.delta_rules:
+            pytest.skip("its layers with states have not run here")
         config, folder = MODELS[name](), tmp_path_factory.mktemp("model")
         model = images.save(config, torch.float32, folder)
-        arguments = arguments_of(LIMITS | OF_DEVICE | {"dtype": dtype, "max_num_batched_tokens": budget})
+        asked = {"dtype": dtype, "max_num_batched_tokens": budget} | FURTHER.get(name, {})
+        arguments = arguments_of(LIMITS | OF_DEVICE | asked)
         patch = config.vision_config.patch_size
         with Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400) as engine:
             runs = {
@@ -146,26 +150,21 @@ def served(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
                 fault: engine.call("tests.engine.images:with_fault", fault, "moved_in_calls", GRIDS, CALLS[:6])
                 for fault in images.FAULTS
             }
-            tools = with_tools and name in QUICK and (dtype, budget) == ("float32", BUDGET)
-            found = by_tools(engine, tmp_path_factory.mktemp("picture")) if tools else ({}, {}, {})
-        return Served(runs, model, moved, faults, *found)
+            tools = name in QUICK and (dtype, budget) == ("float32", BUDGET) and are_asked(request)
+            found = by_tools(engine) if tools else ({}, {})
+            reproduced = by_reproduce(engine, tmp_path_factory.mktemp("picture")) if tools else None
+        return Served(runs, model, moved, faults, *found, reproduced)
 
     return serve
 
 
-def by_tools(
-    engine: Engine, folder: Path
-) -> tuple[dict[str, str], dict[str, CheckResults], dict[str, ReproduceResult]]:
-    """What the fuzzer, a check and ``reproduce --offline --image`` find, by the fault that the engine has."""
+def by_tools(engine: Engine, settings: Settings = FUZZED) -> tuple[dict[str, str], dict[str, CheckResults]]:
+    """What the fuzzer and a check find, by the fault that the engine has; "" is none."""
     drawing = Trial(engine, Row("checkpoint", "1", "", 0)).accepts
-    drawn = dict(enumerate(draw_targets(1, 8, drawing, FUZZED.context)))
+    drawn = dict(enumerate(draw_targets(1, 8, drawing, settings.context)))
     seeing = {number: one for number, one in drawn.items() if one.kind in drawing.kinds and one.images}
-    schedule = draw_schedule("images 1", FUZZED, seeing, drawing, 6)
-    file = folder / "picture.png"
-    file.write_bytes(png(224, 224, 1))
-    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, image=(str(file),))
-    asked = {"samples": 10, "concurrency": 4, "seed": 0, "spec": vars(spec)}
-    fuzzed, checked, reproduced = {}, {}, {}
+    schedule = draw_schedule("images 1", settings, seeing, drawing, 6)
+    fuzzed, checked = {}, {}
     for fault in ("", *OF_IMAGES):
         engine.call("tests.faults.fuzz:inject", fault)
         fuzzed[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
@@ -175,10 +174,22 @@ def by_tools(
         checking.beside_images()
         checking.from_encoded()
         checked[fault] = results
-        run = offline.run_of(engine.call(offline.RUN, asked))
-        reproduced[fault] = ReproduceResult.of("offline", *run, engine.info)
         engine.call("tests.faults.fuzz:inject", "")
-    return fuzzed, checked, reproduced
+    return fuzzed, checked
+
+
+def are_asked(request: pytest.FixtureRequest) -> bool:
+    """Whether a test of the module that asks for a fixture looks at what :func:`by_tools` finds."""
+    return any("fuzzer" in item.name for item in request.session.items if item.path == request.path)
+
+
+def by_reproduce(engine: Engine, folder: Path) -> ReproduceResult:
+    """What ``reproduce --offline --image`` finds."""
+    file = folder / "picture.png"
+    file.write_bytes(png(224, 224, 1))
+    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, image=(str(file),))
+    asked = {"samples": 10, "concurrency": 4, "seed": 0, "spec": vars(spec)}
+    return ReproduceResult.of("offline", *offline.run_of(engine.call(offline.RUN, asked)), engine.info)
 
 
 @pytest.mark.exhaustive
@@ -200,7 +211,8 @@ def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", QUICK)
 def test_answers_about_an_image_are_reproduced_beside_others(name: str, served: Callable[..., Served]) -> None:
-    found = served(name).reproduced[""]
+    found = served(name).reproduced
+    assert found is not None
     assert found.status == Status.REPRODUCIBLE
     assert found.run.failed_others == 0, found.run.failure
 
@@ -212,7 +224,7 @@ def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, serve
     runs = found.runs
     assert runs["behind 3"]["calls"]["items"] > runs["behind 3"]["calls"]["calls"], "no images shared a call"
     assert runs["from the prefix cache"]["calls"]["calls"] == 0
-    assert runs["from the prefix cache"]["cached"][0] >= 128
+    assert runs["from the prefix cache"]["cached"][0] >= 128 or name in FURTHER
     assert runs["from the cache of embeddings"]["calls"]["calls"] == 0
     assert max(runs["from the cache of embeddings"]["cached"]) == 0
     assert runs["preempted"]["preemptions"] > 0

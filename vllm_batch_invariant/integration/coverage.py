@@ -504,6 +504,20 @@ def _unknown_multimodal(config: Config) -> str | None:
     return None if known else f"the model {model.architecture}"
 
 
+def _multimodal_not_run_on_gpus(config: Config) -> str | None:
+    model = config.model_config
+    if not model.is_multimodal_model or model.architecture not in RAN.multimodal_on_cpus_alone:
+        return None
+    return _when(not envs.starts_untried(), f"{model.architecture} on a GPU")
+
+
+def _text_of_what_sees(config: Config) -> str | None:
+    model = config.model_config
+    if not model.is_multimodal_model or model.architecture not in RAN.with_images_alone:
+        return None
+    return _when(not encoding.encoded(model), f"{model.architecture} as text")
+
+
 def _multimodal_inputs(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model:
@@ -531,6 +545,22 @@ def _encoded_elsewhere(config: Config) -> str | None:
     return _when(not version.startswith(RAN.encoding[ops.type]), f"{named} with vLLM {version}")
 
 
+def _encoded_by_several(config: Config) -> str | None:
+    """Workers that share an encoder, or the images of a step, where none have: two on a CPU, of some models."""
+    named, model, k_slices = _encoded(config), config.model_config, tensor_tree.k_slices()
+    if not named:
+        return None
+    here = devices.of_config(config).ops.type == "cpu" or envs.starts_untried()
+    shared, workers = here and model.architecture in RAN.encoded_by_two, config.parallel_config.tensor_parallel_size
+    found = {
+        f"tensor parallelism {workers}": workers > (2 if shared else 1),
+        "--mm-encoder-tp-mode data": model.multimodal_config.mm_encoder_tp_mode != "weights" and not shared,
+        f"{envs.TP_TREE.name}={k_slices}": k_slices > 1 and not shared,
+    }
+    first = _first(found)
+    return _when(first, f"{named} of {model.architecture} with {first}")
+
+
 def _beside_encoded(config: Config) -> str | None:
     """What has not been run with models that encode."""
     named = _encoded(config)
@@ -538,12 +568,11 @@ def _beside_encoded(config: Config) -> str | None:
         return None
     model, attention = config.model_config, envs.ATTENTION.read()
     found = {
-        **_several(config),
+        **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         "speculative decoding": config.speculative_config is not None,
         f"quantisation {model.quantization}": model.quantization is not None,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "exact arithmetic": devices.of_config(config).is_exact,
-        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         "the first model runner": devices.of_config(config).ops.type == "cuda" and not config.use_v2_model_runner,
     }
@@ -558,7 +587,6 @@ def _encoder(config: Config) -> str | None:
         return None
     items, compilation = model.multimodal_config, config.compilation_config
     found = {
-        "--mm-encoder-tp-mode data": items.mm_encoder_tp_mode != "weights",
         "--mm-encoder-attn-backend": items.mm_encoder_attn_backend is not None,
         "--mm-encoder-attn-dtype": items.mm_encoder_attn_dtype is not None,
         "--video-pruning-rate": items.video_pruning_rate,
@@ -610,7 +638,7 @@ def _both_directions(config: Config) -> str | None:
         return None
     ops, threshold = devices.of_config(config).ops, config.scheduler_config.long_prefill_token_threshold
     found = {
-        f"on {ops.name}": ops.type != "cpu",
+        f"on {ops.name}": ops.type != "cpu" and not (ops.type == "cuda" and envs.starts_untried()),
         f"of {model.architecture}": not encoding.encoded(model),
         f"beside --long-prefill-token-threshold {threshold}": threshold > 0,
     }
@@ -762,7 +790,9 @@ COVERED = (
     Feature(
         "Images and videos",
         "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one "
-        "worker; images of Gemma 3 on a CPU",
+        "worker; on a CPU also of Qwen3.5, and images of Gemma 3 and Mistral 3, and those of Qwen3-VL and Gemma 3 by "
+        "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
+        "(--mm-encoder-tp-mode data)",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1139,6 +1169,19 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
+        "Mistral 3 on a GPU",
+        "it has been run on a CPU alone",
+        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
+        _multimodal_not_run_on_gpus,
+        ("cuda",),
+    ),
+    Feature(
+        "Mistral 3 as text",
+        "it has been run with its encoder alone",
+        "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
+        _text_of_what_sees,
+    ),
+    Feature(
         "Embeddings as inputs of multimodal models",
         "they pass by the embedding layer, and nobody has proven what they stand for",
         "leave --enable-mm-embeds and --enable-prompt-embeds out",
@@ -1161,22 +1204,32 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL and Qwen3-VL, but images of Gemma 3; audio",
+        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL and Qwen3.5, but images of Gemma 3 and Mistral 3; "
+        "audio",
         "nobody has compared what their encoders give",
         "serve text only, with --language-model-only",
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos with several workers, stages or engines, speculative decoding, quantisation, a KV "
-        "cache in fp8, exact arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
+        "Images and videos by several GPUs, by more than two workers, or of other models than Qwen3-VL and Gemma 3 by "
+        "two; so their tree, and `--mm-encoder-tp-mode data`",
+        "no others have shared an encoder, or the images of a step",
+        "leave it out, or serve text only, with --language-model-only; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on two "
+        "GPUs",
+        _encoded_by_several,
+        arguments=(TENSOR, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Images and videos with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
+        "arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
         "these have not been run together",
         "leave one of the two out, or serve text only, with --language-model-only",
         _beside_encoded,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, envs.TP_TREE.name, envs.ATTENTION.name),
+        arguments=(PIPELINE, SPECULATION, KV_CACHE, envs.ATTENTION.name),
     ),
     Feature(
-        "`--mm-encoder-tp-mode data`, another backend, dtype, compilation or cache of an encoder, pruned videos, "
-        "`--mm-processor-device` other than cpu; images and videos of Qwen2.5-VL in fp16",
+        "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "
+        "cpu; images and videos of Qwen2.5-VL in fp16",
         "these have not been run, or items that share a call decide each other's bits",
         "leave them out, pass --dtype bfloat16, or serve text only, with --language-model-only",
         _encoder,
@@ -1191,7 +1244,7 @@ REFUSED = (
         "Images whose tokens see each other, but of Gemma 3 on a CPU; those beside --long-prefill-token-threshold",
         "nobody has run them; a step must have an image whole",
         "leave it out, or serve text only, with --language-model-only, on an older vLLM also with "
-        """--hf-overrides '{"is_mm_prefix_lm": false}'""",
+        """--hf-overrides '{"is_mm_prefix_lm": false}'; VLLM_BATCH_INVARIANT_UNTRIED=1 starts Gemma 3 on a GPU""",
         _both_directions,
     ),
     Feature(
@@ -1209,12 +1262,11 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by more than two workers or several engines, beside drafts "
-        "but of n-grams and MTP or with a prefix cache, quantisation, FP8 caches, embeddings as prompts, sleep, states "
-        "that are not fp32, within pages, replayed or rounded by chance",
+        "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over two workers or several engines, with drafts but "
+        "n-grams and MTP, drafts and a prefix cache, quantisation, FP8 caches, embeddings as prompts, sleep, states "
+        "not in fp32 or within pages",
         "these have not been run",
-        "use --mamba-ssm-cache-dtype float32; with drafts --no-enable-prefix-caching; "
-        "VLLM_BATCH_INVARIANT_UNTRIED=1 adds GPUs",
+        "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

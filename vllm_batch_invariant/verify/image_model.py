@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 _GEMMA = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+_MISTRAL = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 _LINES = tuple("\n" * count for count in range(1, 5))
 """Tokens of Gemma 3's, which has two of them around an image."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -152,6 +153,20 @@ def _gemma3(shape: Decoder, ends: dict[str, Any], id_of: Callable[[str], int]) -
     )
 
 
+def _mistral3(shape: Decoder, ends: dict[str, Any], id_of: Callable[[str], int]) -> Any:
+    """A tower whose heads turn by row and column, for images of any size; each row of one ends in a token of text."""
+    import transformers
+
+    vision = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    return transformers.Mistral3Config(
+        architectures=["Mistral3ForConditionalGeneration"],
+        text_config=_text(shape, ends) | {"model_type": "mistral", "sliding_window": None},
+        vision_config=vision | {"image_size": 14 * int(_MOST_PATCHES**0.5), "patch_size": 14, "hidden_act": "silu"},
+        image_token_index=id_of(_MISTRAL["image_token"]),
+        tie_word_embeddings=False,
+    )
+
+
 _QWEN = ((START, IMAGE, VIDEO, END), {"image": START + IMAGE + END, "video": START + VIDEO + END})
 FAMILIES = {
     "qwen2.5-vl": Family("Qwen2.5-VL", *_QWEN, _qwen2_5_vl),
@@ -159,6 +174,7 @@ FAMILIES = {
     "gemma3": Family(
         "Gemma 3", tuple(_GEMMA.values()), {"image": _GEMMA["boi_token"]}, _gemma3, lines=_LINES, named=_GEMMA
     ),
+    "mistral3": Family("Mistral 3", tuple(_MISTRAL.values()), {"image": _MISTRAL["image_token"]}, _mistral3),
 }
 """By the name in ``make-checkpoint --images``."""
 
@@ -187,6 +203,12 @@ def write_processor(config: Any, folder: Path) -> None:
         _write(folder / "processor_config.json", processor)
         return
     patch = vision.patch_size
+    if config.model_type == "mistral3":
+        image = {"image_processor_type": "PixtralImageProcessor", "patch_size": patch} | NORM
+        _write(folder / "preprocessor_config.json", image | {"size": {"longest_edge": vision.image_size}})
+        merged = {"patch_size": patch, "spatial_merge_size": config.spatial_merge_size}
+        _write(folder / "processor_config.json", {"processor_class": "PixtralProcessor"} | merged | _MISTRAL)
+        return
     sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": _MOST_PATCHES * patch * patch}
     videos = "Qwen3VLVideoProcessor" if config.model_type == "qwen3_vl" else "Qwen2VLVideoProcessor"

@@ -14,6 +14,7 @@ from tests.assertions import assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, call_of, exact, packed, paged
 from tests.ops.attention.test_ranges import ranges_of
 from vllm_batch_invariant.ops.attention import (
+    NO_RANGE,
     AttentionReduction,
     AttentionSpec,
     PagedCache,
@@ -201,13 +202,16 @@ def test_tokens_that_see_all_of_their_image_have_the_same_bits_in_chunks_and_amo
     options = {"sliding_window": 40}
     request, images = Request(HEADS, 330, 7), ((5, 7), (60, 140), (200, 329))
 
-    def rows(chunks: list[Chunk]) -> torch.Tensor:
-        return attend(chunks, ranges=torch.cat([ranges_of(one.stop, images)[one.start :] for one in chunks]), **options)
+    def rows(chunks: list[Chunk], of_text: tuple[int, int] | None = None) -> torch.Tensor:
+        ranges = torch.cat([ranges_of(one.stop, images)[one.start :] for one in chunks])
+        if of_text:
+            ranges[ranges.diff(dim=1)[:, 0] == 0] = torch.tensor(of_text, dtype=torch.int32)
+        return attend(chunks, ranges=ranges, **options)
 
     whole = rows([Chunk(request, 0, 330)])
     for start, stop in ((0, 8), (60, 330), (200, 330)):
         among = [newest(150, 150), Chunk(request, start, stop), newest(65, 1)]
-        found = rows(among)[150:-1]
+        found = rows(among, of_text=NO_RANGE)[150:-1]
         assert_same_bits(found, whole[start:stop], f"{start} to {stop} among others")
         assert_same_bits(rows(among[1:2]), found, f"{start} to {stop} alone")
     call = call_of(paged([Chunk(request, 0, 330)]), REDUCTION, scale=HEADS.size**-0.5, **options)

@@ -13,7 +13,7 @@ from tests.assertions import assert_near, assert_same_bits
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, call_of, paged
 from tests.ops.attention.test_both_directions import OPTIONS
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.attention import AttentionReduction
+from vllm_batch_invariant.ops.attention import NO_RANGE, AttentionReduction
 from vllm_batch_invariant.ops.attention import attend as attend_call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,6 +91,18 @@ def test_without_images_the_bits_are_those_of_causal_attention(implementation, o
     chunk = Chunk(Request(SMALL, 300, 1), 20, 300)
     found = rows_of([chunk], images=(), implementation=implementation, **options)
     assert_same_bits(found[0], attend([chunk], implementation, **options)[0])
+
+
+@both
+@options
+def test_a_row_without_a_range_has_its_own_position_or_none(implementation, options):
+    chunks = [Chunk(Request(SMALL, 320, 1), 190, 320), Chunk(Request(SMALL, 9, 2), 0, 9)]
+    own = torch.cat([ranges_of(chunk.stop)[chunk.start :] for chunk in chunks])
+    without = torch.where(own.diff(dim=1) > 0, own, torch.tensor(NO_RANGE, dtype=torch.int32))
+    assert (without == torch.tensor(NO_RANGE)).any()
+    found = [attend(chunks, implementation, ranges=ranges, **options) for ranges in (own, without)]
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("window", [None, 37])

@@ -12,7 +12,15 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 from ... import envs
 from ...errors import NotCovered
 from ...ops import kv_cache as cache_operation
-from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, PagedCache, attend
+from ...ops.attention import (
+    NO_RANGE,
+    AttentionReduction,
+    AttentionSpec,
+    PackedKeys,
+    PagedAttention,
+    PagedCache,
+    attend,
+)
 from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES
 from ..reviews import claims
@@ -32,8 +40,8 @@ class Metadata:
     calls need no plan.
     """
     ranges: torch.Tensor | None = None
-    """[tokens, 2] int32, the first and the last position of the image that a token belongs to, or its own twice; None
-    where no token sees all of its image.
+    """[tokens, 2] int32, the first and the last position of the image that a token belongs to, or NO_RANGE; None where
+    no token sees all of its image.
     """
 
 
@@ -61,18 +69,16 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def ranges_of(batch: Any) -> torch.Tensor | None:
-    """:attr:`Metadata.ranges` of a step, from what vLLM's model runner says of the images of its requests.
+    """:attr:`Metadata.ranges` of a step, on the host, from what vLLM's model runner says of the images of its requests.
 
     Raises:
-        NotCovered: on another device than a CPU.
         RuntimeError: an image is cut: its first tokens would not see its last ones.
     """
     asked = getattr(batch, "mm_req_doc_ranges", None) or {}
     if not any(asked.values()):
         return None
-    if batch.query_start_loc.device.type != "cpu":
-        raise NotCovered("tokens that see all of their image on a GPU", "no GPU has run them", "serve it on a CPU")
-    starts, lengths, found = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), None
+    # What runs ahead of sampling knows no more of a length than the most that it may be, but of a prompt all.
+    starts, lengths, found = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu_upper_bound.tolist(), None
     for request, images in asked.items():
         start, stop, length = starts[request], starts[request + 1], lengths[request]
         first = length - (stop - start)  # position of the request's first row
@@ -81,16 +87,9 @@ def ranges_of(batch: Any) -> torch.Tensor | None:
                 continue
             if high >= length:
                 raise RuntimeError(f"a step ends at position {length} inside an image of positions {low} to {high}")
-            found = _own_ranges(starts, lengths, batch.num_actual_tokens) if found is None else found
+            if found is None:
+                found = torch.tensor([NO_RANGE], dtype=torch.int32).repeat(batch.num_actual_tokens, 1)
             found[start + max(low, first) - first : start + high + 1 - first] = torch.tensor([low, high])
-    return found
-
-
-def _own_ranges(starts: list[int], lengths: list[int], tokens: int) -> torch.Tensor:
-    """[tokens, 2] int32, of tokens without an image."""
-    found = torch.zeros(tokens, 2, dtype=torch.int32)
-    for start, stop, length in zip(starts, starts[1:], lengths, strict=False):
-        found[start:stop] = torch.arange(length - (stop - start), length, dtype=torch.int32)[:, None]
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
 from ... import envs
-from ...ops.attention import AttentionReduction, PagedCache
+from ...ops.attention import NO_RANGE, AttentionReduction, PagedCache
 from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..engine.cuda_graphs import most_tokens, verify_lengths
 from ..reviews import patch_points
@@ -49,6 +49,11 @@ class PlannedMetadataBuilder(MetadataBuilder):
             heads: self._planner([layer for layer in layers if layer.num_heads == heads])
             for heads in dict.fromkeys(layer.num_heads for layer in layers)
         }
+        self._ranges = None
+        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False) and not self._of_encoder:
+            self._no_range = torch.tensor([NO_RANGE], dtype=torch.int32, device=device)
+            self._ranges = self._no_range.repeat(self._sizes(layers)[2], 1)
+            """Where a CUDA graph reads the images of tokens: a graph is of steps with and without."""
 
     def _planner(self, layers: list[Any]) -> Any:
         """For layers with as many query heads."""
@@ -90,7 +95,14 @@ class PlannedMetadataBuilder(MetadataBuilder):
         batch = super().build(common_prefix_len, common_attn_metadata, fast_build)
         requests, tokens = len(batch.seq_lens), batch.num_actual_tokens
         most = most_tokens(requests, tokens, common_attn_metadata.max_query_len, self.verify)
-        return replace(batch, plans=self._plan(batch, most))
+        return replace(batch, plans=self._plan(batch, most), ranges=self._kept(batch.ranges, tokens, most))
+
+    def _kept(self, ranges: torch.Tensor | None, tokens: int, most: int) -> torch.Tensor | None:
+        """Ranges of a step in the place of the last ones; of a step of decode there are none."""
+        if self._ranges is None or most == 1:
+            return None
+        kept = self._ranges[:tokens]
+        return kept.copy_(self._no_range if ranges is None else ranges.pin_memory(), non_blocking=True)
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
         """Plan a drafter's next step of one token a request, within the CUDA graph of all its steps."""

@@ -18,10 +18,10 @@ from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, Page
 from ..reviews import encoding, patch_points, sources
 
 HEAD_SIZES = (64, 72, 80)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL and Gemma 3."""
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and Mistral 3."""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
-_ONLY_ON = {"vllm.v1.worker.gpu.": "cuda"}
+_ONLY_ON = {"vllm.v1.worker.gpu.": "cuda", "vllm.v1.attention.backends.utils.": "cuda"}
 """How the names of functions begin that one device type alone uses: the second model runner's."""
 
 

@@ -218,6 +218,9 @@ class Ran:
         on_gpus: versions, in exact arithmetic, with experts, and with two workers.
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
+        encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
+        multimodal_on_cpus_alone: multimodal models that no GPU has run.
+        with_images_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
@@ -238,6 +241,9 @@ class Ran:
     on_gpus: str
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
+    encoded_by_two: tuple[str, ...]
+    multimodal_on_cpus_alone: tuple[str, ...]
+    with_images_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]

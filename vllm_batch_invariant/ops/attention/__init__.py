@@ -8,11 +8,12 @@ import torch
 
 from ...errors import NotCovered
 from ..devices import known
-from .params import AttentionSpec, PackedKeys, PagedAttention, PagedCache
+from .params import NO_RANGE, AttentionSpec, PackedKeys, PagedAttention, PagedCache
 from .reduction import AttentionReduction
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "NO_RANGE",
     "AttentionReduction",
     "AttentionSpec",
     "PackedKeys",

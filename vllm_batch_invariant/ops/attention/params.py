@@ -14,6 +14,8 @@ from .reduction import AttentionReduction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of queries and results, and of keys and values that are not codes."""
+NO_RANGE = (2**31 - 1, -1)
+"""A range of no position: it begins behind each, and ends before each."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class PagedAttention:
         reduction: what decides the bits.
         ranges: [tokens, 2] int32 or None: the first and the last position of a range around each row, which it sees
             beside what ``spec`` has it see: that of its image, say. It is the same for every position in it, and a row
-            without one has its own position twice. A range's tokens come in one call.
+            without one has its own position twice, or :data:`NO_RANGE`. A range's tokens come in one call.
     """
 
     query: torch.Tensor
@@ -358,6 +360,7 @@ class PagedAttention:
             of_request, position = self.own_ranges[rows], np.arange(positions.start, positions.stop)
             fits = (of_request[:, 0] >= 0) & (of_request[:, 0] <= position)
             fits &= (position <= of_request[:, 1]) & (of_request[:, 1] < positions.stop)
+            fits |= (of_request == NO_RANGE).all(1)
             if not fits.all():
                 row = int((~fits).argmax())
                 raise ValueError(

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...envs import FLAG
+from ...envs import FLAG, starts_untried
 from ...serve import serve_command
 from ..harness.engine import context_of, kv_cache_space, model_config
 from ..harness.worker import Engine, EngineFailed
@@ -31,6 +31,7 @@ from .plan import FuzzPlan
 from .report import SEEN, print_fuzz
 from .schedule import (
     CONTEXTS,
+    SEE_ALL,
     Schedule,
     Settings,
     Target,
@@ -321,10 +322,13 @@ def _encodes(model: str, device: str) -> bool:
     """Whether the images of a model are encoded on a device, by what has run there."""
     from ...integration import coverage
 
-    architecture = (model_config(model).get("architectures") or [""])[0]
+    config = model_config(model)
+    architecture = (config.get("architectures") or [""])[0]
     ran = coverage.RAN.encoding.get(device)
     here = ran is not None and coverage.patch_points.installed_version().startswith(ran)
-    return here and architecture in coverage.RAN.encoded
+    on_cpus = architecture in coverage.RAN.multimodal_on_cpus_alone or config.get("model_type") in SEE_ALL
+    untried = on_cpus and device != "cpu" and not starts_untried()
+    return here and architecture in coverage.RAN.encoded and not untried
 
 
 def replay(finding: Finding, on_progress: OnProgress = _quiet) -> tuple[Status, str]:

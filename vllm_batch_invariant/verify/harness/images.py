@@ -83,11 +83,18 @@ def placeholders(llm: Any) -> dict[str, list[int]]:
     kinds = encoding.encoded(llm.llm_engine.model_config)
     if not kinds:
         return {}
-    written, tokenizer = llm.apply_model(_written)[0], llm.get_tokenizer()
-    return {kind: tokenizer.encode(written[kind], add_special_tokens=False) for kind in kinds}
+    written, tokenizer, dummies = llm.apply_model(_written)[0], llm.get_tokenizer(), _processor(llm).dummy_inputs
+    texts = {kind: written.get(kind) or dummies.get_dummy_text({kind: 1}) for kind in kinds}
+    return {kind: tokenizer.encode(text, add_special_tokens=False) for kind, text in texts.items()}
 
 
-def _written(model: Any) -> dict[str, str]:
+def _processor(llm: Any) -> Any:
+    """vLLM's, of the engine's front end."""
+    return llm.llm_engine.renderer.get_mm_processor()
+
+
+def _written(model: Any) -> dict[str, str | None]:
+    """What stands for an item in a chat, by kind; None where a chat template has it."""
     found = {}
     for kind in ("image", "video"):
         with suppress(ValueError):  # a model has none of that kind
@@ -156,16 +163,17 @@ def about(llm: Any) -> dict[str, Any]:
 
 def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     """Sizes that a processor keeps as they are."""
-    processor = llm.llm_engine.renderer.get_mm_processor().info.get_hf_processor()
+    processor = _processor(llm).info.get_hf_processor()
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
     size = of_kind.size
     if size.get("height"):
         return [(size["height"], size["width"])]
-    unit = of_kind.patch_size * of_kind.merge_size
+    merged = getattr(processor, "spatial_merge_size", None)  # of Pixtral's, whose own patch has two numbers
+    unit = processor.patch_size * merged if merged else of_kind.patch_size * of_kind.merge_size
     found: list[tuple[int, ...]] = []
     for rows, columns in SHAPES:
         scale = 1
-        while rows * columns * (scale * unit) ** 2 < size["shortest_edge"]:
+        while rows * columns * (scale * unit) ** 2 < (size.get("shortest_edge") or 0):
             scale += 1
         found.append((rows * scale * unit, columns * scale * unit))
     return [(FRAMES, *one) for one in found[:-2]] if kind == "video" else found
