@@ -228,6 +228,7 @@ class Ran:
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         short_convolutions: versions whose engines have served them, by device.
         delta_rules: the same of gated delta rules.
+        kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         encoding: versions whose engines have encoded images, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
@@ -247,6 +248,7 @@ class Ran:
     fp8_kv_cache: Mapping[str, str]
     short_convolutions: Mapping[str, str]
     delta_rules: Mapping[str, str]
+    kv_connectors: Mapping[str, Mapping[str, str]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]
