@@ -63,10 +63,14 @@ REFUSED = {
     "logits processors": ({"logits_processors": ["package.module:Processor"]}, "custom logits processors"),
     "installed logits processors": ({"installed": True}, "the logits processor package.module:Processor of processors"),
     "a KV cache in another float": ({"kv_cache_dtype": "float16"}, "a KV cache in float16 of a model in bfloat16"),
-    "KV offloading": ({"kv_offloading_size": 1}, "offloading 1.0 GiB of the KV cache"),
+    "KV offloading": ({"kv_offloading_size": 1}, "the KV connector OffloadingConnector on"),
     "KV offloading to another engine": (
         {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
-        "offloading 1.0 GiB of the KV cache",
+        "the KV connector LMCacheMPConnector (it may compress keys and values",
+    ),
+    "an unknown KV connector": (
+        {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+        "the KV connector NixlConnector",
     ),
     "small heads": ({"hf_overrides": {"head_dim": 32}}, "attention heads of size 32"),
     "shared KV caches": ({"hf_overrides": {"num_kv_shared_layers": 1}}, "layers that share a KV cache"),

@@ -193,7 +193,6 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
         ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
         ("Encoder-decoder models", {"is_encoder_decoder": True}, "encoder-decoder models"),
         ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
-        ("KV transfer", {"kv_transfer_config": object()}, "KV cache transfer"),
         (
             "Other models, dtypes and rotary embeddings in exact arithmetic",
             {"architecture": "OPTForCausalLM", "hf_text_config": None, "dtype": "bfloat16", "tensor_parallel_size": 1},

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from tests.server.conftest import SHAPE, TOOLS
 from vllm_batch_invariant import resume
@@ -19,6 +20,11 @@ from vllm_batch_invariant.verify.outcome import NoTestError
 
 pytestmark = pytest.mark.server
 
+ON_GPU = torch.cuda.is_available()
+RUNNERS = ("0", "1") if ON_GPU else ("",)
+"""vLLM's model runners, by the variable that chooses one; on a CPU there is one."""
+SHARED = ["--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(4 << 30)] if ON_GPU else []
+"""Arguments of servers that share a GPU."""
 PROMPT = "The order of additions decides the bits of a sum, and"
 NAMES = {
     "type": "object",
@@ -50,6 +56,27 @@ FORMS: dict[str, dict[str, Any]] = {
     **SHORT,
 }
 Got = tuple[list[int], str, list[tuple[Any, ...]], Any]
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def resuming(request: pytest.FixtureRequest, model: Path, runner: str) -> Iterator[Server]:
+    """A server that lets answers go on: on a GPU one of each model runner, and none beside the tests of others."""
+    if not ON_GPU:
+        yield request.getfixturevalue("server")
+        return
+    with serve(str(model), [*TOOLS, *SHARED], variables(runner)) as running:
+        yield running
+
+
+def variables(runner: str) -> dict[str, str]:
+    """Of a server with the mode on."""
+    untried = {"VLLM_BATCH_INVARIANT_UNTRIED": "1", "VLLM_USE_V2_MODEL_RUNNER": runner} if ON_GPU else {}
+    return {"VLLM_BATCH_INVARIANT": "1"} | untried
 
 
 def client_of(server: Server, key: str = "none") -> openai.OpenAI:
@@ -112,35 +139,35 @@ def breaks(client: openai.OpenAI, places: Any, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("form", SHORT)
-def test_an_answer_goes_on_with_its_bits(server: Server, form: str) -> None:
-    client = client_of(server)
+def test_an_answer_goes_on_with_its_bits(resuming: Server, form: str) -> None:
+    client = client_of(resuming)
     assert breaks(client, {1, 17}, **asked(client, 24, **SHORT[form])) == []
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
-def test_at_every_token_the_rest_is_that_of_the_unbroken_answer(server: Server, form: str) -> None:
-    client = client_of(server)
+def test_at_every_token_the_rest_is_that_of_the_unbroken_answer(resuming: Server, form: str) -> None:
+    client = client_of(resuming)
     assert breaks(client, None, **asked(client, **FORMS[form])) == []
 
 
 @pytest.mark.exhaustive
-def test_a_stop_string_is_found_across_every_break(server: Server) -> None:
-    client = client_of(server)
+def test_a_stop_string_is_found_across_every_break(resuming: Server) -> None:
+    client = client_of(resuming)
     [(_, text, _, _)] = whole(client.completions.create(**asked(client, **FORMS["seeded"]), stream=True)).values()
     ends = {"stop": [text[len(text) // 2 :][:5], "never there, and long enough to be held back"]}
     assert breaks(client, None, **asked(client, **FORMS["seeded"] | ends)) == []
 
 
 @pytest.mark.exhaustive
-def test_with_another_seed_or_as_a_prompt_alone_it_is_another_answer(server: Server) -> None:
-    client = client_of(server)
+def test_with_another_seed_or_as_a_prompt_alone_it_is_another_answer(resuming: Server) -> None:
+    client = client_of(resuming)
     options = asked(client, **FORMS["seeded"])
     [(tokens, *_)] = whole(client.completions.create(**options, stream=True)).values()
     assert rest(client, tokens[:20], **options)[0] == tokens[20:]
     assert rest(client, tokens[:20], **options | {"seed": 99})[0] != tokens[20:]
     tokenized = {"model": options["model"], "prompt": PROMPT}
-    prompt = httpx.post(f"{server.base_url[:-3]}/tokenize", json=tokenized, trust_env=False).json()["tokens"]
+    prompt = httpx.post(f"{resuming.base_url[:-3]}/tokenize", json=tokenized, trust_env=False).json()["tokens"]
     [(plain, *_)] = whole(
         client.completions.create(**options | {"prompt": prompt + tokens[:20], "max_tokens": 12}, stream=True)
     ).values()
@@ -156,24 +183,24 @@ def test_with_another_seed_or_as_a_prompt_alone_it_is_another_answer(server: Ser
         ({"tokens": [4096, 1]}, "a list of token ids from 0 to 4095 is wanted"),
     ],
 )
-def test_what_cannot_go_on_is_refused_by_name(server: Server, change: dict[str, Any], said: str) -> None:
-    client = client_of(server)
+def test_what_cannot_go_on_is_refused_by_name(resuming: Server, change: dict[str, Any], said: str) -> None:
+    client = client_of(resuming)
     options = asked(client, **FORMS["seeded"]) | {key: value for key, value in change.items() if key != "tokens"}
     with pytest.raises(openai.APIError, match=said):
         rest(client, change.get("tokens", [1, 2]), **options)
 
 
 @pytest.mark.exhaustive
-def test_an_answer_in_one_piece_is_refused(server: Server) -> None:
-    client = client_of(server)
+def test_an_answer_in_one_piece_is_refused(resuming: Server) -> None:
+    client = client_of(resuming)
     options = asked(client, extra_body={"vllm_xargs": {resume.TOKENS: [1]}}, temperature=0)
     with pytest.raises(openai.BadRequestError, match="an answer in one piece is not covered; set stream to true"):
         client.completions.create(**options)
 
 
 @pytest.mark.exhaustive
-def test_tokens_that_a_grammar_does_not_accept_end_their_request_alone(server: Server) -> None:
-    client = client_of(server)
+def test_tokens_that_a_grammar_does_not_accept_end_their_request_alone(resuming: Server) -> None:
+    client = client_of(resuming)
     form = {"temperature": 0, "extra_body": {"structured_outputs": {"regex": "[0-9]+"}}}
     with pytest.raises(openai.APIError):
         rest(client, [300, 301], **asked(client, **form))
@@ -197,12 +224,12 @@ KILLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def servers(server: Server, model: Path) -> Iterator[tuple[Server, Server]]:
+def servers(resuming: Server, model: Path, runner: str) -> Iterator[tuple[Server, Server]]:
     """One that will be killed, and the one that lives."""
     with pytest.raises(NoTestError, match="stopped during the run"):
-        arguments = [*TOOLS, "--max-num-seqs", "11", "--no-enable-prefix-caching"]
-        with serve(str(model), arguments, {"VLLM_BATCH_INVARIANT": "1"}) as dying:
-            yield dying, server
+        arguments = [*TOOLS, *SHARED, "--max-num-seqs", "11", "--no-enable-prefix-caching"]
+        with serve(str(model), arguments, variables(runner)) as dying:
+            yield dying, resuming
 
 
 @pytest.mark.exhaustive
@@ -249,10 +276,10 @@ def finished(server: Server) -> float:
 
 
 @pytest.mark.exhaustive
-def test_no_server_with_other_weights_goes_on(server: Server, tmp_path: Path) -> None:
+def test_no_server_with_other_weights_goes_on(resuming: Server, runner: str, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", SHAPE, seed=1)
-    client = client_of(server)
-    with serve(str(other), TOOLS, {"VLLM_BATCH_INVARIANT": "1"}) as unequal:
+    client = client_of(resuming)
+    with serve(str(other), [*TOOLS, *SHARED], variables(runner)) as unequal:
         known = resume.identity(client)
         theirs = resume.identity(client.with_options(base_url=unequal.base_url))
         assert [name for name in resume.IDENTITY if theirs[name] != known[name]] == [*resume.IDENTITY]

@@ -14,7 +14,7 @@ from ..ops.devices import joined, known
 from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
-from .reviews import encoding, patch_points, schemes
+from .reviews import connectors, encoding, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
@@ -270,9 +270,52 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
     return _when(first, f"{named} {first}")
 
 
-def _kv_offloading(config: Config) -> str | None:
-    size = getattr(config.cache_config, "kv_offloading_size", None)
-    return _when(size, f"offloading {size} GiB of the KV cache")
+def _other_connector(config: Config) -> str | None:
+    name = connectors.name(config)
+    if not name or name in connectors.KNOWN:
+        return None
+    lossy = connectors.LOSSY.get(name)
+    return f"the KV connector {name}" + (f" ({lossy})" if lossy else "")
+
+
+def _connector_elsewhere(config: Config) -> str | None:
+    """A known connector where it has not been run."""
+    name = connectors.name(config)
+    if name not in connectors.KNOWN:
+        return None
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
+    ran = RAN.kv_connectors.get(name, {}).get(ops.type, "none")
+    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+    if not untried and not version.startswith(ran):
+        on = ops.name if ran == "none" else f"{ops.name} with vLLM {version}"
+        return f"the KV connector {name} on {on}"
+    first = connectors.unknown_setting(config)
+    return _when(first, f"the KV connector {name} with {first}")
+
+
+def _beside_a_connector(config: Config) -> str | None:
+    """What has not been run where keys and values leave the engine."""
+    if connectors.name(config) not in connectors.KNOWN:
+        return None
+    model = config.model_config
+    found = {
+        **_several(config),
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "exact arithmetic": devices.of_config(config).is_exact,
+        "FlexAttention": envs.ATTENTION.read() == "flex",
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"quantisation {model.quantization}": model.quantization is not None,
+        "a mixture of experts": model.is_moe,
+        "pooling": _pools(config),
+        "a multimodal model": model.is_multimodal_model,
+        "layers that keep states": model.is_attention_free or model.is_hybrid or model.has_inner_state,
+        "windows of attention": model.get_sliding_window() is not None,
+        "embeddings as prompts": model.enable_prompt_embeds,
+        "sleep": model.enable_sleep_mode,
+    }
+    first = _first(found)
+    return _when(first, f"the KV connector {connectors.name(config)} beside {first}")
 
 
 def _logits_processors(config: Config) -> str | None:
@@ -1354,16 +1397,25 @@ REFUSED = (
         lambda config: _when(getattr(config, "watermark_config", None), "watermarking"),
     ),
     Feature(
-        "KV offloading",
-        "nobody has tested that keys and values come back with the bits that this engine wrote",
-        "leave --kv-offloading-size out",
-        _kv_offloading,
+        "KV connectors and offloading but ExampleConnector, OffloadingConnector and SimpleCPUOffloadConnector",
+        "nobody has shown that it gives back the bytes that it was given, and of engines with the same bits alone",
+        "use ExampleConnector, or leave --kv-transfer-config and --kv-offloading-size out",
+        _other_connector,
     ),
     Feature(
-        "KV transfer",
-        "another engine's KV cache carries that engine's bits",
-        "leave --kv-transfer-config out",
-        lambda config: _when(config.kv_transfer_config, "KV cache transfer"),
+        "ExampleConnector but on a CPU with vLLM 0.32, the other two everywhere; unknown settings of theirs",
+        "they have not been run there",
+        "use ExampleConnector on a CPU with vLLM 0.32, or leave --kv-transfer-config and --kv-offloading-size out; "
+        f"{envs.UNTRIED.name}=1 starts all three on a GPU with vLLM 0.33",
+        _connector_elsewhere,
+    ),
+    Feature(
+        "KV connectors beside several workers or engines, drafts, exact arithmetic, FlexAttention, FP8 caches, "
+        "quantisation, experts, models that pool or take images, states, windows, embeddings as prompts and sleep",
+        "these have not been run together",
+        "leave --kv-transfer-config and --kv-offloading-size out",
+        _beside_a_connector,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, envs.TP_TREE.name),
     ),
     Feature(
         "Custom logits processors, also installed ones",

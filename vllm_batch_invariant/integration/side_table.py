@@ -26,6 +26,11 @@ class Entry:
         sleeps: of a worker, how often memory was taken from its KV cache.
         discarded: of a worker, tensors that a sleep discards, each with a copy.
         watch: of an engine, what it knows of its weights.
+        none_hash: of an engine with a KV connector, vLLM's parent of a first block.
+        kv_key: of a KV connector, what names begin with; see ``engine.kv_connectors``.
+        kv_layers: of one in a worker, the number of caches.
+        kv_saves: whether it stores a layer now.
+        kv_written: folders of this step, with what they will be called.
     """
 
     expected: Any = None
@@ -42,6 +47,11 @@ class Entry:
     sleeps: int = 0
     discarded: list[tuple[Any, Any]] = field(default_factory=list)
     watch: Any = None
+    none_hash: bytes = b""
+    kv_key: str = ""
+    kv_layers: int = 0
+    kv_saves: bool = False
+    kv_written: dict[Any, Any] = field(default_factory=dict)
 
 
 def beside(holder: Any) -> Entry:

@@ -17,6 +17,8 @@ METRIC = "vllm:batch_invariant_info"
 """A gauge of a server, which is 1."""
 NAME = "batch_invariant"
 """Of this plugin, in vLLM's lists of plugins."""
+NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")
+"""Fields of Hugging Face's configuration that tell where it comes from."""
 PLUGINS = "VLLM_PLUGINS"
 """vLLM's list of the plugins that it loads; all of them if it is not set."""
 
@@ -87,6 +89,12 @@ def of_workers(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             of_experts.append(reduction)
     reductions |= {f"{OF_EXPERTS}{number}": reduction for number, reduction in enumerate(of_experts, 1)}
     return {**first, "device": device, "reductions": reductions}
+
+
+def model_of(model: Any) -> dict[str, Any]:
+    """A model but for its weights, its class and its configuration, of vLLM's ``ModelConfig``."""
+    configuration = {name: value for name, value in model.hf_config.to_dict().items() if name not in NOT_OF_A_MODEL}
+    return {"class": model.architecture, "configuration": configuration}
 
 
 def settings(config: Any, device: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ from ...errors import NotCovered
 from .. import coverage, devices
 from ..reviews import configuration, patch_points
 from ..sampling import grammars, seeds, speculation
-from . import endpoint, items, refusals, resumption, server, weights, whole_images
+from . import endpoint, items, kv_connectors, refusals, resumption, server, weights, whole_images
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -60,6 +60,7 @@ def install_on_every_device() -> None:
     grammars.install()
     resumption.install()
     whole_images.install()
+    kv_connectors.install()
     weights.install(devices.of_config)
 
 
@@ -141,6 +142,7 @@ def install_worker() -> None:
     external_ops = device.install_worker()
     endpoint.install(devices.of_config)
     weights.install_in_worker()
+    kv_connectors.install_in_worker()
     enable_batch_invariant_mode(external_ops)
     device.compile_kernels()
     if untested := patch_points.untested(current_platform.device_type):

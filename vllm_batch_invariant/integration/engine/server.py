@@ -44,8 +44,6 @@ REQUEST_LIBRARIES = (
     *("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer"),
 )
 """Packages that make tokens of text, and masks of grammars."""
-NOT_OF_A_MODEL = ("_name_or_path", "transformers_version")
-"""Fields of Hugging Face's configuration that tell where it comes from."""
 
 
 def offer() -> None:
@@ -120,7 +118,8 @@ class Fingerprint:
             args: of the server.
             weights_at_start: as above.
         """
-        record = {"environment": environment, "model": _model(engine), "requests": _requests(engine, args)}
+        model = endpoint.model_of(engine.model_config)
+        record = {"environment": environment, "model": model, "requests": _requests(engine, args)}
         return cls(record, weights_at_start, promises=bool(environment["reductions"]))
 
     def __str__(self) -> str:
@@ -187,13 +186,6 @@ def _read(serving: Any) -> str | None:
 
 def _write(serving: Any, value: Any) -> None:
     vars(serving)[FIELD] = value
-
-
-def _model(engine: Any) -> dict[str, Any]:
-    """The model but for its weights: its class, and its configuration."""
-    model = engine.model_config
-    configuration = {name: value for name, value in model.hf_config.to_dict().items() if name not in NOT_OF_A_MODEL}
-    return {"class": model.architecture, "configuration": configuration}
 
 
 def _requests(engine: Any, args: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import torch
 from ..layers import linear, quantised
 from ..reviews import patch_points
 from ..side_table import beside
-from . import refusals
+from . import kv_connectors, refusals
 from .endpoint import METHOD as ENGINE_INFO
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -93,6 +93,7 @@ def install(device_of: Callable[[Any], Any]) -> None:
         return call(self, method, *args, **kwargs)
 
     core.collective_rpc = collective_rpc
+    core.__init__ = _with_keys(core.__init__)
     core.reset_prefix_cache = _after_arrivals(core.reset_prefix_cache, core.step_with_batch_queue)
     for name in ("step", "step_with_batch_queue"):
         setattr(core, name, _looking(getattr(core, name)))
@@ -365,6 +366,18 @@ def _watch_of(core: Any) -> Watch:
     return kept.watch
 
 
+def _with_keys(create: Callable[..., None]) -> Callable[..., None]:
+    """An engine's constructor, after which what it stores outside of its cache has the weights in its name."""
+
+    @wraps(create)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's
+        create(self, *args, **kwargs)
+        if kv_connectors.of_engine(self) is not None:
+            kv_connectors.take_weights(self, digest_in(_served(self)))
+
+    return __init__
+
+
 def _before_call(core: Any, device_of: Callable[[Any], Any]) -> None:
     """The workers are about to run something that may read or write weights."""
     watch = _watch_of(core)
@@ -439,7 +452,9 @@ def _look(core: Any, watch: Watch) -> None:
     found = of_workers(core.model_executor.collective_rpc(METHOD))
     if found != watch.fingerprint:
         running = len(scheduler.running)
-        core.reset_prefix_cache(reset_running_requests=True)
+        has_stored = kv_connectors.of_engine(core) is not None
+        core.reset_prefix_cache(reset_running_requests=True, **({"reset_connector": True} if has_stored else {}))
+        kv_connectors.take_weights(core, digest_in(found))
         logger.info(
             "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
         )

@@ -232,6 +232,7 @@ class Ran:
         delta_rules: the same of gated delta rules.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
+        kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         encoding: versions whose engines have encoded images, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
@@ -255,6 +256,7 @@ class Ran:
     delta_rules: Mapping[str, str]
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
+    kv_connectors: Mapping[str, Mapping[str, str]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]

@@ -210,6 +210,14 @@ brings weights among them.
 """
 SCHEDULER = PatchPoint(("vllm.v1.core.sched.scheduler",), "Scheduler")
 """Says how many tokens of a request a step has."""
+INIT_NONE_HASH = PatchPoint(("vllm.v1.core.kv_cache_utils",), "init_none_hash")
+"""Makes ``NONE_HASH`` of its module, which is the parent of a prompt's first block when blocks are hashed."""
+FILE_CONNECTOR = PatchPoint(("vllm.distributed.kv_transfer.kv_connector.v1.example_connector",), "ExampleConnector")
+"""Stores keys and values of prompts in files, and loads them."""
+CONNECTOR_FACTORY = PatchPoint(("vllm.distributed.kv_transfer.kv_connector.factory",), "KVConnectorFactory")
+"""Makes the connectors of schedulers and of workers."""
+KV_CONNECTOR = PatchPoint(("vllm.distributed.kv_transfer",), "get_kv_transfer_group")
+"""The connector of a worker's process."""
 PAUSE_STATE = PatchPoint(("vllm.v1.core.sched.interface",), "PauseState")
 WAIT_FOR_ENGINE = PatchPoint(("vllm.v1.engine.utils",), "wait_for_engine_startup")
 """Where the front end learns that a process of the engine has ended."""
@@ -309,6 +317,7 @@ OPTIONAL = {
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
+    *("INIT_NONE_HASH", "FILE_CONNECTOR"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
@@ -322,6 +331,11 @@ MEMBERS = {
     "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
+    ),
+    "CONNECTOR_FACTORY": ("create_connector",),
+    "FILE_CONNECTOR": (
+        *("get_num_new_matched_tokens", "build_connector_meta", "_found_match_for_prompt"),
+        *("_generate_foldername_debug", "register_kv_caches", "start_load_kv", "save_kv_layer", "wait_for_save"),
     ),
     "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
