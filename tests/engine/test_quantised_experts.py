@@ -17,6 +17,7 @@ from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.quantised_experts import INTEGERS, int8_of, mxfp4_of, qwen_of
 from tests.engine.reloads import EXTENSION, TRANSFER
 from tests.engine.test_experts import LIMITS, OF_TWO_WORKERS, SHAPE, engine_of
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -82,7 +83,7 @@ def both(folders: Callable[[str, int], tuple[Path, Path]]) -> Callable[..., list
 
             arguments = ARGUMENTS.get(kind, {}) if which == 0 else {}
             of_engine = {"model": str(others[1]), "dtype": "bfloat16", **REPLACED}
-            variables = OF_TWO_WORKERS if settings else {}
+            variables = OF_TWO_WORKERS | ({UNTRIED.name: "1"} if kind == INT8 else {}) if settings else {}
             return run(
                 of_engine | LIMITS | OF_DEVICE | arguments | settings,
                 alone_and_among() if which == 0 else alone_and_among()[:COMPARED],

@@ -279,7 +279,7 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
     assert schemes.refused(model, config) is None
     assert not schemes.quantises_activations(model, config)
     assert not schemes.has_untried_fp8_activations(model, config)
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),
         model_config=model,
@@ -291,6 +291,11 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
     given.device_config.device_type = "cuda"
     assert [what for row in ROWS.values() if (what := row.found(given))] == [
         f"quantisation {name} on a GPU of experts made int8"
+    ]
+    parallel.tensor_parallel_size, given.device_config.device_type = 2, "cpu"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert [what for row in ROWS.values() if (what := row.found(given))] == [
+        f"quantisation {name} on a CPU of experts made int8 by several workers"
     ]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert [row.found(given) for row in ROWS.values()] == [None] * 3

@@ -218,9 +218,13 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return where
     if not version.startswith(RAN.quantised[ops.type]):
         return f"{where} with vLLM {version}"
-    if ops.type != "cuda" or envs.starts_untried():
+    if envs.starts_untried():
         return None
     model, parallel, of_weights = config.model_config, config.parallel_config, config.quant_config
+    if parallel.tensor_parallel_size > 1 and schemes.makes_int8_experts(model, of_weights):
+        return f"{where} of experts made int8 by several workers"
+    if ops.type != "cuda":
+        return None
     quantises = schemes.quantises_activations(model, of_weights)
     found = {
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
@@ -876,7 +880,7 @@ COVERED = (
     Feature(
         "Experts quantised while they are loaded",
         "to int8 with a scale a row, by int8_per_channel_weight_only and its older name experts_int8: the bits of the "
-        "matrices that codes and scales stand for, in the memory of 16 bits; on a CPU with vLLM 0.32",
+        "matrices that codes and scales stand for, in the memory of 16 bits; on a CPU with vLLM 0.32, by one worker",
     ),
     Feature(
         "KV cache in FP8",
@@ -1110,8 +1114,8 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised weights with another vLLM or device; on GPUs in stages, as experts of several engines, in exact "
-        "arithmetic, made FP8 by rows or tensors, experts made int8, or quantised activations of dense models by "
+        "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
+        "by several engines, in exact arithmetic, made FP8 by rows or tensors, made int8, or activations by "
         "several workers",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
