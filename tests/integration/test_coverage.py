@@ -122,7 +122,10 @@ def test_several_gpus_share_an_encoder_or_its_images_where_what_is_untried_start
 
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpus, as_text = ROWS["Mistral 3 on a GPU"], ROWS["Mistral 3 as text"]
+    on_gpus, as_text = (
+        ROWS["Mistral 3, and checkpoints of Qwen3.5 that see images, on a GPU"],
+        ROWS["Mistral 3 as text"],
+    )
     assert on_gpus.devices == ("cuda",)
 
     def config(architecture: str, most: int) -> SimpleNamespace:
@@ -423,7 +426,7 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     def found(device: str, architecture: str) -> str | None:
         model = SimpleNamespace(is_moe=True, architecture=architecture)
         config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
-        return ROWS["Step-3.5, Qwen3.5-MoE and Qwen3-Next on a GPU"].found(config)
+        return ROWS["Step-3.5 on a GPU"].found(config)
 
     assert found("cuda", "Step3p5ForCausalLM") == "Step3p5ForCausalLM on a GPU"
     assert found("cpu", "Step3p5ForCausalLM") is found("cuda", "AfmoeForCausalLM") is None
@@ -547,14 +550,15 @@ def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -
     assert found_of_convolutions(mamba_ssm_cache_dtype="bfloat16") is None
 
 
-def test_gated_delta_rules_start_on_a_gpu_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_rules_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert str(found_of_rules(device="cuda")).startswith("gated delta rules on ")
-    monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_rules() == "gated delta rules with vLLM 0.33.0"
     assert found_of_rules(device="cuda") is None
     first_runner = found_of_rules(device="cuda", use_v2_model_runner=False)
     assert first_runner == "gated delta rules with the first model runner"
+    assert found_of_rules(device="cuda", dtype="torch.float16") == "gated delta rules with float16 on a GPU"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_rules(device="cuda", dtype="torch.float16") is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_rules(device="cuda") == "gated delta rules with vLLM 0.32.0"
 

@@ -438,7 +438,6 @@ class _Kept(NamedTuple):
         name: what a refusal calls them.
         models: whose only layers with states these are.
         ran: versions whose engines have served them, by device.
-        untried: versions that may serve them, if asked to start what nobody has run.
         workers: numbers of workers above 1 that have shared them, by device.
         drafters: methods of speculative decoding that have been run beside them, without a prefix cache, by device.
     """
@@ -446,7 +445,6 @@ class _Kept(NamedTuple):
     name: str
     models: tuple[str, ...]
     ran: Mapping[str, str]
-    untried: Mapping[str, str] = MappingProxyType({})
     workers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     drafters: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
@@ -456,7 +454,6 @@ _DELTA_RULES = _Kept(
     "gated delta rules",
     RAN.delta_rule_models,
     RAN.delta_rules,
-    {"cuda": RAN.on_gpus},
     RAN.delta_rule_workers,
     RAN.delta_rule_drafters,
 )
@@ -493,14 +490,13 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    ran = {**(kept.untried if envs.starts_untried() else {}), **kept.ran}
-    if ops.type not in ran:
+    if ops.type not in kept.ran:
         return f"{kept.name} on {ops.name}"
-    if not version.startswith(ran[ops.type]):
+    if not version.startswith(kept.ran[ops.type]):
         return f"{kept.name} with vLLM {version}"
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
-    quantised = getattr(model, "quantization", None)
+    quantised, of_model = getattr(model, "quantization", None), str(model.dtype).removeprefix("torch.")
     setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
     numbers, slices = kept.workers.get(ops.type, ()), tensor_tree.k_slices()
@@ -514,7 +510,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
         "speculative decoding and a prefix cache": method is not None and cache.enable_prefix_caching,
-        f"states in {dtype}": dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+        f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of rules in {of_rules}": kept is _DELTA_RULES and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {quantised}": bool(quantised),
@@ -523,6 +519,10 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
+        f"{of_model} on a GPU": kept is _DELTA_RULES
+        and ops.type == "cuda"
+        and of_model != "bfloat16"
+        and not envs.starts_untried(),
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
@@ -897,7 +897,8 @@ COVERED = (
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; states in fp32",
+        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; text models in bf16 also on "
+        "a GPU with 0.33; states in fp32",
     ),
     Feature(
         "Scheduling",
@@ -1196,9 +1197,9 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
-        "Step-3.5, Qwen3.5-MoE and Qwen3-Next on a GPU",
-        "they have been run on a CPU alone",
-        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
+        "Step-3.5 on a GPU",
+        "it has been run on a CPU alone",
+        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
         _experts_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1216,9 +1217,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Mistral 3 on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
+        "Mistral 3, and checkpoints of Qwen3.5 that see images, on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU, or a text model; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1309,9 +1310,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over two workers or several engines, with drafts but "
-        "n-grams and MTP, drafts and a prefix cache, quantisation, FP8 caches, embeddings as prompts, sleep, states "
-        "not in fp32 or within pages",
+        "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over 2 workers or several engines, with drafts but "
+        "n-grams and MTP or with a prefix cache, quantisation, FP8 caches, prompt embeddings, sleep, states not in "
+        "fp32 or within pages; on GPUs not in bf16",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
