@@ -1,3 +1,3 @@
 """The version of this project, where every module can read it without importing the package that imports them."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -17,6 +17,7 @@ from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.integration.reviews import connectors
 from vllm_batch_invariant.provenance import installed as version_of
 from vllm_batch_invariant.verify.fuzz.options import in_vllm
 
@@ -63,10 +64,10 @@ REFUSED = {
     "logits processors": ({"logits_processors": ["package.module:Processor"]}, "custom logits processors"),
     "installed logits processors": ({"installed": True}, "the logits processor package.module:Processor of processors"),
     "a KV cache in another float": ({"kv_cache_dtype": "float16"}, "a KV cache in float16 of a model in bfloat16"),
-    "KV offloading": ({"kv_offloading_size": 1}, "the KV connector OffloadingConnector on"),
+    "KV offloading": ({"kv_offloading_size": 1}, "the KV connector OffloadingConnector on a CPU"),
     "KV offloading to another engine": (
         {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
-        "the KV connector LMCacheMPConnector (it may compress keys and values",
+        f"the KV connector LMCacheMPConnector ({connectors.LOSSY['LMCacheMPConnector']})",
     ),
     "an unknown KV connector": (
         {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
