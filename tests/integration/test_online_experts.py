@@ -1,5 +1,6 @@
 """vLLM's method for experts that become int8 while they are loaded: what ours makes of them, and what is refused."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,8 +70,21 @@ def as_matrices(held: Any) -> list[torch.Tensor]:
     return [as_loaded(weight) for weight in (held.w13_weight, held.w2_weight)]
 
 
-def test_a_layer_has_the_bits_of_the_matrices(ours: str) -> None:
+def rebound(held: torch.nn.Module, name: str, new: torch.Tensor) -> None:
+    """As vLLM 0.33 replaces a parameter: the same one gets what is new."""
+    if hasattr(held, name):
+        getattr(held, name).data = new
+    else:
+        held.register_parameter(name, torch.nn.Parameter(new, requires_grad=False))
+
+
+@pytest.mark.parametrize("replaces", [None, rebound], ids=["as the vLLM here replaces", "as 0.33 replaces"])
+def test_a_layer_has_the_bits_of_the_matrices(
+    ours: str, replaces: Callable[..., None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of weights that come again; and what is quantised is not quantised again."""
+    if replaces:
+        monkeypatch.setattr(METHOD.module(), "replace_parameter", replaces)
     held, x = vllms(layer()), tokens(9)
     for of in (layer(), other(layer())):
         load(held, of)

@@ -64,14 +64,15 @@ class OnlineExperts(BatchInvariantExperts):
                 "serve the checkpoint without --quantization",
             )
         loaded = {product: getattr(layer, f"{product}_weight") for product in PRODUCTS}
+        held = {product: weight.data for product, weight in loaded.items()}
         of_vllm: Any = self
         of_vllm._quantize_weights(layer)
         for product, weight in loaded.items():
             codes, scales = (getattr(layer, f"{product}_{name}").data for name in ("weight", "scale"))
             codes.masked_fill_((scales == 0)[..., None], 0)  # of 0 / 0, which devices convert differently
-            made = StoredExperts(INT8, (codes, scales[..., None].contiguous()), weight.dtype)
+            made = StoredExperts(INT8, (codes, scales[..., None].contiguous()), held[product].dtype)
             refuse_flaw(made, f"{product} of {layer.layer_name}")
-            made.matrices(weight.data)
+            weight.data = made.matrices(held[product])  # a newer vLLM has given the codes to the same parameter
             delattr(layer, f"{product}_scale")
             layer.register_parameter(f"{product}_weight", weight)
             fp8.refuse_unasked(weight, layer.layer_name)
