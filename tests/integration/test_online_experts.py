@@ -29,9 +29,12 @@ MOE = SimpleNamespace(w13_num_shards=2, has_bias=False, tp_size=1)
 
 @pytest.fixture(params=["cpu", "cuda"], autouse=True)
 def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Ours stand in vLLM's modules, those of a device; no GPU is asked for certificates."""
-    for point in (METHOD, OLDER_NAME, TABLE):
-        monkeypatch.setattr(point.module(), point.attribute, point.get())
+    """Ours stand in vLLM's modules, those of a device, whatever stood there; no GPU is asked for certificates."""
+    found = METHOD.get()
+    of_vllm = next(kind for kind in found.__mro__ if kind.__module__ == METHOD.module().__name__)
+    table = {key: of_vllm if kind is found else kind for key, kind in TABLE.get().items()}
+    for point, value in ((METHOD, of_vllm), (OLDER_NAME, of_vllm), (TABLE, table)):
+        monkeypatch.setattr(point.module(), point.attribute, value)
     monkeypatch.setattr("vllm_batch_invariant.integration.layers.experts.certify", lambda *of: None)
     getattr(online_experts, f"install_{request.param}")()
     return request.param

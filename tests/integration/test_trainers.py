@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import sys
 
 import pytest
@@ -23,7 +24,7 @@ CHANGED = {
     "no_such_argument": (1, "no_such_argument"),
 }
 """Arguments that no example has -> a value, and what the check or vLLM says to it."""
-OF_ITSELF = ("LoRA adapters", "image and video inputs with tensor parallelism 2")
+OF_ITSELF = re.compile(r"LoRA adapters|image and video inputs of \w+ with tensor parallelism 2")
 """Why an example of verl's may be refused, though its model is covered and two GPUs are enough: what it serves is more
 than the model, or images by both of them.
 """
@@ -85,7 +86,11 @@ def test_examples_of_verl_start_whose_model_is_covered_and_that_ask_for_at_most_
 ) -> None:
     small = [row for row in found[0] if row.trainer == "verl" and row.alone == STARTS and int(row.gpus) <= 2]
     starting = [row for row in small if row.verdict == STARTS]
-    others = [row for row in small if row.verdict != STARTS and not (row.reasons and {*row.reasons} <= {*OF_ITSELF})]
+    others = [
+        row
+        for row in small
+        if row.verdict != STARTS and not (row.reasons and all(map(OF_ITSELF.fullmatch, row.reasons)))
+    ]
     assert not others, "\n".join(f"{row.script}: {row.verdict}" for row in others)
     assert len(starting) >= 28
     assert {row.architecture for row in starting} >= {"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"}

@@ -433,15 +433,15 @@ def qwen3_5_weights(
         }
         mlp, intermediate = layer + "mlp.", shape.intermediate
         if shape.experts:
-            experts, size = range(shape.experts), shape.expert_intermediate
-            down = [normal(shape.hidden, size, shape.residual_gain) for _ in experts]
+            experts, intermediate = range(shape.experts), shape.expert_intermediate
+            down = [normal(shape.hidden, intermediate, shape.residual_gain) for _ in experts]
             weights |= {
                 mlp + "gate.weight": normal(shape.experts, shape.hidden),
-                mlp + "experts.gate_up_proj": torch.stack([normal(2 * size, shape.hidden) for _ in experts]),
+                mlp + "experts.gate_up_proj": torch.stack([normal(2 * intermediate, shape.hidden) for _ in experts]),
                 mlp + "experts.down_proj": torch.stack(down),
                 mlp + "shared_expert_gate.weight": normal(1, shape.hidden),
             }
-            mlp, intermediate = mlp + "shared_expert.", size
+            mlp += "shared_expert."
         weights |= {
             mlp + "gate_proj.weight": normal(intermediate, shape.hidden),
             mlp + "up_proj.weight": normal(intermediate, shape.hidden),
