@@ -150,12 +150,12 @@ def test_an_injected_fault_is_found_and_made_small(fuzzed: Fuzzed, fault: str) -
 
 
 def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuzzed) -> None:
-    *_, finding = fuzzed.with_fault("product")
+    *_, finding = fuzzed.with_fault("sampler")
     finding.write(fuzzed.folder / "finding.json")
     read = Finding.read(fuzzed.folder / "finding.json")
     assert read == finding
     assert fuzzed.trial().look(read.schedule, read.target)[0] == ""
-    fuzzed.engine.call(INJECT, "product")
+    fuzzed.engine.call(INJECT, "sampler")
     try:
         assert fuzzed.trial().look(read.schedule, read.target)[0] == finding.text
     finally:
