@@ -11,8 +11,8 @@ function keysOf({ case: named }) {
   return Object.fromEntries(named.split(" ").map((pair) => pair.split("=")));
 }
 
-/** Whole models on one H200, in the usual arithmetic. */
-const whole = measured.filter((row) => !/\b(layers|arithmetic|tp|tree)=/.test(row.case) && /H200/.test(row.gpu));
+/** Whole models of 16 bits on one H200, in the usual arithmetic. */
+const whole = measured.filter((row) => !/\b(layers|arithmetic|tp|tree|format)=/.test(row.case) && /H200/.test(row.gpu));
 
 /** Of drafts, the time of a token alone: the tokens that a verify step gives are no cost, and what a step takes is in that time. */
 const timed = whole.filter(({ metric }) => metric !== "length" && metric !== "step");
