@@ -110,6 +110,7 @@ def test_digits_in_fp16_have_the_bits_of_the_definition():
     check([of_all_kinds(100, 20), newest(300, 1)], int8=False)
 
 
+@pytest.mark.exhaustive
 def test_the_newest_tokens_have_the_bits_of_a_prefill():
     [prefill] = attend([newest(330, 40)])
     for count in (1, 5):

@@ -87,7 +87,7 @@ def test_experts_have_the_bits_of_the_matrices(form: Format, dtype: torch.dtype,
         assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("sizes", [(96, 32), (160, 224)])
+@pytest.mark.parametrize("sizes", [(96, 32), pytest.param((160, 224), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("form", "dtype"), FORMATS.values(), ids=FORMATS)
 def test_odd_numbers_of_groups_have_the_bits_of_the_matrices(
     form: Format, dtype: torch.dtype, sizes: tuple[int, int]
