@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from ...errors import NotCovered
-from ...ops import dispatch
-from ...ops.exact.limits import LEAVE_IT
 from ...ops.formats.eight import INT8
 from ...ops.moe import StoredExperts
 from ..reviews import patch_points
 from ..reviews.patch_points import PatchPoint
 from . import fp8
 from .experts import BatchInvariantExperts, CpuExperts, CudaExperts
-from .quantised_experts import MOE, ORACLES, PRODUCTS, no_kernel, refuse_flaw, with_names
+from .quantised_experts import MOE, ORACLES, PRODUCTS, make_without_kernel, no_kernel, refuse_flaw
 
 METHOD = PatchPoint((f"{MOE}.online.int8",), "Int8OnlineMoEMethod")
 TABLE = PatchPoint((f"{MOE}.online.base",), "_ONLINE_MOE_METHODS")
@@ -34,13 +32,7 @@ class OnlineExperts(BatchInvariantExperts):
     """What ours has in the place of vLLM's method for them: its first base."""
 
     def __init__(self, *, moe: Any) -> None:
-        if dispatch.arithmetic() == "exact":
-            raise NotCovered("quantised experts in exact arithmetic", "nobody has compared them", LEAVE_IT)
-        torch.nn.Module.__init__(self)
-        above: Any = super(BatchInvariantExperts, self)
-        with with_names(METHOD.module(), _ASLEEP):
-            above.__init__(moe=moe)
-        self.experts_cls = None
+        make_without_kernel(self, METHOD, _ASLEEP, moe=moe)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: what vLLM would tell a kernel of its own."""

@@ -316,19 +316,37 @@ class ExpertsAsLoaded:
     weight_was_loaded = prepare
 
 
+def make_without_kernel(
+    ours: BatchInvariantExperts, method: PatchPoint, asleep: Mapping[str, Any], *arguments: Any, **named: Any
+) -> None:
+    """Make what stands in the place of a method of vLLM's for quantised experts, as that is made, but for a kernel.
+
+    Args:
+        ours: the method is its base behind :class:`BatchInvariantExperts`.
+        method: of vLLM.
+        asleep: names of its module with what stands for them meanwhile.
+        arguments: of the method, as ``named``.
+
+    Raises:
+        NotCovered: in exact arithmetic.
+    """
+    if dispatch.arithmetic() == "exact":
+        raise NotCovered("quantised experts in exact arithmetic", "nobody has compared them", LEAVE_IT)
+    torch.nn.Module.__init__(ours)
+    of_vllm: Any = super(BatchInvariantExperts, ours)
+    with with_names(method.module(), asleep):
+        of_vllm.__init__(*arguments, **named)
+    of_ours: Any = ours
+    of_ours.experts_cls = None
+
+
 class QuantisedExperts(BatchInvariantExperts):
     """What ours has in the place of a method of vLLM's for quantised experts: its first base."""
 
     layout: Layout
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        if dispatch.arithmetic() == "exact":
-            raise NotCovered("quantised experts in exact arithmetic", "nobody has compared them", LEAVE_IT)
-        torch.nn.Module.__init__(self)
-        above: Any = super(BatchInvariantExperts, self)
-        with with_names(self.layout.method.module(), self.layout.asleep):
-            above.__init__(*arguments, **named)
-        self.experts_cls = None
+        make_without_kernel(self, self.layout.method, self.layout.asleep, *arguments, **named)
         if problem := self.layout.problem(self):
             raise NotCovered(f"experts {problem[0]}", "no format of the mode stores them", problem[1])
 
