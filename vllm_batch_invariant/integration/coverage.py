@@ -313,7 +313,7 @@ def _beside_a_connector(config: Config) -> str | None:
         "a mixture of experts": model.is_moe,
         "pooling": _pools(config),
         "a multimodal model": model.is_multimodal_model,
-        "layers that keep states": model.is_attention_free or model.is_hybrid or model.has_inner_state,
+        "layers that keep states": _has_states(model),
         "windows of attention": model.get_sliding_window() is not None,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": model.enable_sleep_mode,
@@ -463,11 +463,13 @@ def _keeps(config: Config, kept: _Kept) -> bool:
     return getattr(config.model_config, "architecture", "") in kept.models
 
 
+def _has_states(model: Any) -> bool:
+    return model.is_attention_free or model.is_hybrid or model.has_inner_state
+
+
 def _states(config: Config) -> str | None:
-    model = config.model_config
-    has_states = model.is_attention_free or model.is_hybrid or model.has_inner_state
     known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES))
-    return _when(has_states and not known, "Mamba or linear attention")
+    return _when(_has_states(config.model_config) and not known, "Mamba or linear attention")
 
 
 _OF_STATES = (
