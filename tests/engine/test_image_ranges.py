@@ -12,6 +12,7 @@ import torch
 from tests.engine import images, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.test_images import text
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 
 pytestmark = pytest.mark.engine
@@ -64,14 +65,15 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    version = pytest.importorskip("vllm").__version__
-    if torch.cuda.is_available() or not version.startswith(RAN.encoding["cpu"]):
+    version, on = pytest.importorskip("vllm").__version__, "cuda" if torch.cuda.is_available() else "cpu"
+    if not version.startswith(RAN.encoding[on]):
         pytest.skip("tokens that see all of their image have not run here")
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
     folder = tmp_path_factory.mktemp("model")
     model = images.save(images.gemma3(), torch.float32, folder)
     arguments = arguments_of(LIMITS | OF_DEVICE | {"dtype": "float32"})
-    with Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400) as engine:
+    environment = SETTINGS | {"PYTHONPATH": path} | ({UNTRIED.name: "1"} if on == "cuda" else {})
+    with Engine(str(folder), arguments, "1", environment, patience=400) as engine:
         runs = {
             name: engine.call("tests.engine.images:answers", requests, PATCH, reset)
             for name, (requests, _, reset) in RUNS.items()

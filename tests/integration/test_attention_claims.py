@@ -7,7 +7,7 @@ from vllm_batch_invariant.integration.layers.attention_cpu import Backend
 from vllm_batch_invariant.integration.reviews import claims as reviewed_claims
 from vllm_batch_invariant.integration.reviews import patch_points
 
-INHERITED = ("supports_mm_prefix", "supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
+INHERITED = ("supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
 
 
 class BackendLikeTheOneForGpus(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
@@ -17,7 +17,7 @@ class BackendLikeTheOneForGpus(FixedSplitBackendMixin, patch_points.CUDA_BACKEND
 @pytest.mark.parametrize("backend", [Backend, BackendLikeTheOneForGpus])
 def test_every_claim_that_is_not_listed_is_denied(backend: type) -> None:
     claims = {name for name in dir(backend) if name.startswith("supports_")} - reviewed_claims().known
-    assert {"supports_mm_prefix", "supports_kv_connector"} <= claims
+    assert {"supports_alibi_sqrt", "supports_dcp"} <= claims
     assert {name for name in claims if callable(claim := getattr(backend, name)) and claim()} == set()
 
 

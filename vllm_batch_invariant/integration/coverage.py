@@ -228,7 +228,6 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     quantises = schemes.quantises_activations(model, of_weights)
     found = {
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
-        "of experts made int8": schemes.makes_int8_experts(model, of_weights),
         "with quantised activations by several GPUs": quantises
         and parallel.tensor_parallel_size > 1
         and not model.is_moe,
@@ -501,12 +500,13 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     quantised, of_model = getattr(model, "quantization", None), str(model.dtype).removeprefix("torch.")
     setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
-    numbers, slices = kept.workers.get(ops.type, ()), tensor_tree.k_slices()
+    ran_on = "cpu" if ops.type == "cuda" and envs.starts_untried() else ops.type
+    numbers, slices = kept.workers.get(ran_on, ()), tensor_tree.k_slices()
     several = _several(config)
     workers = config.parallel_config.tensor_parallel_size
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
-    drafters, method = kept.drafters.get(ops.type, ()), getattr(config.speculative_config, "method", None)
+    drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -882,7 +882,8 @@ COVERED = (
     Feature(
         "Experts quantised while they are loaded",
         "to int8 with a scale a row, by int8_per_channel_weight_only and its older name experts_int8: the bits of the "
-        "matrices that codes and scales stand for, in the memory of 16 bits; on a CPU with vLLM 0.32, by one worker",
+        "matrices that codes and scales stand for, in the memory of 16 bits; on a CPU with vLLM 0.32, on a GPU with "
+        "0.33, by one worker",
     ),
     Feature(
         "KV cache in FP8",
@@ -1118,8 +1119,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, made FP8 by rows or tensors, made int8, or activations by "
-        "several workers",
+        "by several engines, in exact arithmetic, made FP8 by rows or tensors, or activations by several workers",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,
