@@ -12,7 +12,6 @@ import torch
 from tests.engine import images, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.test_images import text
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 
 pytestmark = pytest.mark.engine
@@ -72,8 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("model")
     model = images.save(images.gemma3(), torch.float32, folder)
     arguments = arguments_of(LIMITS | OF_DEVICE | {"dtype": "float32"})
-    environment = SETTINGS | {"PYTHONPATH": path} | ({UNTRIED.name: "1"} if on == "cuda" else {})
-    with Engine(str(folder), arguments, "1", environment, patience=400) as engine:
+    with Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400) as engine:
         runs = {
             name: engine.call("tests.engine.images:answers", requests, PATCH, reset)
             for name, (requests, _, reset) in RUNS.items()

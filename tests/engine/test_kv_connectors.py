@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ RELOADS = "tests.engine.reloads"
 SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
 LENGTHS = (130, 300, 257)
 """Of prompts: a page and more, several, and one whose last token is alone behind full pages."""
-ON_GPU = {"VLLM_BATCH_INVARIANT_UNTRIED": "1"} if torch.cuda.is_available() else {}
 RUNNERS = ("0", "1") if torch.cuda.is_available() else ("",)
 """vLLM's model runners, by the variable that chooses one; on a CPU there is one."""
 ALL: dict[str, Any] = {"name": "all", "requests": [request(tokens(n, n), max_tokens=12, logprobs=5) for n in LENGTHS]}
@@ -53,7 +53,7 @@ def answers(
 
 def of_runner(runner: str) -> dict[str, str]:
     """Variables."""
-    return {**ON_GPU, "VLLM_USE_V2_MODEL_RUNNER": runner} if runner else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": runner} if runner else {}
 
 
 def bits(result: Result, step: str) -> list[Any]:
@@ -76,11 +76,21 @@ def alone(model: Path) -> Result:
 
 
 @pytest.fixture(scope="module")
-def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an engine left that computed the prompts alone."""
-    folder = tmp_path_factory.mktemp("store")
-    answers(model, folder, [PREFILLS])
-    return folder
+def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What an engine of a model runner left that computed the prompts alone."""
+
+    @cache
+    def by(runner: str) -> Path:
+        folder = tmp_path_factory.mktemp("store")
+        answers(model, folder, [PREFILLS], runner=runner)
+        return folder
+
+    return by
+
+
+@pytest.fixture(scope="module")
+def store(stored: Callable[[str], Path]) -> Path:
+    return stored(RUNNERS[-1])
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +111,10 @@ def prompts_in(store: Path) -> list[Path]:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_prefill_by_one_engine_and_decode_by_another_are_one_engine(
-    model: Path, alone: Result, store: Path, tmp_path: Path, runner: str
+    model: Path, alone: Result, stored: Callable[[str], Path], tmp_path: Path, runner: str
 ) -> None:
+    """The model runner is a part of the key."""
+    store = stored(runner)
     assert len(prompts_in(store)) == len(LENGTHS)
     shutil.copytree(store, tmp_path / "store")
     found = answers(model, tmp_path / "store", STEPS, runner=runner)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.engines import OF_DEVICE, EngineFailed, Result, request, run, tokens
+from tests.engine.engines import OF_DEVICE, Result, request, run, tokens
 from tests.engine.test_kv_connectors import RUNNERS, SHAPE, of_runner
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -69,8 +69,3 @@ def test_a_bit_that_flips_in_the_memory_of_the_cpu_is_seen(model: Path, alone: R
 
     again = asked(model, connector, afterwards=ask_again).afterwards
     assert again != [alone.completions(f"first {which}") for which in range(PROMPTS)]
-
-
-def test_without_the_variable_for_untried_settings_it_is_refused(model: Path) -> None:
-    with pytest.raises(EngineFailed, match="the KV connector OffloadingConnector on"):
-        run(settings(model, "OffloadingConnector"), [], "1", VLLM_BATCH_INVARIANT_UNTRIED="0")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.engine import kv_connectors
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -51,12 +50,15 @@ def test_files_pass_on_a_cpu_with_the_version_that_has_run() -> None:
     ]
 
 
-def test_no_connector_passes_on_a_gpu_but_untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector")
-    assert all(found(name, "0.33.0", "cuda") for name in names)
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert not any(found(name, "0.33.0", "cuda") for name in names)
-    assert found("OffloadingConnector")  # vLLM's needs a GPU
+@pytest.mark.parametrize("name", ["ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_on_a_gpu_every_known_connector_passes_with_the_version_that_has_run(name: str) -> None:
+    assert not found(name, "0.33.0", "cuda")
+    assert found(name, "0.32.0", "cuda") == [f"the KV connector {name} on a GPU with vLLM 0.32.0"]
+
+
+def test_memory_of_one_engine_is_refused_on_a_cpu() -> None:
+    """vLLM's needs a GPU."""
+    assert found("OffloadingConnector") == ["the KV connector OffloadingConnector on a CPU"]
 
 
 @pytest.mark.parametrize("name", ["LMCacheConnectorV1", "NixlConnector", "MultiConnector", "another"])

@@ -75,8 +75,7 @@ def resuming(request: pytest.FixtureRequest, model: Path, runner: str) -> Iterat
 
 def variables(runner: str) -> dict[str, str]:
     """Of a server with the mode on."""
-    untried = {"VLLM_BATCH_INVARIANT_UNTRIED": "1", "VLLM_USE_V2_MODEL_RUNNER": runner} if ON_GPU else {}
-    return {"VLLM_BATCH_INVARIANT": "1"} | untried
+    return {"VLLM_BATCH_INVARIANT": "1"} | ({"VLLM_USE_V2_MODEL_RUNNER": runner} if ON_GPU else {})
 
 
 def client_of(server: Server, key: str = "none") -> openai.OpenAI:

@@ -288,8 +288,7 @@ def _connector_elsewhere(config: Config) -> str | None:
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
     ran = RAN.kv_connectors.get(name, {}).get(ops.type, "none")
-    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
-    if not untried and not version.startswith(ran):
+    if not version.startswith(ran):
         on = ops.name if ran == "none" else f"{ops.name} with vLLM {version}"
         return f"the KV connector {name} on {on}"
     first = connectors.unknown_setting(config)
@@ -685,9 +684,8 @@ def _both_directions(config: Config) -> str | None:
     model = config.model_config
     if not (model.is_multimodal_model and model.is_mm_prefix_lm):
         return None
-    ops, threshold = devices.of_config(config).ops, config.scheduler_config.long_prefill_token_threshold
+    threshold = config.scheduler_config.long_prefill_token_threshold
     found = {
-        f"on {ops.name}": ops.type != "cpu" and not (ops.type == "cuda" and envs.starts_untried()),
         f"of {model.architecture}": not encoding.encoded(model),
         f"beside --long-prefill-token-threshold {threshold}": threshold > 0,
     }
@@ -838,8 +836,8 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL and Qwen3-VL, any number and sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one "
-        "worker; on a CPU also of Qwen3.5, and images of Gemma 3 and Mistral 3, and those of Qwen3-VL and Gemma 3 by "
+        "of Qwen2.5-VL and Qwen3-VL, and images of Gemma 3 and Mistral 3, any number and sizes of them: on a CPU with "
+        "vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5, and those of Qwen3-VL and Gemma 3 by "
         "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
         "(--mm-encoder-tp-mode data)",
     ),
@@ -1219,7 +1217,7 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Mistral 3, and checkpoints of Qwen3.5 that see images, on a GPU",
+        "Checkpoints of Qwen3.5 that see images, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU, or a text model; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
@@ -1291,10 +1289,10 @@ REFUSED = (
         _encoded_elsewhere,
     ),
     Feature(
-        "Images whose tokens see each other, but of Gemma 3 on a CPU; those beside --long-prefill-token-threshold",
+        "Images whose tokens see each other, but of Gemma 3; those beside --long-prefill-token-threshold",
         "nobody has run them; a step must have an image whole",
         "leave it out, or serve text only, with --language-model-only, on an older vLLM also with "
-        """--hf-overrides '{"is_mm_prefix_lm": false}'; VLLM_BATCH_INVARIANT_UNTRIED=1 starts Gemma 3 on a GPU""",
+        """--hf-overrides '{"is_mm_prefix_lm": false}'""",
         _both_directions,
     ),
     Feature(
@@ -1410,10 +1408,10 @@ REFUSED = (
         _other_connector,
     ),
     Feature(
-        "ExampleConnector but on a CPU with vLLM 0.32, the other two everywhere; unknown settings of theirs",
+        "ExampleConnector but on a CPU with vLLM 0.32 and a GPU with 0.33, the other two but on the latter; unknown "
+        "settings of theirs",
         "they have not been run there",
-        "use ExampleConnector on a CPU with vLLM 0.32, or leave --kv-transfer-config and --kv-offloading-size out; "
-        f"{envs.UNTRIED.name}=1 starts all three on a GPU with vLLM 0.33",
+        "use ExampleConnector, on a GPU with vLLM 0.33 any, or leave --kv-transfer-config and --kv-offloading-size out",
         _connector_elsewhere,
     ),
     Feature(
