@@ -43,7 +43,7 @@ LENGTH = 250
 """Of prompts that need a page of keys more than they begin with."""
 STATES = ("ConvStates", "DeltaStates")
 UNTRIED_THERE = {UNTRIED.name: "1"} if ON_GPU else {}
-"""On a GPU other dtypes than bf16 and published checkpoints start only so."""
+"""On a GPU other dtypes than bf16, published checkpoints, workers and drafts start only so."""
 TRITON_ALONE = {"gdn_prefill_backend": "triton"} if ON_GPU else {}
 """Of plain vLLM, for which FlashInfer need not be installed."""
 OF_EXPERTS = kept_states.QWEN3_5 | {
@@ -66,7 +66,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """With what vLLM's file of the model imports for images."""
     path = multimodal.python_path(tmp_path_factory.mktemp("path"))
     ask = partial(kept_states.ask, of=STATES, length=LENGTH)
-    return partial(kept_states.started, afterwards=ask, path=path, variables=UNTRIED_THERE, **PAGES)
+    return partial(kept_states.started, afterwards=ask, path=path, **PAGES)
 
 
 def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
@@ -173,7 +173,7 @@ def test_heads_of_published_sizes_keep_their_bits(started: Callable[..., Any], t
 def test_other_dtypes_keep_their_bits(
     started: Callable[..., Any], checkpoint: Path, dtype: str, settings: dict[str, Any], near: float
 ) -> None:
-    other = started(checkpoint, dtype=dtype, **settings)
+    other = started(checkpoint, dtype=dtype, variables=UNTRIED_THERE, **settings)
     assert other["preemptions"] > 0
     assert [name for name in SAME if other[name] != other["alone"]] == []
     assert distance_from_float64(checkpoint, other["alone"]) < near
@@ -190,7 +190,7 @@ def test_a_family_with_experts_keeps_its_bits(started: Callable[..., Any], famil
     assert other["cached"][0] >= 256
     assert [name for name in SAME if other[name] != other["alone"]] == []
     assert decodes_as_it_prefills(other)
-    in_fp32 = started(folder, afterwards=kept_states.alone, dtype="float32")
+    in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
     assert distance_from_float64(folder, in_fp32) < 1e-4
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
 
@@ -224,7 +224,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path / "whole")
-    settings = {"afterwards": kept_states.alone, "max_num_batched_tokens": 61}
+    settings = {"afterwards": kept_states.alone, "max_num_batched_tokens": 61, "variables": UNTRIED_THERE}
     as_text = started(tmp_path / "whole", language_model_only=True, **settings)
     assert as_text == started(folder, **settings)
 
@@ -233,10 +233,9 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
 def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoint: Path) -> None:
     """By a tree, which is another order of sums than one worker has without it."""
     ask = partial(kept_states.ask, of=(), length=LENGTH)
-    one = started(checkpoint, afterwards=ask, variables={TP_TREE.name: "2"}, **DEFAULT)
-    two = started(
-        checkpoint, afterwards=ask, variables={TP_TREE.name: "2", CORES: "0|1"}, tensor_parallel_size=2, **DEFAULT
-    )
+    one = started(checkpoint, afterwards=ask, variables=UNTRIED_THERE | {TP_TREE.name: "2"}, **DEFAULT)
+    variables = UNTRIED_THERE | {TP_TREE.name: "2", CORES: "0|1"}
+    two = started(checkpoint, afterwards=ask, variables=variables, tensor_parallel_size=2, **DEFAULT)
     assert two["preemptions"] > 0
     assert [name for name in SAME if two[name] != one["alone"]] == []
     assert decodes_as_it_prefills(two)
@@ -251,7 +250,7 @@ def test_two_workers_share_experts_too(started: Callable[..., Any], family: str,
     model, config = WITH_EXPERTS[family]
     folder = written(model(config(**OF_EXPERTS)), tmp_path)
     settings = {"max_num_batched_tokens": 61, "tensor_parallel_size": 2}
-    two = started(folder, afterwards=kept_states.ask_briefly, variables={CORES: "0|1"}, **settings)
+    two = started(folder, afterwards=kept_states.ask_briefly, variables=UNTRIED_THERE | {CORES: "0|1"}, **settings)
     assert two["among others"] == two["alone"]
     assert decodes_as_it_prefills(two)
 
@@ -279,7 +278,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     """With a drafter that knows the answers and gives them, others, or none; and where a step takes drafts for tokens
     that stay.
     """
-    tree = {TP_TREE.name: "2"} if workers > 1 else {}
+    tree = UNTRIED_THERE | ({TP_TREE.name: "2"} if workers > 1 else {})
 
     def plain(engine: Engine) -> list[dict[str, Any]]:
         return engine.step("plain", drafted_requests()).requests
@@ -328,7 +327,7 @@ def test_n_grams_leave_answers_alone(
         return engine.step("drafted", REPEATING).requests, engine.call("tests.engine.drafters:counts")
 
     drafts = json.dumps(NGRAMS | {"num_speculative_tokens": 3})
-    answers, counted = started(folder, afterwards=ask, speculative_config=drafts, **UNCACHED)
+    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, speculative_config=drafts, **UNCACHED)
     assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
     assert counted["accepted"] > 0
 
@@ -352,7 +351,7 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
         return engine.step("drafted", few).requests, engine.call("tests.engine.drafters:counts")
 
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
-    answers, counted = started(folder, afterwards=ask, speculative_config=drafts, **UNCACHED)
+    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, speculative_config=drafts, **UNCACHED)
     assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
     assert counted["drafts"] > 0
 

@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from tests.engine.engines import OF_DEVICE, SETTINGS, Engine, arguments_of, some_exhaustive, tokens
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
 
@@ -227,8 +226,7 @@ def given_by(case: Case, folder: Path, shared: Path, flag: str, dtype: str = "fl
     limits = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "dtype": dtype}
     settings = {"enforce_eager": True} if flag == "0" else {}
     arguments = arguments_of(limits | case.settings | settings | OF_DEVICE)
-    environment = SETTINGS | ({UNTRIED.name: "1"} if ON_GPU else {})
-    with Engine(str(folder), arguments, flag, environment, patience=400) as engine:
+    with Engine(str(folder), arguments, flag, SETTINGS, patience=400) as engine:
         found = {
             name: (engine.call("tests.engine.pooled:pooled", requests, "cache"), where)
             for name, (requests, where) in runs(case).items()

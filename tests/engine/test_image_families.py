@@ -16,7 +16,6 @@ import transformers
 from tests.engine import images, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.test_images import LEAST, OBLONG, SMALL, STRIP, TALL, text
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
@@ -106,7 +105,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     def serve(name: str) -> Served:
         config, folder = FAMILIES[name].config(), tmp_path_factory.mktemp("model")
         model, patch = images.save(config, torch.float32, folder), config.vision_config.patch_size
-        environment = SETTINGS | {"PYTHONPATH": path, UNTRIED.name: "1"}
+        environment = SETTINGS | {"PYTHONPATH": path}
         with Engine(str(folder), arguments_of(LIMITS | OF_DEVICE), "1", environment, patience=400) as engine:
 
             def by_faulty(fault: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
