@@ -9,6 +9,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -38,6 +39,14 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0],
     "norm_topk_prob": True,
 }
+DELTA_NETS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama, untied, without biases": (LlamaConfig, {}),
     "Llama with biases and its rotary scaling, tied": (
@@ -49,6 +58,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3, tied": (Qwen3Config, {"tie_word_embeddings": True}),
     "Qwen3-MoE": (Qwen3MoeConfig, EXPERTS),
     "Qwen3-MoE without renormalised weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
+    "Qwen3.5": (Qwen3_5TextConfig, DELTA_NETS),
 }
 """What the trainer has patches for; Qwen2's heads are its hidden size together."""
 

@@ -1,5 +1,6 @@
 """Every family with a patch has the logprobs of a real rollout, bit for bit; Hugging Face has others."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, Sample, of_trainer, plain_logprobs, rollout
 from tests.assertions import assert_same_bits
-from tests.engine.engines import SETTINGS, selected, some_exhaustive
+from tests.engine import multimodal
+from tests.engine.engines import PATHS, SETTINGS, selected, some_exhaustive
 from tests.hf.models import DEVICE, FAMILIES, ON_A_SHARED_GPU, VOCABULARY, model
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
@@ -53,14 +55,17 @@ def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
 def rolled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[Path, Future]]]:
-    """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core."""
+    """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core. vLLM's file of
+    Qwen3.5 imports what images need.
+    """
+    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
     with ThreadPoolExecutor(2) as pool:
         found = {}
         for name in selected(request, "name"):
             kind, changed = FAMILIES[name]
-            path = tmp_path_factory.mktemp("checkpoint")
-            model(torch.bfloat16, kind, **changed).save_pretrained(path)
-            found[name] = path, pool.submit(_roll_out, path)
+            folder = tmp_path_factory.mktemp("checkpoint")
+            model(torch.bfloat16, kind, **changed).save_pretrained(folder)
+            found[name] = folder, pool.submit(_roll_out, folder, PYTHONPATH=path)
         yield found
         pool.shutdown(wait=True, cancel_futures=True)
 

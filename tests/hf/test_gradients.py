@@ -12,6 +12,8 @@ RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.00
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
 OF_STOCK = 1.5 if DEVICE == "cpu" else 2.0
 """How much larger than Hugging Face's own that error may be."""
+OF_DELTA_NETS = 1e-4, 2.0
+"""Both, of Qwen3.5 in fp32: gates and rules of Hugging Face's float64 model are computed in fp32."""
 PARTS = sequences((45, 70, 7))
 WEIGHTS = [torch.randn(len(part) - 1, generator=torch.Generator().manual_seed(len(part))) for part in PARTS]
 """Of each token's logprob in the loss."""
@@ -39,6 +41,7 @@ def gradients(trainer: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor
 
 
 def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) -> None:
+    most, of_theirs = OF_DELTA_NETS if "linear_key_head_dim" in changed else (RELATIVE_ERROR[dtype], OF_STOCK)
     tokens, mask = ways_to_pad(PARTS)["right"]
     stock = model(dtype, *kind, **changed)
     exact = model(dtype, *kind, **changed).double()
@@ -50,7 +53,7 @@ def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) 
         error, of_stock = (
             float((found[name].double() - reference).norm() / reference.norm()) for found in (ours, theirs)
         )
-        assert error <= min(RELATIVE_ERROR[dtype], OF_STOCK * of_stock), (name, error, of_stock)
+        assert error <= min(most, of_theirs * of_stock), (name, error, of_stock)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,7 +99,9 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
         assert_same_bits(weight.grad, expected[name], name)
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE", "Qwen3.5"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype, name: str) -> None:
     kind, changed = FAMILIES[name]
@@ -115,15 +120,16 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5"])
 def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
     kind, changed = FAMILIES[name]
     trainer = patch(model(torch.bfloat16, kind, **changed)).train()
     tokens, mask = ways_to_pad(PARTS)["right"]
     expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
     trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    forward, calls = trainer.model.layers[0].self_attn.forward, []
-    trainer.model.layers[0].self_attn.forward = lambda *args: calls.append(0) or forward(*args)
+    mlp = trainer.model.layers[0].mlp
+    forward, calls = mlp.forward, []
+    mlp.forward = lambda *args: calls.append(0) or forward(*args)
     assert_same_bits(trainer(tokens, attention_mask=mask).logits, logits)
     calls.clear()
     for weight, gradient in gradients(trainer, tokens, mask).items():

@@ -18,6 +18,7 @@ from ..ops.moe import MoeReduction
 from . import support
 from .activation import silu_and_mul
 from .attention import attend
+from .delta_net import delta_net_forward
 from .experts import experts
 from .families import Family
 from .linear import WHOLE, linear
@@ -51,7 +52,7 @@ def model_forward(
     support.check_length(batch.positions, self.config.max_position_embeddings)
     rope = self.config.rope_parameters
     cache = cos_sin_cache(
-        self.layers[0].self_attn.head_dim,
+        _rotated(self.config),
         self.config.max_position_embeddings,
         rope["rope_theta"],
         scaling_of(rope),
@@ -66,6 +67,12 @@ def model_forward(
     return output(last_hidden_state=batch.pad(hidden))
 
 
+def _rotated(config: Any) -> int:
+    """Elements of a head that are turned, the first ones."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
 def layer_forward(
     self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +80,8 @@ def layer_forward(
         hidden, residual = self.input_layernorm(hidden), hidden
     else:
         hidden, residual = self.input_layernorm(hidden, residual)
-    hidden, residual = self.post_attention_layernorm(self.self_attn(hidden, batch, cache), residual)
+    mixed = self.self_attn(hidden, batch, cache) if hasattr(self, "self_attn") else self.linear_attn(hidden, batch)
+    hidden, residual = self.post_attention_layernorm(mixed, residual)
     return self.mlp(hidden), residual
 
 
@@ -88,11 +96,16 @@ def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
         [len(layer.weight) for layer in projections], dim=-1
     )
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+    has_gate = self.q_proj.out_features > self.o_proj.in_features
+    if has_gate:  # of each head behind its query
+        query, gate = query.unflatten(1, (-1, 2)).unbind(2)
     if hasattr(self, "q_norm"):
         query, key = self.q_norm(query), self.k_norm(key)
     query, key = rotate(query, key, batch.positions, cache)
-    out = attend(query, key, value, batch, self.scaling)
-    return _project(out.flatten(1), self.trees.inputs, self.o_proj)
+    out = attend(query, key, value, batch, self.scaling).flatten(1)
+    if has_gate:
+        out = out * torch.sigmoid(gate.reshape(out.shape))
+    return _project(out, self.trees.inputs, self.o_proj)
 
 
 def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -110,6 +123,12 @@ def norm_forward(
     self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     return rms_norm(x, self.weight, self.variance_epsilon, residual)
+
+
+def norm_of_one_more_forward(
+    self: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return rms_norm(x, self.weight, self.eps, residual, adds_one=True)
 
 
 def head_forward(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -144,7 +163,7 @@ class Trees:
         if hasattr(module, "o_proj"):
             sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
             outputs = tensor_tree.of_outputs(sizes, f"{name}.qkv_proj", least=module.head_dim)
-            return cls(outputs, tensor_tree.of_inputs(sizes[0], f"{name}.o_proj"))
+            return cls(outputs, tensor_tree.of_inputs(module.o_proj.in_features, f"{name}.o_proj"))
         if hasattr(module, "down_proj") and hasattr(module, "gate_proj"):
             sizes = [len(layer.weight) for layer in (module.gate_proj, module.up_proj)]
             outputs = tensor_tree.of_outputs(sizes, f"{name}.gate_up_proj")
@@ -162,11 +181,17 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 """By the names of their classes, without the family's prefix."""
 EXPERTS_FORWARDS: dict[str, Callable[..., Any]] = {"SparseMoeBlock": experts_forward}
 """Those of a family with experts, besides."""
+DELTA_NETS_FORWARDS: dict[str, Callable[..., Any]] = {
+    "GatedDeltaNet": delta_net_forward,
+    "RMSNorm": norm_of_one_more_forward,
+}
+"""Those of a family with gated delta nets."""
 
 
 def install(model: torch.nn.Module, family: Family) -> None:
     """Give every module of this model its forward method."""
-    names = FORWARDS | EXPERTS_FORWARDS if family.has_experts else FORWARDS
+    names = FORWARDS | (EXPERTS_FORWARDS if family.has_experts else {})
+    names |= DELTA_NETS_FORWARDS if family.has_delta_nets else {}
     forwards = {family.of_name(name): forward for name, forward in names.items()}
     for name, module in model.named_modules():
         if type(module) in forwards:

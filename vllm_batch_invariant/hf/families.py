@@ -19,12 +19,17 @@ class Family:
         prefix: that the names of its classes begin with.
         biased: linear layers that vLLM adds a bias in if the checkpoint has one.
         has_experts: whether layers may be mixtures of experts.
+        has_delta_nets: whether layers may be gated delta nets, and what they bring along: norms that add 1 to their
+            weight, gates of attention, and a rotary embedding of a part of each head.
+        of_text: of classes whose names say that they are of text.
     """
 
     package: str
     prefix: str
     biased: tuple[str, ...] = ()
     has_experts: bool = False
+    has_delta_nets: bool = False
+    of_text: tuple[str, ...] = ()
 
     @property
     def module(self) -> ModuleType:
@@ -33,7 +38,7 @@ class Family:
 
     def of_name(self, name: str) -> type[torch.nn.Module]:
         """Its class of a name without the prefix, such as "DecoderLayer"."""
-        return getattr(self.module, f"{self.prefix}{name}")
+        return getattr(self.module, f"{self.prefix}{'Text' if name in self.of_text else ''}{name}")
 
 
 FAMILIES = (
@@ -41,6 +46,7 @@ FAMILIES = (
     Family("qwen2", "Qwen2", biased=_QKV),
     Family("qwen3", "Qwen3"),
     Family("qwen3_moe", "Qwen3Moe", has_experts=True),
+    Family("qwen3_5", "Qwen3_5", has_delta_nets=True, of_text=("Model", "RotaryEmbedding")),
 )
 
 

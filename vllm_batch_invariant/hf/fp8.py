@@ -57,8 +57,10 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
             "its forward pass quantises as vLLM's FP8 does",
             f"pass one of {', '.join(QUANTIZATIONS)}, or nothing",
         )
-    if hasattr(model.config, "num_experts"):
-        raise NotCovered(f"{quantization} in a trainer with experts", "no engine has it", "train a dense model")
+    if not _is_dense(model):
+        raise NotCovered(
+            f"{quantization} in a trainer with experts or gated delta nets", "no engine has it", "train a dense model"
+        )
     left = set(unquantised)
     for name, parts in layers_of(model).items():
         within = name.rpartition(".")[0]
@@ -83,6 +85,11 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
         )
 
 
+def _is_dense(model: torch.nn.Module) -> bool:
+    """Whether every layer is attention and an MLP."""
+    return all(hasattr(layer, "self_attn") and hasattr(layer.mlp, "down_proj") for layer in model.model.layers)
+
+
 def _parts(name: str) -> tuple[str, ...]:
     return next(parts for layer, parts in _MATMULS if name.endswith(f".{layer}"))
 
@@ -100,7 +107,7 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """What an engine with the same layers in FP8 says of them, by names; nothing where none are."""
     found: dict[str, Any] = {}
     beside: dict[str, Any] = {}
-    for name, parts in ({} if hasattr(model.config, "num_experts") else layers_of(model)).items():
+    for name, parts in (layers_of(model) if _is_dense(model) else {}).items():
         source, weight = parts[0].fp8, parts[0].weight
         if source is not None:
             found |= fp8.reductions_of(source, parts[0].in_features, dtype, weight)

@@ -10,30 +10,37 @@ from ..ops.norm_backward import rms_norm_backward
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, adds_one: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :func:`vllm_batch_invariant.ops.norm.rms_norm`: x + residual enters the norm unrounded.
 
     The gradient is computed in fp32 from x and the residual, and rounded once.
     """
-    return _Norm.apply(x, weight, eps) if residual is None else _AddedNorm.apply(x, residual, weight, eps)
+    if residual is None:
+        return _Norm.apply(x, weight, eps, adds_one)
+    return _AddedNorm.apply(x, residual, weight, eps, adds_one)
+
+
+def _multiplied(weight: torch.Tensor, adds_one: bool) -> torch.Tensor:
+    """What rows are multiplied with."""
+    return weight.float() + 1.0 if adds_one else weight
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return cast(torch.Tensor, norm.rms_norm(x, weight, eps))
+        ctx.eps, ctx.adds_one = eps, adds_one
+        return cast(torch.Tensor, norm.rms_norm(x, weight, eps, adds_one=adds_one))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight = rms_norm_backward(x, weight, ctx.eps, grad)
-        return of_x, of_weight.to(weight.dtype), None
+        of_x, of_weight = rms_norm_backward(x, _multiplied(weight, ctx.adds_one), ctx.eps, grad)
+        return of_x, of_weight.to(weight.dtype), None, None
 
 
 class _AddedNorm(torch.autograd.Function):
@@ -44,10 +51,11 @@ class _AddedNorm(torch.autograd.Function):
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
+        adds_one: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, residual, weight)
-        ctx.eps = eps
-        return cast(tuple[torch.Tensor, torch.Tensor], norm.rms_norm(x, weight, eps, residual))
+        ctx.eps, ctx.adds_one = eps, adds_one
+        return cast(tuple[torch.Tensor, torch.Tensor], norm.rms_norm(x, weight, eps, residual, adds_one=adds_one))
 
     @staticmethod
     @once_differentiable
@@ -55,5 +63,6 @@ class _AddedNorm(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor, grad_of_sum: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x, residual, weight = ctx.saved_tensors
-        of_summed, of_weight = rms_norm_backward(x, weight, ctx.eps, grad, residual, grad_of_sum)
-        return of_summed, of_summed, of_weight.to(weight.dtype), None
+        multiplied = _multiplied(weight, ctx.adds_one)
+        of_summed, of_weight = rms_norm_backward(x, multiplied, ctx.eps, grad, residual, grad_of_sum)
+        return of_summed, of_summed, of_weight.to(weight.dtype), None, None

@@ -26,7 +26,7 @@ def rotate(
         query: [tokens, heads, head_size].
         key: [tokens, kv_heads, head_size] of the same dtype.
         positions: [tokens] int64.
-        cache: of :func:`cos_sin_cache`.
+        cache: of :func:`cos_sin_cache`, as wide as the part of each head that is turned, the first one.
     """
     return _Rotation.apply(query, key, positions, cache)
 
@@ -62,18 +62,18 @@ def scaling_of(rope: Mapping[str, Any]) -> Llama3Scaling | None:
 
 @lru_cache(maxsize=8)
 def cos_sin_cache(
-    head_size: int,
+    width: int,
     positions: int,
     base: float,
     scaling: Llama3Scaling | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """[positions, head_size] cosines, then sines, of position / base ** (2i / head_size), rounded to ``dtype``: what
+    """[positions, width] cosines, then sines, of position / base ** (2i / width), rounded to ``dtype``: what
     vLLM's worker makes of these numbers with the mode on.
     """
     with batch_invariant_mode(), torch.no_grad():
-        exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
         frequencies = 1.0 / base**exponents
         if scaling is not None:
             frequencies = scaling(frequencies)
@@ -105,7 +105,8 @@ class _Rotation(torch.autograd.Function):
         cos, sin = cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
 
         def back(grad: torch.Tensor) -> torch.Tensor:
-            x, y = grad.float().chunk(2, dim=-1)
-            return torch.cat((x * cos + y * sin, y * cos - x * sin), dim=-1).to(grad.dtype)
+            turned, passed = grad[..., : cache.shape[-1]].float(), grad[..., cache.shape[-1] :]
+            x, y = turned.chunk(2, dim=-1)
+            return torch.cat(((x * cos + y * sin).to(grad.dtype), (y * cos - x * sin).to(grad.dtype), passed), dim=-1)
 
         return back(grad_query), back(grad_key), None, None

@@ -16,6 +16,8 @@ from .families import FAMILIES, Family, family_of
 _DEVICES = ("cpu", "cuda")
 _HARMLESS = ("num_items_in_batch", "return_dict")
 """Options of a call that change nothing in the model."""
+_OF_RULES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
+"""Weights of a gated delta net that may be in another dtype than the model's, as checkpoints have them in fp32."""
 
 
 def check_packages() -> None:
@@ -55,10 +57,10 @@ def check(model: torch.nn.Module) -> Family:
             "the order of its operations in vLLM is not known here",
             f"use a {', '.join(family.prefix for family in FAMILIES)} model for causal language modelling",
         )
-    _check_config(model.config)
+    _check_config(model.config, family)
     _check_modules(model, family)
     weights = list(model.parameters())
-    _check_weights(weights)
+    _check_weights([weight for name, weight in model.named_parameters() if not name.endswith(_OF_RULES)])
     check_environment(family, weights[0].device.type)
     patch_points.check_version(weights[0].device.type)
     return family
@@ -70,11 +72,17 @@ def check_environment(family: Family, device_type: str) -> None:
     Raises:
         NotCovered: a tree of tensor-parallel workers, or exact arithmetic, where a trainer has none.
     """
-    if k_slices() > 1 and (device_type != "cpu" or family.has_experts):
+    if k_slices() > 1 and (device_type != "cpu" or family.has_experts or family.has_delta_nets):
         raise NotCovered(
             f"{envs.TP_TREE.name}={k_slices()} in a trainer's {family.prefix} on device '{device_type}'",
-            "a trainer has such a tree on a CPU only, and none of experts",
+            "a trainer has such a tree on a CPU only, and none of experts or gated delta nets",
             "leave it out, and roll out with --tensor-parallel-size 1",
+        )
+    if family.has_delta_nets and device_type != "cpu":
+        raise NotCovered(
+            f"a trainer's {family.prefix} on device '{device_type}'",
+            "gradients of its gated delta nets have been computed on CPUs alone",
+            "train on a CPU, or a model whose layers are all of attention",
         )
     if envs.is_exact():
         raise NotCovered(
@@ -98,7 +106,9 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
 
     names = ["ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"]
     names += ["SparseMoeBlock", "Experts", "TopKRouter"] if family.has_experts else []
+    names += ["GatedDeltaNet", "RMSNormGated"] if family.has_delta_nets else []
     known = {family.of_name(name) for name in names}
+    known |= {torch.nn.Conv1d} if family.has_delta_nets else set()
     known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
     for name, module in model.named_modules():
         if type(module) not in known:
@@ -129,15 +139,16 @@ def _check_weights(weights: list[torch.nn.Parameter]) -> None:
         )
 
 
-def _check_config(config: Any) -> None:
-    rope = config.rope_parameters
+def _check_config(config: Any, family: Family) -> None:
+    rope, has_nets = config.rope_parameters, family.has_delta_nets
     windows = {*(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)}
+    windows -= {"linear_attention"} if has_nets else set()
     found = {
         f"the activation {config.hidden_act}": config.hidden_act != "silu",
         "dropout of attention": config.attention_dropout,
         "sliding window layers": windows - {"full_attention", None},
         f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
-        "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0 and not has_nets,
         "quantised weights": getattr(config, "quantization_config", None) is not None,
         "hidden states as a result": config.output_hidden_states,
         "attention weights as a result": getattr(config, "output_attentions", False),

@@ -18,6 +18,7 @@ _FLOAT = {
     "attention_backward": ("cpu", "cuda"),
     "causal_conv": ("cpu", "cuda"),
     "delta_rule": ("cpu", "cuda"),
+    "delta_rule_backward": ("cpu",),
     "kv_cache": ("cpu", "cuda"),
     "linear": ("cpu", "cuda"),
     "moe": ("cpu", "cuda"),

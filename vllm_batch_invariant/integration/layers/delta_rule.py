@@ -2,6 +2,7 @@
 convolution and SiLU, the rule, and a norm of heads with a gate.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ def _init(self: Any, *args: Any, **named: Any) -> None:
 
 def _state_shape(self: Any) -> tuple[tuple[int, ...], ...]:
     """Of a request's page: the bytes of the rule, and the inputs of the convolution, with room for drafts."""
-    reduction = _reduction(self, self.model_config.dtype)
+    reduction = reduction_of(self, self.model_config.dtype)
     value_heads, channels = self.num_v_heads // self.tp_size, self.conv_dim // self.tp_size
     size = reduction.page_bytes(_key_heads(self), value_heads, reduction.rows(self.num_spec))
     return (size,), (self.conv_kernel_size - 1 + self.num_spec, channels)
@@ -118,7 +119,7 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         operands = gdn_inputs(
             torch.nn.functional.silu(convolved), a, b, self.A_log, self.dt_bias, _key_heads(self), self.head_k_dim
         )
-        reduction = _reduction(self, mixed.dtype)
+        reduction = reduction_of(self, mixed.dtype)
         kept = replace(step.states_of(states, DeltaStates), rows=reduction.rows(self.num_spec))
         out = delta_rule(*operands, kept, reduction)
     return self._output_projection(out, z)
@@ -139,9 +140,15 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """Those of a model's layers, by name, with activations of a dtype."""
     if not patch_points.DELTA_RULE.is_there():
         return {}
-    layers = [layer for layer in model.modules() if isinstance(layer, patch_points.DELTA_RULE.get())]
+    return reductions_of(
+        [layer for layer in model.modules() if isinstance(layer, patch_points.DELTA_RULE.get())], dtype
+    )
+
+
+def reductions_of(layers: Sequence[Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Those of gated delta nets, of vLLM's class or of Transformers', by name."""
     widths = sorted({layer.conv_kernel_size for layer in layers})
-    rules = {_reduction(layer, dtype): None for layer in layers}
+    rules = {reduction_of(layer, dtype): None for layer in layers}
     found: dict[str, Any] = {f"convolution of {width} taps": ConvReduction.of(width, dtype, False) for width in widths}
     return found | {f"gated delta rule {number}": rule for number, rule in enumerate(rules, 1)}
 
@@ -151,5 +158,6 @@ def _key_heads(layer: Any) -> int:
     return layer.num_k_heads // layer.tp_size
 
 
-def _reduction(layer: Any, dtype: torch.dtype) -> DeltaRuleReduction:
+def reduction_of(layer: Any, dtype: torch.dtype) -> DeltaRuleReduction:
+    """Of a layer of either class."""
     return DeltaRuleReduction.of(layer.head_k_dim, layer.head_v_dim, dtype)
