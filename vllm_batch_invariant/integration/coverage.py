@@ -914,6 +914,11 @@ COVERED = (
         "a GPU with 0.33; states in fp32",
     ),
     Feature(
+        "State spaces of Mamba-2",
+        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one worker; "
+        "states in fp32",
+    ),
+    Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
         drawn={"policy": {"priority": ("--scheduling-policy", "priority")}},
