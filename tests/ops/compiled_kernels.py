@@ -379,6 +379,25 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
+def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), size: int = 128) -> None:
+    """Nemotron-H's, or with states of another size, of so many requests with one new token, with drafts and with more
+    than a chunk has.
+    """
+    for dtype in dtypes:
+        reduction = DeltaRuleReduction.of(size, 64, dtype, solve=False)
+        integers, of_heads = torch.zeros(count + 1, dtype=torch.int32), torch.zeros(64)
+        for longest, rows in ((1, 16), (4, 32), (100, 16)):
+            held = torch.zeros(count, reduction.page_bytes(8, 64, rows), dtype=torch.uint8)
+            states = DeltaStates(held, integers[1:], integers, integers[1:], longest, rows)
+            projected = torch.zeros(count * longest, 64 * 64 + 2 * 8 * size + 64, dtype=dtype)
+            mixed, dt = projected[:, :-64], projected[:, -64:]
+            g, steps = delta_rule.mamba2_gates(dt, of_heads, of_heads.to(dtype))
+            x, b, c = mixed.split([64 * 64, 8 * size, 8 * size], dim=1)
+            q, k, v = (one.unflatten(1, (-1, of_head)) for one, of_head in ((c, size), (b, size), (x, 64)))
+            for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
+                delta_rule.delta_rule(q, k, v, g, steps, states, reduction, of_heads.to(dtype), decode=decode)
+
+
 def gradients_of_attention(heads: Heads, count: int) -> None:
     """Those of two sequences of so many tokens each."""
     query, key = (torch.zeros(2 * count, number, heads.size, dtype=heads.dtype) for number in (heads.query, heads.kv))
@@ -634,6 +653,7 @@ def rows() -> None:
     silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
     turned_heads(2)
     gated_heads(2, "silu")
+    gated_groups(2)
 
 
 def gated_heads(count: int, *activations: str) -> None:
@@ -641,7 +661,15 @@ def gated_heads(count: int, *activations: str) -> None:
     heads, weight = torch.zeros(count, 32, 128, dtype=torch.bfloat16), torch.zeros(128)
     gates = torch.zeros(count, 96 * 128, dtype=torch.bfloat16)[:, 64 * 128 :].unflatten(1, (32, 128))
     for activation in activations:
-        norm.gated_rms_norm(heads, weight, 1e-6, gates, activation)
+        norm.gated_rms_norm(heads, weight, 1e-6, gates, activation, True)
+
+
+def gated_groups(count: int) -> None:
+    """Of 8 groups of so many tokens, and of one, normalised behind their gates as Mamba-2's are."""
+    projected, weight = torch.zeros(count, 3 * 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    for groups in (8, 1):
+        gates, x = (part.unflatten(1, (groups, -1)) for part in projected.chunk(3, dim=1)[:2])
+        norm.gated_rms_norm(x.contiguous(), weight.view(groups, -1), 1e-5, gates, "silu", False)
 
 
 def turned_heads(count: int) -> None:
@@ -839,6 +867,7 @@ def check_some(more: bool) -> None:
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
     check_all("delta rules", launch_on(90, delta_rules, 2), False)
+    check_all("state spaces", launch_on(90, state_spaces, 2), False)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
@@ -922,7 +951,7 @@ def more_rows() -> None:
         x = torch.zeros(2, length, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-6, x, None)
         norm.rms_norm(x, x[0], 1e-6, None, 7)
-        norm.gated_rms_norm(x, x[0], 1e-6, x, "silu")
+        norm.gated_rms_norm(x, x[0], 1e-6, x, "silu", True)
         norm.rms_norm(
             torch.zeros(3, 5 * length, dtype=dtype)[:, :-length].unflatten(1, (-1, length)), x[0], 1e-6, None, None
         )
@@ -1014,6 +1043,11 @@ def row_variants() -> None:
         launch_on(90, launch)
 
 
+def delta_rule_variants() -> None:
+    for launch in (delta_rules, state_spaces, partial(state_spaces, size=256)):
+        launch_on(90, launch, 3, (*HALVES, torch.float32))
+
+
 def exact_variants() -> None:
     for launch in EVERY_KIND.values():
         launch_on(90, launch)
@@ -1029,7 +1063,7 @@ VARIANTS = {
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
     "causal_conv": partial(launch_on, 90, convolutions, 3),
-    "delta_rule": partial(launch_on, 90, delta_rules, 3, (*HALVES, torch.float32)),
+    "delta_rule": delta_rule_variants,
     "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),
     "scaled_linear": partial(launch_on, 90, every_product_of_e4m3),

@@ -30,6 +30,7 @@ from tests.ops.compiled_kernels import (
     delta_rules,
     experts,
     flex,
+    gated_groups,
     gated_heads,
     gradients_of_attention,
     gradients_of_rows,
@@ -38,6 +39,7 @@ from tests.ops.compiled_kernels import (
     narrow_gemms,
     packed_layer,
     pretend_a_gpu,
+    state_spaces,
     turned_heads,
     written_caches,
 )
@@ -81,6 +83,7 @@ def row_batch(count: int) -> None:
         silu.silu_and_mul(x)
     turned_heads(count)
     gated_heads(count, *GATES)
+    gated_groups(count)
 
 
 def linear_batch(count: int) -> None:
@@ -142,6 +145,7 @@ BATCHES = {
     "caches": written_caches,
     "convolutions": convolutions,
     "delta rules": delta_rules,
+    "state spaces": state_spaces,
     "weights of integers": lambda _: decoded_weights(),
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),

@@ -34,7 +34,7 @@ PROBLEM = {
     },
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
     "causal_conv": {"CHANNELS", "HAS_BIAS"},
-    "delta_rule": {"KEY_HEADS", "VALUE_HEADS", "PADDED_HEADS", "ROWS", "TRANSPOSED"},
+    "delta_rule": {"KEY_HEADS", "VALUE_HEADS", "HEADS", "PADDED_HEADS", "HAS_SKIP", "ROWS", "TRANSPOSED"},
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
         *("LOG", "AXIS"),  # of functions of rows
@@ -55,7 +55,7 @@ PROBLEM = {
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
         *("GROUP", "WHICH"),  # of the format, and a partition's number
     },
-    "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE"},
+    "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE", "GROUPS"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES"},
     "quantise": {"LENGTH", "STATIC", "DTYPE"},

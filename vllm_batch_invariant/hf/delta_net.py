@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..integration.layers.delta_rule import reduction_of, reductions_of
+from ..integration.layers.delta_rule import RECURRENCE
+from ..integration.layers.recurrence import Sizes
 from ..ops import reduce
 from ..ops.causal_conv import ConvStates, causal_conv
 from ..ops.delta_rule import DeltaRuleReduction, DeltaStates, delta_rule, gdn_inputs
@@ -25,7 +26,7 @@ def delta_net_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
     )
     b, a = linear(hidden, self.in_proj_b.weight, self.in_proj_a.weight).chunk(2, dim=-1)
     convolved = torch.nn.functional.silu(convolve(mixed, self.conv1d.weight.flatten(1), batch))
-    reduction = reduction_of(self, hidden.dtype)
+    reduction = sizes_of(self).reduction(hidden.dtype)
     out = gated_delta_net(convolved, a, b, self.A_log, self.dt_bias, self.num_k_heads, batch, reduction)
     normed = gated_norm(out, z.unflatten(-1, (-1, self.head_v_dim)), self.norm.weight, self.norm.variance_epsilon)
     return linear(normed.flatten(1), self.out_proj.weight)
@@ -34,7 +35,13 @@ def delta_net_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """What an engine says of such layers, by names; nothing where a model has none."""
     nets = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
-    return reductions_of(nets, dtype) if nets else {}
+    return RECURRENCE.reductions_of([sizes_of(net) for net in nets], dtype)
+
+
+def sizes_of(net: torch.nn.Module) -> Sizes:
+    """Of Hugging Face's layer those that the engine's has."""
+    heads = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
+    return Sizes(*heads, width=net.conv_kernel_size, drafts=0, solve=True)
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, batch: Packed) -> torch.Tensor:
