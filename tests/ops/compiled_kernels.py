@@ -71,6 +71,8 @@ from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, PACKED_TILES, NarrowTile
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
+from vllm_batch_invariant.ops.lora import LoraReduction
+from vllm_batch_invariant.ops.lora import cuda as lora
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.moe.params import Codes
@@ -377,6 +379,28 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
             for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
+
+
+def adapters(
+    count: int,
+    dtype: torch.dtype = torch.bfloat16,
+    schedules: Sequence[lora.LoraSchedule] | None = None,
+    k: int = 2048,
+    ranks: Sequence[int] = (16, 64),
+    slices: tuple[int, ...] = (2048, 512, 512),
+) -> None:
+    """So many rows of adapters of some ranks in four slots, of a fused layer and of one product."""
+    x, slots, reduction = torch.zeros(count, k, dtype=dtype), torch.zeros(count, dtype=torch.int32), LoraReduction
+    for rank, columns in itertools.product(ranks, (slices, slices[:1])):
+        a, b = ([torch.zeros(4, 1, *one, dtype=dtype) for one in sizes] for sizes in _sides(rank, k, columns))
+        of_k, y = reduction.of_device("cuda", k, dtype), torch.zeros(count, sum(columns), dtype=dtype)
+        for tiles in schedules or (None,):
+            lora.add_adapters(y, x, a, b, slots, of_k, tiles)
+    lora.add_expanded(y, torch.zeros(count, ranks[-1], dtype=dtype), b[0], slots, of_k)
+
+
+def _sides(rank: int, k: int, columns: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    return [(rank, k) for _ in columns], [(n, rank) for n in columns]
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
