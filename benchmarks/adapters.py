@@ -183,6 +183,11 @@ PROVIDERS: dict[str, tuple[Prepare, bool]] = {
 """And whether the bits of a row are promised to be its own."""
 
 
+def dense(step: Step) -> torch.Tensor:
+    """What y becomes of products of the operation ``linear``."""
+    return cuda.composed(step.y, step.x, *step.adapters[0], step.slots, step.reduction)
+
+
 @dataclass
 class Sweep(Findings):
     """A run over projections, and what it found."""
@@ -193,11 +198,13 @@ class Sweep(Findings):
     cache: int
     """Bytes of the L2 cache."""
     device: str = "cuda"
+    expected: Callable[[Step], torch.Tensor] = dense
+    """What rows become."""
 
     def measure(self, of: Projection, rank: int, adapters: int) -> None:
         """Check every provider with every number of rows, then time it."""
         most = Step.random(of, max(self.rows), rank, adapters, self.cache, self.device)
-        expected = cuda.composed(most.y, most.x, *most.adapters[0], most.slots, most.reduction)
+        expected = self.expected(most)
         for rows in self.rows:
             step, case = most.first(rows), of.case(rows, rank, adapters)
             bits = {name: self._bits(name, case, step, expected) for name in self.providers}
@@ -269,7 +276,8 @@ def best_schedules(of: Projection, rank: int, adapters: int, rows: int, timer: G
     y = step.y.clone()
     ways = [[partial(_ours(step, one), y, adapter) for adapter in step.adapters] for one in found]
     samples = timer.time(ways, _EXPECTED_MICROSECONDS[rows < _MANY], 5)
-    times = sorted(((Spread.of(one).p50, schedule) for one, schedule in zip(samples, found, strict=True)), key=itemgetter(0))
+    medians = (Spread.of(one).p50 for one in samples)
+    times = sorted(zip(medians, found, strict=True), key=itemgetter(0))
     lines = []
     for block_m in sorted({one.block_m for one in found}):
         for kind in ("shrink", "expand"):
@@ -289,7 +297,7 @@ def compile_all(of: Projection, rank: int, rows: Sequence[int], schedules: bool)
             prepare(step)(y, step.adapters[0])
         for one in candidates(count) if schedules and adapters == 1 else ():
             _ours(step, one)(y, step.adapters[0])
-    cuda.composed(y, step.x, *step.adapters[0], step.slots, step.reduction)
+    dense(step)
     torch.cuda.synchronize()
 
 

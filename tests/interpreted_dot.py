@@ -26,7 +26,7 @@ def of_rows(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHand
     return create_dot_of_rows
 
 
-def in_steps(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:  # noqa: ANN001
+def in_steps(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
     """``InterpreterBuilder.create_dot`` of one accumulator an element that adds K upwards in steps of 16, as a tensor
     core does, whatever the tile: a step's products are added in float64, and rounded to fp32 with the accumulator.
     """

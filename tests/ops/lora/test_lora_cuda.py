@@ -10,6 +10,7 @@ from tests.assertions import assert_near, assert_same_bits
 from tests.faults.lora import FAULTS, planted
 from tests.ops.lora.cases import Layer, layer
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.common.cancelling import cancelling
 from vllm_batch_invariant.ops.lora import LoraReduction, add_expanded, cuda, reference
 
 SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -30,22 +31,29 @@ def drawn(
     dtype: torch.dtype = torch.bfloat16,
     rows: int = 300,
     rank: int = 64,
-    slots: int = 6,
-    with_any: bool = True,
+    cancels: bool = True,
 ) -> Layer:
-    """Rows of some adapters, all of one rank, and of none; the last slot has NaN and no rows."""
-    k, columns = SHAPES[shape]
+    """Rows of five adapters of one rank, and of none; the last of six slots has NaN and no rows. What cancels shows
+    every order of additions: sums of both leaves and ranks, of which nothing but rounding errors is left.
+    """
+    (k, columns), slots = SHAPES[shape], 6
     generator = torch.Generator("cuda").manual_seed(rank)
 
     def of_size(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device="cuda").to(dtype)
 
-    a = tuple(of_size(slots, 1, rank, k) * k**-0.5 for _ in columns)
-    b = tuple(of_size(slots, 1, n, rank) for n in columns)
+    x, a = of_size(rows, k), of_size(len(columns), slots, 1, rank, k) * k**-0.5
+    y, b = of_size(rows, sum(columns)), [of_size(slots, 1, n, rank) for n in columns]
+    if cancels:
+        found = cancelling(rows, len(columns) * slots * rank, k - k % 2, dtype, "cuda", seed=rank)
+        x, of_a = (torch.nn.functional.pad(64 * one, (0, k % 2)) for one in found)
+        a = of_a.view_as(a)
+        y[::2] = 0
+        y *= 1e-3
     for one in (*a, *b):
         one[-1] = torch.nan
-    used = torch.randint(-1 if with_any else 0, slots - 1, (rows,), generator=generator, device="cuda")
-    return Layer(of_size(rows, sum(columns)), of_size(rows, k), a, b, used)
+    used = torch.randint(-1, slots - 1, (rows,), generator=generator, device="cuda")
+    return Layer(y, x, tuple(a.unbind()), tuple(b), used)
 
 
 def schedules(dtype: torch.dtype) -> Iterator[cuda.LoraSchedule]:
@@ -68,7 +76,7 @@ def composed(of: Layer) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_are_near_float64(shape: str, dtype: torch.dtype) -> None:
-    of = drawn(shape, dtype, rows=40)
+    of = drawn(shape, dtype, rows=40, cancels=False)
     assert_near(of(), reference.add_adapters(of.y, of.x, of.a, of.b, of.slots), factor=2)
 
 
@@ -246,9 +254,9 @@ def test_a_planted_fault_is_found(fault: str) -> None:
 
 
 def test_another_leaf_moves_bits() -> None:
-    """What the sweeps compare depends on the order of additions."""
-    of = drawn("qkv of Qwen3-8B", rows=40, with_any=False)
+    """What the sweeps compare follows from the order of additions."""
+    of = drawn("qkv of Qwen3-8B", rows=40)
     other = replace(of.reduction, k_leaf=1024)
     assert isinstance(other, LoraReduction)
     moved = cuda.composed(of.y, of.x, of.a, of.b, of.slots, other) != of()
-    assert moved.float().mean() > 0.001
+    assert moved[of.slots >= 0].float().mean() > 0.1

@@ -204,6 +204,7 @@ def add_expanded(
     b: torch.Tensor,
     slots: torch.Tensor | RowGroups,
     reduction: LoraReduction,
+    schedule: LoraSchedule | None = None,
 ) -> None:
     """The second product alone, of rows whose first one is a row of A.
 
@@ -217,7 +218,7 @@ def add_expanded(
     rows, count, rank = len(y), len(b), b.shape[3]
     if not rows or not count:
         return
-    schedule = lora_schedule(rows, count, 1, rank, reduction, Gpu.of(y.device.index))
+    schedule = schedule or lora_schedule(rows, count, 1, rank, reduction, Gpu.of(y.device.index))
     groups = slots.of(rows, count, schedule) if isinstance(slots, RowGroups) else grouped(slots, count, schedule)
     expand(y, u.contiguous()[None], (b,), groups, reduction, schedule)
 
@@ -300,16 +301,28 @@ def composed(
     """What y becomes, of dense products of the operation ``linear`` by its smallest tile, and additions of PyTorch's:
     for tests and certificates.
     """
+    out, first = y.clone(), 0
+    for a_i, b_i in zip(a, b, strict=True):
+        u = torch.zeros(len(x), a_i.shape[2], dtype=reduction.accumulate, device=y.device)
+        for slot in slots.unique().tolist():
+            own = slots == slot
+            leaves = zip(x[own].split(reduction.k_leaf, 1), a_i[slot, 0].split(reduction.k_leaf, 1), strict=True)
+            for x_leaf, a_leaf in leaves if slot >= 0 else ():
+                u[own] += _dense(x_leaf, a_leaf)
+        columns = slice(first, first := first + b_i.shape[2])
+        out[:, columns] = _expanded(y[:, columns], u.to(reduction.dtype), b_i, slots, reduction)
+    return out
+
+
+def _expanded(
+    y: torch.Tensor, u: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, reduction: LoraReduction
+) -> torch.Tensor:
+    """The same from u on."""
     out = y.clone()
     for slot in slots.unique().tolist():
-        own, first = slots == slot, 0
-        for a_i, b_i in zip(a, b, strict=True) if slot >= 0 else ():
-            u = torch.zeros(1, dtype=reduction.accumulate, device=y.device)
-            for leaf in zip(x[own].split(reduction.k_leaf, 1), a_i[slot, 0].split(reduction.k_leaf, 1), strict=True):
-                u = u + _dense(*leaf)
-            delta = _dense(u.to(reduction.dtype), b_i[slot, 0])
-            columns = slice(first, first := first + b_i.shape[2])
-            out[own, columns] = (y[own, columns].to(reduction.accumulate) + delta).to(reduction.dtype)
+        own = slots == slot
+        if slot >= 0:
+            out[own] = (y[own].to(reduction.accumulate) + _dense(u[own], b[slot, 0])).to(reduction.dtype)
     return out
 
 
@@ -349,18 +362,20 @@ def certify(k: int, columns: Sequence[int], rank: int, dtype: torch.dtype, devic
     """
     reduction, compared = LoraReduction.of_device("cuda", k, dtype), 0
     y, x, a, b, slots = _certificate_case(k, columns, rank, dtype, device)
-    expected = composed(y, x, a, b, slots, reduction)
+    u, one = x[:, :1].expand(-1, rank).contiguous(), slice(b[0].shape[2])
+    expected = composed(y, x, a, b, slots, reduction), _expanded(y[:, one], u, b[0], slots, reduction)
     for schedule, rows in certified(dtype):
         order = torch.arange(rows, device=device) * 3 % len(y)  # some of all slots, each row once
-        found = y[order]
-        add_adapters(found, x[order], a, b, slots[order], reduction, schedule)
-        if not torch.equal(found, expected[order]):
+        found = y[order], y[order, one].contiguous()
+        add_adapters(found[0], x[order], a, b, slots[order], reduction, schedule)
+        add_expanded(found[1], u[order], b[0], slots[order], reduction, schedule)
+        if not all(torch.equal(made, wanted[order]) for made, wanted in zip(found, expected, strict=True)):
             raise NotCovered(
                 f"LoRA adapters of rank {rank} and {k} inputs in {dtype} on {torch.cuda.get_device_name(device)}",
                 f"{schedule} of {rows} rows has other bits than products of matrices",
                 "leave --enable-lora out, or serve on a CPU",
             )
-        compared += found.numel()
+        compared += sum(made.numel() for made in found)
     return compared
 
 

@@ -95,11 +95,11 @@ def shrink_kernel(
 
 
 @triton.jit
-def _added(sums, num_rows, mask, width: tl.constexpr, LEAVES: tl.constexpr, DTYPE: tl.constexpr):
+def _added(sums, num_rows, mask, WIDTH: tl.constexpr, LEAVES: tl.constexpr, DTYPE: tl.constexpr):
     """u of a shape, rounded to DTYPE: of pointers to the first leaf's sums, one leaf after the other."""
     total = tl.zeros(mask.shape, tl.float32)
     for leaf in tl.static_range(LEAVES):
-        total += tl.load(sums + leaf * num_rows.to(tl.int64) * width, mask=mask, other=0.0)
+        total += tl.load(sums + leaf * num_rows.to(tl.int64) * WIDTH, mask=mask, other=0.0)
     return total.to(DTYPE)
 
 
