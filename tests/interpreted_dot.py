@@ -10,6 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from triton.runtime.interpreter import TensorHandle
 
+STEP = 16
+"""Elements of K that an instruction of a tensor core adds."""
+
 
 def of_rows(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
     """``InterpreterBuilder.create_dot`` that multiplies each row of A [.., M, K] alone."""
@@ -21,3 +24,17 @@ def of_rows(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHand
         return TensorHandle(out.data.squeeze(-2), out.dtype)
 
     return create_dot_of_rows
+
+
+def in_steps(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
+    """``InterpreterBuilder.create_dot`` of one accumulator an element that adds K upwards in steps of 16, as a tensor
+    core does, whatever the tile: a step's products are added in float64, and rounded to fp32 with the accumulator.
+    """
+    columns, rows = a.data.astype(np.float64).T[:, :, None], b.data.astype(np.float64)[:, None]  # [K, M, 1], [K, 1, N]
+    acc = d.data
+    for start in range(0, len(rows), STEP):
+        total = acc.astype(np.float64)
+        for column, row in zip(columns[start : start + STEP], rows[start : start + STEP], strict=True):
+            total += column * row
+        acc = total.astype(d.data.dtype)
+    return TensorHandle(acc, d.dtype.scalar)

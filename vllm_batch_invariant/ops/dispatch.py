@@ -21,6 +21,7 @@ _FLOAT = {
     "delta_rule_backward": ("cpu",),
     "kv_cache": ("cpu", "cuda"),
     "linear": ("cpu", "cuda"),
+    "lora": ("cpu", "cuda"),
     "moe": ("cpu", "cuda"),
     "norm": ("cpu", "cuda"),
     "norm_backward": ("cpu", "cuda"),

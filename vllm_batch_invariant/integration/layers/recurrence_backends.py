@@ -36,7 +36,7 @@ class UncutStepBuilder(StateStepBuilder):
 def _backend(backend: PatchPoint, builder: PatchPoint, metadata: PatchPoint) -> Any:
     """The backend in the place of vLLM's."""
     named = {"__module__": __name__}
-    of_step = dataclass(type("Metadata", (StateStep, metadata.get()), dict(named)))
+    of_step: Any = dataclass(type("Metadata", (StateStep, metadata.get()), dict(named)))
     makes = type("Builder", (UncutStepBuilder, builder.get()), named | {"metadata": of_step})
     return type("Backend", (StateBackend, backend.get()), named | {"builder": makes})
 
