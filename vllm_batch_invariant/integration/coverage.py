@@ -914,8 +914,8 @@ COVERED = (
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one worker; "
-        "states in fp32",
+        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one "
+        "worker; states in fp32",
     ),
     Feature(
         "Scheduling",
