@@ -63,6 +63,7 @@ def test_a_load_through_llm_is_told_with_its_engine(model: str) -> None:
     assert max(map(int, result["batches"]["running"])) > 1
 
 
+@pytest.mark.exhaustive
 def test_a_receipt_is_made_and_computed_again(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ def test_an_injected_fault_is_found_and_made_small(fuzzed: Fuzzed, fault: str) -
     assert len(finding.schedule.items) < requests, finding.describe()
 
 
+@pytest.mark.exhaustive
 def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuzzed) -> None:
     *_, finding = fuzzed.with_fault("sampler")
     finding.write(fuzzed.folder / "finding.json")
