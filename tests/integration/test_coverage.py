@@ -421,6 +421,102 @@ def test_which_pooling_models_are_refused(changes: dict[str, Any], said: list[st
     assert refusals_of_pooling(**changes) == said
 
 
+def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes: Any) -> list[str]:
+    """Of a dense model with LoRA, with changes to any part of its configuration."""
+    parts = {
+        "lora_config": {
+            "lora_dtype": "auto",
+            "fully_sharded_loras": False,
+            "default_mm_loras": None,
+            "enable_tower_connector_lora": False,
+            "enable_mixed_moe_lora_format": False,
+            "enable_moe_shared_loras": False,
+        },
+        "model_config": {
+            "dtype": "torch.bfloat16",
+            "head_dtype": "torch.bfloat16",
+            "quantization": None,
+            "runner_type": "generate",
+            **dict.fromkeys(("is_moe", "is_multimodal_model", "is_hybrid", "is_attention_free"), False),
+            **dict.fromkeys(("has_inner_state", "enable_prompt_embeds", "enable_sleep_mode"), False),
+        },
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "cache_config": {"cache_dtype": "auto"},
+    }
+    connector = changes.pop("kv_connector", None)
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        speculative_config=changes.pop("speculative_config", None),
+        kv_transfer_config=connector and SimpleNamespace(kv_connector=connector),
+        **{
+            name: SimpleNamespace(**{key: changes.pop(key, value) for key, value in part.items()})
+            for name, part in parts.items()
+        },
+    )
+    assert not changes
+    rows = [row for name, row in ROWS.items() if name.startswith("LoRA adapters")]
+    assert len(rows) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patch_points, "installed_version", lambda: version)
+        return [what for row in rows if (what := row.found(config))]
+
+
+def test_adapters_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusals_of_adapters() == refusals_of_adapters(lora_dtype="torch.bfloat16") == []
+    ngrams = SimpleNamespace(method="ngram")
+    assert refusals_of_adapters(tensor_parallel_size=2) == refusals_of_adapters(speculative_config=ngrams) == []
+    assert refusals_of_adapters("0.31.0") == ["LoRA adapters on a CPU with vLLM 0.31.0"]
+    assert refusals_of_adapters("0.33.0", "cuda") == ["LoRA adapters on a GPU"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert refusals_of_adapters("0.33.0", "cuda") == []
+    assert refusals_of_adapters("0.32.0", "cuda") == ["LoRA adapters on a GPU"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
+        ({"data_parallel_size": 2}, "data parallelism 2"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative decoding with eagle"),
+        ({"cache_dtype": "fp8"}, "a KV cache in fp8"),
+        ({"quantization": "gptq"}, "quantisation gptq"),
+        ({"is_moe": True}, "a mixture of experts"),
+        ({"runner_type": "pooling"}, "pooling"),
+        ({"is_multimodal_model": True}, "a multimodal model"),
+        ({"is_hybrid": True}, "layers that keep states"),
+        ({"enable_prompt_embeds": True}, "embeddings as prompts"),
+        ({"enable_sleep_mode": True}, "sleep"),
+        ({"kv_connector": "ExampleConnector"}, "a KV connector"),
+        ({"fully_sharded_loras": True}, "--fully-sharded-loras"),
+        ({"default_mm_loras": {"image": "path"}}, "--default-mm-loras"),
+        ({"enable_tower_connector_lora": True}, "--enable-tower-connector-lora"),
+        ({"enable_mixed_moe_lora_format": True}, "--enable-mixed-moe-lora-format"),
+        ({"enable_moe_shared_loras": True}, "--enable-moe-shared-loras"),
+        ({"lora_dtype": "float16"}, "--lora-dtype float16 of a model in bfloat16"),
+        ({"head_dtype": "torch.float32"}, "logits in float32 of a model in bfloat16"),
+    ],
+)
+def test_what_has_not_run_with_adapters_is_refused(changes: dict[str, Any], said: str) -> None:
+    assert refusals_of_adapters(**changes) == [f"LoRA adapters with {said}"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        (TP_TREE, "2", f"{TP_TREE.name}=2"),
+        (ARITHMETIC, "exact", "exact arithmetic"),
+        (ATTENTION, "flex", "FlexAttention"),
+        (SimpleNamespace(name=coverage.DUAL_STREAM), "1", f"{coverage.DUAL_STREAM}=1"),
+    ],
+)
+def test_variables_that_have_not_run_with_adapters_are_refused(
+    variable: Any, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable.name, value)
+    assert refusals_of_adapters() == [f"LoRA adapters with {said}"]
+
+
 def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(device: str, architecture: str) -> str | None:
         model = SimpleNamespace(is_moe=True, architecture=architecture)
