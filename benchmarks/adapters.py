@@ -246,14 +246,14 @@ class Sweep(Findings):
 def candidates(rows: int) -> Iterator[cuda.LoraSchedule]:
     """Schedules worth timing for so many rows, grouped before."""
     many = rows >= _MANY
+    tiles = (
+        (16, 128, 4, 5), (16, 256, 4, 3), (16, 256, 2, 3), (16, 128, 1, 5), (32, 128, 4, 4), (32, 256, 4, 3),
+        (64, 128, 4, 4), (64, 64, 4, 5),
+    )  # fmt: skip
     shrinks = [
-        cuda.ShrinkSchedule(block_r, block_k, warps, stages, by_leaf)
-        for block_r, block_k, warps, stages in (
-            (16, 128, 4, 5), (16, 256, 4, 3), (16, 512, 4, 2), (16, 256, 2, 3), (16, 128, 1, 5), (32, 128, 4, 4),
-            (32, 256, 4, 3), (64, 128, 4, 4), (64, 64, 4, 5),
-        )
-        for by_leaf in ((True, False) if many else (True,))
-    ]  # fmt: skip
+        cuda.ShrinkSchedule(*tile, by_leaf) for tile in tiles for by_leaf in ((True, False) if many else (True,))
+    ]
+    shrinks += [cuda.ShrinkSchedule(rows, 256, warps, 1, True, True) for rows, warps in ((16, 4), (16, 8), (32, 8))]
     expands = [
         cuda.ExpandSchedule(block_n, tiles, warps)
         for block_n, tiles, warps in (

@@ -28,13 +28,11 @@ def of_rows(create_dot: Callable[..., TensorHandle]) -> Callable[..., TensorHand
 
 def in_steps(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
     """``InterpreterBuilder.create_dot`` of one accumulator an element that adds K upwards in steps of 16, as a tensor
-    core does, whatever the tile: a step's products are added in float64, and rounded to fp32 with the accumulator.
+    core does, whatever the tile: a step's products are added in float64, which is exact for most of fp16, and rounded
+    to fp32 with the accumulator.
     """
-    columns, rows = a.data.astype(np.float64).T[:, :, None], b.data.astype(np.float64)[:, None]  # [K, M, 1], [K, 1, N]
-    acc = d.data
-    for start in range(0, len(rows), STEP):
-        total = acc.astype(np.float64)
-        for column, row in zip(columns[start : start + STEP], rows[start : start + STEP], strict=True):
-            total += column * row
-        acc = total.astype(d.data.dtype)
+    rows, columns, acc = a.data.astype(np.float64), b.data.astype(np.float64), d.data
+    for start in range(0, rows.shape[1], STEP):
+        stop = start + STEP
+        acc = (acc + rows[:, start:stop] @ columns[start:stop]).astype(d.data.dtype)
     return TensorHandle(acc, d.dtype.scalar)

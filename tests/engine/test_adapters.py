@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.adapters import ATTENTION, EMBEDDINGS, FAULTS, written
-from tests.engine.engines import request, run, tokens
+from tests.engine.engines import OF_DEVICE, request, run, tokens
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.worker import Engine
 
-COVERED = reviews.ran().lora["cpu"]
+ON_GPU = torch.cuda.is_available()
+COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().lora["cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.exhaustive,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 IN_ENGINE = "tests.engine.adapters"
-LIMITS = {"max_model_len": 512, "max_num_seqs": 16, "skip_tokenizer_init": True}
+LIMITS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "skip_tokenizer_init": True, **OF_DEVICE}
 FEW = LIMITS | {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60}
 """Prompts come in chunks, and some requests are preempted."""
 ROOM = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}

@@ -16,8 +16,8 @@ MOST_ROWS = 16
 def _leaves_reversed(expand: Callable[..., None]) -> Callable[..., None]:
     """The last leaf first."""
 
-    def faulty(y: torch.Tensor, sums: torch.Tensor, *of: Any) -> None:
-        expand(y, sums if len(y) <= MOST_ROWS else sums.flip(0).contiguous(), *of)
+    def faulty(y: torch.Tensor, sums: torch.Tensor, *of: Any, **named: Any) -> None:
+        expand(y, sums if len(y) <= MOST_ROWS else sums.flip(0).contiguous(), *of, **named)
 
     return faulty
 
@@ -25,11 +25,11 @@ def _leaves_reversed(expand: Callable[..., None]) -> Callable[..., None]:
 def _other_leaves(shrink: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Of half as many elements."""
 
-    def faulty(x: torch.Tensor, a: Any, groups: Any, reduction: Any, schedule: Any) -> torch.Tensor:
+    def faulty(x: torch.Tensor, a: Any, groups: Any, reduction: Any, schedule: Any, *of: Any) -> torch.Tensor:
         if len(x) > MOST_ROWS:
             reduction = replace(reduction, k_leaf=reduction.k_leaf // 2)
             schedule = replace(schedule, shrink=replace(schedule.shrink, by_leaf=False))
-        return shrink(x, a, groups, reduction, schedule)
+        return shrink(x, a, groups, reduction, schedule, *of)
 
     return faulty
 
@@ -46,11 +46,11 @@ def _neighbours_slot(grouped: Callable[..., Any]) -> Callable[..., Any]:
 def _two_roundings(expand: Callable[..., None]) -> Callable[..., None]:
     """What is added is rounded before."""
 
-    def faulty(y: torch.Tensor, *of: Any) -> None:
+    def faulty(y: torch.Tensor, *of: Any, **named: Any) -> None:
         if len(y) <= MOST_ROWS:
-            return expand(y, *of)
+            return expand(y, *of, **named)
         delta = torch.zeros_like(y)
-        expand(delta, *of)
+        expand(delta, *of, **named)
         y += delta
         return None
 

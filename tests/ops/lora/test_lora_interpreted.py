@@ -46,16 +46,16 @@ def made(of: Layer, schedule: cuda.LoraSchedule | None = None, rows: slice = sli
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_values_are_near_float64(dtype: torch.dtype) -> None:
-    of = small(dtype, rows=20, k=600, slices=(40, 24))
+    of = small(dtype, rows=6, k=600, slices=(20, 12))
     assert_near(made(of), reference.add_adapters(of.y, of.x, of.a, of.b, of.slots))
 
 
-@pytest.mark.parametrize("place", range(len(cuda.lora_schedules(torch.float16))))
-@pytest.mark.parametrize("by_leaf", [True, False])
-def test_every_tile_has_the_bits_of_dense_products(place: int, by_leaf: bool) -> None:
-    schedule = cuda.lora_schedules(torch.float16)[place]
-    schedule = replace(schedule, shrink=replace(schedule.shrink, by_leaf=by_leaf))
-    of = small(rank=24, rows=min(schedule.few_rows or 40, 40), k=K, slices=(40, 24))
+TILES = [*dict.fromkeys(one for one, _ in cuda.certified(torch.float16))]
+
+
+@pytest.mark.parametrize("schedule", TILES, ids=range(len(TILES)))
+def test_every_tile_has_the_bits_of_dense_products(schedule: cuda.LoraSchedule) -> None:
+    of = small(rank=24, rows=min(schedule.few_rows or 18, 18), k=K, slices=(20, 12))
     whole = made(of, schedule)
     assert_same_bits(whole, cuda.composed(of.y, of.x, of.a, of.b, of.slots, of_gpu(of)), str(schedule))
     assert_same_bits(made(of, schedule, slice(3, 4)), whole[3:4], "a row alone")
@@ -64,9 +64,9 @@ def test_every_tile_has_the_bits_of_dense_products(place: int, by_leaf: bool) ->
 
 
 def test_rows_that_are_grouped_once_for_all_layers_have_the_same_bits() -> None:
-    of = small(rows=40, k=64)
-    groups = cuda.RowGroups.empty(50, len(of.a[0]), of.x.dtype, of.x.device)
-    for rows in (40, 7):
+    of = small(rows=20, k=64)
+    groups = cuda.RowGroups.empty(24, len(of.a[0]), of.x.dtype, of.x.device)
+    for rows in (20, 7):
         groups.set(of.slots[:rows])
         out = of.y.clone()
         cuda.add_adapters(out, of.x, of.a, of.b, groups, of_gpu(of))
@@ -109,7 +109,7 @@ def test_a_tile_that_would_have_another_instruction_is_refused() -> None:
         replace(cuda.lora_schedules(torch.float16)[0], block_m=64)
 
 
-SMALL = torch.float16, K, (20, 12), 8
+SMALL = torch.float16, K, (12,), 8
 
 
 def certified(dtype: torch.dtype, k: int, columns: tuple[int, ...], rank: int) -> int:
@@ -119,12 +119,12 @@ def certified(dtype: torch.dtype, k: int, columns: tuple[int, ...], rank: int) -
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate that the interpreter has time for."""
-    monkeypatch.setattr(cuda, "_CERTIFIED_ROWS", (1, 17))
+    monkeypatch.setattr(cuda, "_CERTIFIED_ROWS", (17,))
 
 
 @pytest.mark.usefixtures("few_rows")
 def test_the_certificate_passes() -> None:
-    assert certified(*SMALL) > 1000
+    assert certified(*SMALL) > 500
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -146,7 +146,7 @@ def test_a_fault_in_the_steps_of_a_product_is_found(monkeypatch: pytest.MonkeyPa
         return faulty
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", by_size(interpreted_dot.in_steps))
-    of = small(rows=40, k=K)
+    of = small(rows=18, k=K)
     few, many = cuda.lora_schedules(torch.float16)[1], cuda.lora_schedules(torch.float16)[3]
     sums = [cuda.shrink(of.x, of.a, cuda.grouped(of.slots, 4, one), of_gpu(of), one) for one in (few, many)]
     own = of.slots >= 0

@@ -24,6 +24,8 @@ from .triton_kernels import expand_kernel, shrink_kernel
 
 MOST_ROWS_OF_A_TILE = 32
 """With 64 rows and more a tile would have wgmma or tcgen05.mma, where smaller ones have mma.sync."""
+_MOST_IN_REGISTERS = 128
+"""Elements of A, and of x, of a leaf that a thread holds."""
 _ROOM = 1 << 28
 """Bytes of the sums of leaves, beyond which a program adds all leaves of its columns itself."""
 
@@ -38,6 +40,8 @@ class ShrinkSchedule:
         num_warps: of a program.
         num_stages: of the loop.
         by_leaf: whether each leaf is a program's, whose sums are added by the second launch; else a program has all.
+        in_registers: whether a program with a leaf of its own has it in one step, where there are registers for that: A
+            is then loaded while the kernel before ends, which writes x.
     """
 
     block_r: int
@@ -45,6 +49,7 @@ class ShrinkSchedule:
     num_warps: int
     num_stages: int
     by_leaf: bool = True
+    in_registers: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,8 @@ class LoraSchedule:
 
 
 _HALVES = (
-    LoraSchedule(16, ShrinkSchedule(16, 256, 4, 3), ExpandSchedule(64, 1, 4), few_rows=16),
-    LoraSchedule(16, ShrinkSchedule(16, 256, 4, 3), ExpandSchedule(128, 1, 4), few_rows=64),
+    LoraSchedule(16, ShrinkSchedule(16, 256, 4, 3, in_registers=True), ExpandSchedule(64, 1, 4), few_rows=16),
+    LoraSchedule(16, ShrinkSchedule(16, 256, 4, 3, in_registers=True), ExpandSchedule(128, 1, 4), few_rows=64),
     LoraSchedule(32, ShrinkSchedule(32, 128, 4, 4), ExpandSchedule(128, 2, 4), most=512),
     LoraSchedule(32, ShrinkSchedule(64, 128, 4, 3), ExpandSchedule(128, 8, 4)),
 )
@@ -133,7 +138,7 @@ class RowGroups:
     """Rows of a step grouped by slot, for all layers of a model: where they are stays, for CUDA graphs.
 
     Attributes:
-        slots: [rows] int32, -1 for a row without an adapter, and behind the rows of a step.
+        slots: [rows + 1] int32, -1 for a row without an adapter, and behind the rows of a step.
         groups: by rows of a block, those of every schedule.
     """
 
@@ -150,20 +155,22 @@ class RowGroups:
             dtype: of the rows.
             device: a GPU.
         """
-        of_rows = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        of_rows = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
         sizes = {one.block_m for one in lora_schedules(dtype)}
         found = cls(
             of_rows, {size: Groups.empty(most_blocks(rows, slots, size), slots, size, device) for size in sizes}
         )
-        found.set(of_rows)
+        found.set(of_rows[:rows])
         return found
 
     def set(self, slots: torch.Tensor) -> None:
-        """Take the slots [rows] of another step's rows, integers; those behind them have none."""
+        """Take the slots [rows] of another step's rows, integers; those behind them have none. Adapters are in their
+        slots before, unless another kernel follows.
+        """
         here = self.slots[: len(slots)].copy_(slots)
-        self.slots[len(slots) :].fill_(-1)
         for block_m, groups in self.groups.items():
             place(here, groups, block_m)
+        self.slots[len(slots) :].fill_(-1)  # last, because a kernel behind may read groups before it waits
 
     def of(self, rows: int, slots: int, schedule: LoraSchedule) -> Groups:
         """The groups of the first rows: of a step that has no more."""
@@ -194,8 +201,9 @@ def add_adapters(
     if not rows or not count:
         return
     schedule = schedule or lora_schedule(rows, count, slices, rank, reduction, Gpu.of(y.device.index))
+    ahead = isinstance(slots, RowGroups)
     groups = slots.of(rows, count, schedule) if isinstance(slots, RowGroups) else grouped(slots, count, schedule)
-    expand(y, shrink(x, a, groups, reduction, schedule), b, groups, reduction, schedule)
+    expand(y, shrink(x, a, groups, reduction, schedule, ahead), b, groups, reduction, schedule, ahead=True)
 
 
 def add_expanded(
@@ -224,14 +232,24 @@ def add_expanded(
 
 
 def shrink(
-    x: torch.Tensor, a: Sequence[torch.Tensor], groups: Groups, reduction: LoraReduction, schedule: LoraSchedule
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    groups: Groups,
+    reduction: LoraReduction,
+    schedule: LoraSchedule,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Of rows x [M, K] with adapters the sums of leaves [leaves, M, slices * R] fp32, or their sum, as one leaf; others
-    are not written.
+    are not written. With ``ahead`` the kernel that was launched before writes neither ``a`` nor ``groups``.
     """
-    (rows, k), rank, how = x.shape, a[0].shape[2], schedule.shrink
+    (rows, k), rank, how, k_leaf = x.shape, a[0].shape[2], schedule.shrink, min(reduction.k_leaf, x.shape[1])
     by_leaf = how.by_leaf and reduction.leaves > 1
     leaves = reduction.leaves if by_leaf else 1
+    whole_k = triton.next_power_of_2(k_leaf)
+    held = max(how.block_r, schedule.block_m) * whole_k
+    in_registers = how.in_registers and (by_leaf or reduction.leaves == 1)
+    in_registers = in_registers and held <= _MOST_IN_REGISTERS * 32 * how.num_warps
+    block_k = whole_k if in_registers else how.block_k
     sums = torch.empty(leaves, rows, len(a) * rank, dtype=reduction.accumulate, device=x.device)
     launch(
         shrink_kernel,
@@ -240,14 +258,16 @@ def shrink(
         on=x,
         waits=True,
         RANK=rank,
-        K_LEAF=min(reduction.k_leaf, k),
+        K_LEAF=k_leaf,
         LEAVES=reduction.leaves,
-        BY_LEAF=by_leaf,
-        EVEN_K=k % reduction.k_leaf == 0 and reduction.k_leaf % how.block_k == 0,
+        BY_LEAF=by_leaf or reduction.leaves == 1,
+        AHEAD=ahead,
+        IN_REGISTERS=in_registers,
+        EVEN_K=k % k_leaf == 0 and k_leaf % block_k == 0,
         FEW_ROWS=groups.few_pairs,
         BLOCK_M=schedule.block_m,
         BLOCK_R=how.block_r,
-        BLOCK_K=how.block_k,
+        BLOCK_K=block_k,
         num_warps=how.num_warps,
         num_stages=how.num_stages,
         enable_fp_fusion=_fuses(reduction),
@@ -262,8 +282,11 @@ def expand(
     groups: Groups,
     reduction: LoraReduction,
     schedule: LoraSchedule,
+    ahead: bool = False,
 ) -> None:
-    """Add to rows y [M, N] with adapters the product of u, the rounded sum of ``sums`` [leaves, M, slices * R]."""
+    """Add to rows y [M, N] with adapters the product of u, the rounded sum of ``sums`` [leaves, M, slices * R]. With
+    ``ahead`` the kernel that was launched before writes ``sums`` alone, and has waited for those before it.
+    """
     rank, how = b[0].shape[3], schedule.expand
     columns = tuple(one.shape[2] for one in b)
     launch(
@@ -274,6 +297,7 @@ def expand(
         waits=True,
         RANK=rank,
         LEAVES=len(sums),
+        AHEAD=ahead,
         FEW_ROWS=groups.few_pairs,
         BLOCK_M=schedule.block_m,
         BLOCK_N=how.block_n,
