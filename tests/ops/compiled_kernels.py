@@ -200,6 +200,11 @@ class Compiled:
         """As :func:`dot_operands` says."""
         return self._of("dot_operands", lambda: dot_operands(self.kernel.asm["ttgir"]))
 
+    @property
+    def adds_behind(self) -> bool:
+        """As :func:`adds_behind` says."""
+        return self._of("adds_behind", lambda: adds_behind(self.kernel.asm["ttgir"]))
+
     def resources(self) -> tuple[int, int]:
         """Registers and bytes of stack of a thread, as the assembler says."""
         registers, stack = self._of("resources", self._resources)
@@ -925,6 +930,8 @@ def check_adapters(more: bool) -> None:
         products = [one for one in found if one.name != moe.place_kernel.__name__]
         kinds = {(kind, *one.instructions) for one in products for kind in one.dot_operands}
         check(f"adapters on sm_{gpu} have one instruction, {kinds}", len(products) > 9 and len(kinds) == 1)
+        within = [one.name for one in products if one.name == lora.expand_kernel.__name__ and not one.adds_behind]
+        check(f"adapters on sm_{gpu} add to y behind the tensor core's sum, not {within}", not within)
 
 
 def reduced_layouts(ir: str) -> list[str]:
@@ -932,6 +939,11 @@ def reduced_layouts(ir: str) -> list[str]:
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
     found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in found]
+
+
+def adds_behind(ir: str) -> bool:
+    """Whether a kernel's TTGIR adds something behind its last dot: otherwise the dot may begin with it."""
+    return ir.rfind("arith.addf") > max(ir.rfind(dot) for dot in ("tt.dot ", "warp_group_dot ", "tc_gen5_mma "))
 
 
 def dot_operands(ir: str) -> list[str]:

@@ -184,11 +184,13 @@ def expand_kernel(
     u = tl.zeros((BLOCK_M, BLOCK_R), dtype)
     if num_rows > 0:  # always: apart from the product, or the compiler moves each leaf through shared memory by itself
         u = _added(sums, num_rows, mask_m[:, None] & mask_r[None, :], width, LEAVES, dtype)
+    # A zero that the compiler does not know: it has the tensor core begin with what is added to a product from zeros.
+    nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + (num_rows < 0).to(tl.float32)
     for tile in tl.static_range(TILES_N):
         first_n = first * PART + tile * BLOCK_N
         if tile + 1 < TILES_N:
             next_y, next_b = _tile_of_y(y_rows, b_rows, first_n + BLOCK_N, count, mask_m, mask_r, BLOCK_N, RANK)
-        acc = tl.dot(u, b.T, input_precision="ieee")
+        acc = tl.dot(u, b.T, nothing, input_precision="ieee")
         offs_n = first_n + tl.arange(0, BLOCK_N)
         mask_n = offs_n < count
         for start_r in range(BLOCK_R, RANK, BLOCK_R):
