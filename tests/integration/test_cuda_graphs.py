@@ -1,6 +1,7 @@
 """Which numbers of tokens get a CUDA graph, and that every step finds what its graph was captured with."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -79,12 +80,17 @@ def config_of(captured: list[int], slots: int, drafts: int, fewer_drafts: int | 
 
 
 def manager_of(
-    kind: type, captured: list[int], slots: int, drafts: int = 0, fewer_drafts: int | None = None
+    kind: type,
+    captured: list[int],
+    slots: int,
+    drafts: int = 0,
+    fewer_drafts: int | None = None,
+    loras: tuple[int, ...] = (0,),
 ) -> SimpleNamespace:
     from vllm.config import CUDAGraphMode
 
     config = config_of(captured, slots, drafts, fewer_drafts)
-    manager = kind(config, torch.device("cpu"), CUDAGraphMode.FULL, 1 + drafts)
+    manager = kind(config, torch.device("cpu"), CUDAGraphMode.FULL, 1 + drafts, [*loras])
     manager._graphs_captured = True
     return manager
 
@@ -176,6 +182,32 @@ def test_every_verify_step_is_planned_as_its_graph_was_captured(model, drafts, f
             for requests in {1, slots} & set(range(max(captured) // length + 1)):
                 graph = manager.dispatch(requests, requests * length, length, 0)
                 assert (graph.num_reqs, graph.uniform_token_count) == (requests, length)
+
+
+LORAS = {"one number": (0, 5), "numbers of their own": (0, 1, 2, 4, 5)}
+"""Of four slots: what vLLM captures graphs for without --specialize-active-lora and with it."""
+
+
+@pytest.mark.parametrize("loras", LORAS.values(), ids=LORAS)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_with_adapters_has_the_graph_of_one_without_for_as_many_adapters(loras, drafts, graphs):
+    captured = [1, 2, 4, 8, 16, 24, 40]
+    manager, without = graphs(captured, 5, drafts, None, loras), graphs(captured, 5, drafts)
+    steps = {(len(mix), sum(mix), mix[0] if min(mix) == max(mix) else None) for mix in mixes(5) if sum(mix) <= 40}
+    assert len(steps) > 20
+    for active in range(5):
+        case = min(one for one in loras if one >= active)
+        for step in steps:
+            graph = manager.dispatch(*step, active)
+            assert graph == replace(without.dispatch(*step, 0), num_active_loras=case)
+            assert graph in manager._capture_descs[graph.cg_mode]
+    assert len(set(manager._capture_descs[graph.cg_mode])) == len(manager._capture_descs[graph.cg_mode])
+
+
+@pytest.mark.parametrize("model", ["8b"])
+def test_every_step_with_adapters_is_planned_as_its_graph_was_captured(model, planners, graphs):
+    manager = graphs(default_sizes(64), 64, 0, None, (0, 5))
+    assert next(misfits(manager, planners(model, 64), most_tokens), None) is None
 
 
 def by_the_longest_query(requests: int, tokens: int, most: int, verify: tuple[int, ...]) -> int:

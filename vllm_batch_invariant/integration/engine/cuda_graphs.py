@@ -86,16 +86,20 @@ def install() -> None:
 
 
 def put(manager: Any, graphs: list[Any]) -> None:
-    """Have a manager capture these graphs, the largest first, and choose among them; the first kinds come first."""
-    full, most = patch_points.CUDAGRAPH_MODE.get().FULL, max(one.num_tokens for one in graphs)
+    """Have a manager capture these graphs, the largest first, and choose among them; the first kinds come first. A step
+    has those of as many LoRA adapters alone.
+    """
+    full = patch_points.CUDAGRAPH_MODE.get().FULL
     manager._capture_descs = {full: sorted(graphs, key=lambda one: one.num_tokens, reverse=True)}
-    kinds = [
-        sorted((one for one in graphs if one.uniform_token_count == kind), key=lambda one: one.num_tokens)
-        for kind in dict.fromkeys(one.uniform_token_count for one in graphs)
-    ]
-    manager._candidates = {
-        (tokens, 0): [graph for kind in kinds for graph in _next_two(kind, tokens)] for tokens in range(most + 1)
-    }
+    manager._candidates = {}
+    for loras in dict.fromkeys(one.num_active_loras for one in graphs):
+        those = [one for one in graphs if one.num_active_loras == loras]
+        kinds = [
+            sorted((one for one in those if one.uniform_token_count == kind), key=lambda one: one.num_tokens)
+            for kind in dict.fromkeys(one.uniform_token_count for one in those)
+        ]
+        for tokens in range(max(one.num_tokens for one in those) + 1):
+            manager._candidates[tokens, loras] = [graph for kind in kinds for graph in _next_two(kind, tokens)]
 
 
 def _next_two(kind: list[Any], tokens: int) -> list[Any]:
@@ -107,7 +111,17 @@ def _next_two(kind: list[Any], tokens: int) -> list[Any]:
 
 
 def _graphs(descriptions: Iterable[Any], most_requests: int, verify: tuple[int, ...]) -> list[Any]:
-    """Of vLLM's graphs, one a number of tokens: those of decode, those of verify steps, and those of any other mix."""
+    """Of vLLM's graphs, one a number of tokens and of LoRA adapters: those of decode, those of verify steps, and those
+    of any other mix.
+    """
+    by_loras: dict[int, list[Any]] = {}
+    for one in descriptions:
+        by_loras.setdefault(one.num_active_loras, []).append(one)
+    return [graph for those in by_loras.values() for graph in _of_loras(those, most_requests, verify)]
+
+
+def _of_loras(descriptions: Iterable[Any], most_requests: int, verify: tuple[int, ...]) -> list[Any]:
+    """Those of one number of LoRA adapters."""
     by_tokens = {one.num_tokens: one for one in descriptions}
     largest = max(by_tokens)
     requests = sorted({*(tokens for tokens in by_tokens if tokens <= most_requests), most_requests})
