@@ -300,6 +300,16 @@ class Groups:
     few_pairs: int = 0
     places: torch.Tensor | None = None
 
+    @classmethod
+    def empty(cls, num_blocks: int, experts: int, block_m: int, device: torch.device) -> "Groups":
+        """Room for so many blocks, not written yet."""
+        ints = {"dtype": torch.int32, "device": device}
+        pairs = torch.empty(num_blocks * block_m, **ints)
+        stop = torch.empty(
+            max(2, triton.next_power_of_2(experts)), **ints
+        )  # nobody has compiled a histogram of one bin
+        return cls(num_blocks, pairs, stop, torch.empty(num_blocks, **ints))
+
 
 def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torch.Tensor | None = None) -> Groups:
     """Group the pairs of ids [tokens, top_k], packed, into blocks of one expert each, in order: atomic additions for
@@ -314,22 +324,44 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     num_pairs, block_m = ids.numel(), schedule.gate_up.block_m
     if schedule.few_pairs:
         return Groups(num_pairs, ids, few_pairs=schedule.few_pairs, places=places)
-    num_blocks = min(num_pairs, experts) + num_pairs // block_m
-    ints = {"dtype": torch.int32, "device": ids.device}
-    pairs, expert_of_block = torch.empty(num_blocks * block_m, **ints), torch.empty(num_blocks, **ints)
-    stop = torch.empty(triton.next_power_of_2(experts), **ints)
+    groups = Groups.empty(min(num_pairs, experts) + num_pairs // block_m, experts, block_m, ids.device)
+    place(ids, groups, block_m, places)
+    return groups
+
+
+def place(ids: torch.Tensor, groups: Groups, block_m: int, places: torch.Tensor | None = None) -> None:
+    """Write the pairs of ids, packed, into groups that have room for them; one of expert -1 is in none.
+
+    Args:
+        ids: of experts, any shape.
+        groups: of :meth:`Groups.empty`, as many blocks as pairs may have or more.
+        block_m: of the groups.
+        places: see :func:`group`.
+    """
+    assert groups.stop is not None
+    num_pairs, padded = ids.numel(), len(groups.stop)
     how = next(one for most, one in _GROUPING.items() if num_pairs <= most)
-    programs, padded = triton.cdiv(num_pairs, how.block), len(stop)
+    programs = triton.cdiv(num_pairs, how.block)
     shared = {"PADDED_EXPERTS": padded, "IS_PART": places is not None, "BLOCK": how.block, "num_warps": how.num_warps}
     counts, counts_at_once = None, 0
     if not how.counted_at_once:
-        counts = torch.empty(programs, padded, **ints)
+        counts = torch.empty(programs, padded, dtype=torch.int32, device=ids.device)
         counts_at_once = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
         launch(count_kernel, programs, (ids, places, counts, num_pairs), on=ids, waits=True, **shared)
     launch(
         place_kernel,
         programs,
-        (ids, places, counts, stop, expert_of_block, pairs, num_pairs, programs, num_blocks),
+        (
+            ids,
+            places,
+            counts,
+            groups.stop,
+            groups.expert_of_block,
+            groups.pairs,
+            num_pairs,
+            programs,
+            groups.num_blocks,
+        ),
         on=ids,
         waits=True,
         BLOCK_M=block_m,
@@ -339,7 +371,6 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
         PAIRS_AT_ONCE=how.pairs_at_once,
         **shared,
     )
-    return Groups(num_blocks, pairs, stop, expert_of_block)
 
 
 def grouped_gemm(

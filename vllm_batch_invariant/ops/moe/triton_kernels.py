@@ -236,7 +236,7 @@ def place_kernel(
 
 
 @triton.jit
-def _pairs_of_few(
+def pairs_of_few(
     ids_ptr, places_ptr, block, num_pairs, IS_PART: tl.constexpr, FEW_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """The expert of pair number ``block``, and the pairs [BLOCK_M] that begin with it: every BLOCK_M-th of an expert's
@@ -251,6 +251,33 @@ def _pairs_of_few(
     found = (rank[None, :] == ranks[:, None]) & (same[None, :] > 0)  # [BLOCK_M, FEW_PAIRS]
     pairs = tl.max(tl.where(found, offs[None, :], -1), 1)
     return tl.where(first % BLOCK_M == 0, expert, -1), pairs
+
+
+@triton.jit
+def first_of_few(
+    ids_ptr, places_ptr, block, num_pairs, IS_PART: tl.constexpr, FEW_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The pair with which block number ``block`` begins, where blocks are numbered by that pair; -1 where there are
+    fewer: for a grid of as many programs as there may be blocks, where :func:`pairs_of_few` has one for each pair.
+    """
+    offs = tl.arange(0, FEW_PAIRS)
+    expert = _experts_of(ids_ptr, places_ptr, offs, offs < num_pairs, IS_PART)
+    before = (expert[None, :] == expert[:, None]) & (offs[None, :] < offs[:, None])  # [FEW_PAIRS, FEW_PAIRS]
+    begins = (expert >= 0) & (tl.sum(before.to(tl.int32), 1) % BLOCK_M == 0)
+    number = tl.cumsum(begins.to(tl.int32), 0) - 1
+    return tl.max(tl.where(begins & (number == block), offs, -1), 0)
+
+
+@triton.jit
+def pairs_of_block(pairs_ptr, next_ptr, expert, block, BLOCK_M: tl.constexpr):
+    """The pairs [BLOCK_M] of a block of an expert that :func:`place_kernel` has grouped, and which of them there are.
+
+    Args:
+        next_ptr: where the pairs of each expert end.
+    """
+    slots = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = slots < tl.load(next_ptr + expert)
+    return tl.load(pairs_ptr + slots, mask=mask, other=0), mask
 
 
 @triton.jit
@@ -431,7 +458,7 @@ def grouped_gemm_kernel(
     first_n = (tl.program_id(0) % tiles_n) * BLOCK_N
     wait_for_kernel_before(OVERLAPS)
     if FEW_PAIRS:
-        expert, pairs = _pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
+        expert, pairs = pairs_of_few(pairs_ptr, places_ptr, block, num_pairs, IS_PART, FEW_PAIRS, BLOCK_M)
         if expert < 0:
             return
         mask_m = pairs >= 0
@@ -439,9 +466,7 @@ def grouped_gemm_kernel(
         expert = tl.load(expert_of_block_ptr + block)
         if expert < 0:
             return
-        slots = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_m = slots < tl.load(next_ptr + expert)
-        pairs = tl.load(pairs_ptr + slots, mask=mask_m, other=0)  # [BLOCK_M]
+        pairs, mask_m = pairs_of_block(pairs_ptr, next_ptr, expert, block, BLOCK_M)
     expert = expert.to(tl.int64)
     pairs = tl.where(mask_m, pairs, 0).to(tl.int64)
     if HALVES:  # noqa: SIM102 - decided when the kernel is compiled
