@@ -71,6 +71,8 @@ from vllm_batch_invariant.ops.linear import triton_gemm as linear
 from vllm_batch_invariant.ops.linear.problem import GemmProblem
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, PACKED_TILES, NarrowTile
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
+from vllm_batch_invariant.ops.lora import LoraReduction
+from vllm_batch_invariant.ops.lora import cuda as lora
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.moe.params import Codes
@@ -377,6 +379,33 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
             for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
+
+
+def adapters(
+    count: int,
+    dtype: torch.dtype = torch.bfloat16,
+    tiles: Sequence[lora.LoraSchedule | None] = (None,),
+    k: int = 2048,
+    ranks: Sequence[int] = (16,),
+) -> None:
+    """So many rows of adapters of some ranks in four slots, of a fused layer, of one product and of an embedding."""
+    slots, reduction = torch.zeros(count, dtype=torch.int32), LoraReduction.of_device("cuda", k, dtype)
+    x = torch.zeros(count, k, dtype=dtype)
+    for rank, columns in itertools.product(ranks, ((2048, 512, 512), (1024,))):
+        y, a = torch.zeros(count, sum(columns), dtype=dtype), [torch.zeros(4, 1, rank, k, dtype=dtype)] * len(columns)
+        b = [torch.zeros(4, 1, n, rank, dtype=dtype) for n in columns]
+        for tile in tiles:
+            lora.add_adapters(y, x, a, b, slots, reduction, tile)
+    lora.add_expanded(y, torch.zeros(count, ranks[-1], dtype=dtype), b[0], slots, reduction)
+
+
+def every_adapter() -> None:
+    """By every tile, with room for every rank that vLLM has; also of a K that has no whole leaves."""
+    for dtype in (*HALVES, torch.float32):
+        tiles = [one for one, _ in lora.certified(dtype)]
+        adapters(3, dtype, list(dict.fromkeys(tiles)), ranks=(16, 320) if dtype == torch.bfloat16 else (64,))
+    adapters(3, k=1100, ranks=(8, 32, 64, 128, 256))
+    adapters(300, k=1100, ranks=(8,))
 
 
 def gradients_of_attention(heads: Heads, count: int) -> None:
@@ -839,6 +868,7 @@ def check_some(more: bool) -> None:
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
     check_all("delta rules", launch_on(90, delta_rules, 2), False)
+    check_adapters(more)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
@@ -854,6 +884,17 @@ def check_some(more: bool) -> None:
     check_norms_behind_sums((100, 896, 2048, 4096, 5120) if more else (100, 4096))
     if more:
         check_attention(100, Heads(8, 2, 64, torch.bfloat16), 64)
+
+
+def check_adapters(more: bool) -> None:
+    """Every tile has one instruction, which adds the same products in a step."""
+    for gpu in (90, 100) if more else (90,):
+        tiles = [*dict.fromkeys(one for one, _ in lora.certified(torch.bfloat16))]
+        found = launch_on(gpu, adapters, 3, torch.bfloat16, tiles, ranks=(64,))
+        check_all(f"adapters on sm_{gpu}", found, False)
+        products = [one for one in found if one.name != moe.place_kernel.__name__]
+        kinds = {(kind, *one.instructions) for one in products for kind in one.dot_operands}
+        check(f"adapters on sm_{gpu} have one instruction, {kinds}", len(products) > 9 and len(kinds) == 1)
 
 
 def reduced_layouts(ir: str) -> list[str]:
@@ -1029,6 +1070,7 @@ VARIANTS = {
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
     "causal_conv": partial(launch_on, 90, convolutions, 3),
+    "lora": partial(launch_on, 90, every_adapter),
     "delta_rule": partial(launch_on, 90, delta_rules, 3, (*HALVES, torch.float32)),
     "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),

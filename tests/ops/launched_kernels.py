@@ -20,6 +20,7 @@ from tests.ops.compiled_kernels import (
     REDUCTION,
     SHARED_MEMORY,
     VARIANTS,
+    adapters,
     all_reduces,
     attend,
     check,
@@ -137,6 +138,7 @@ BATCHES = {
     "gradients of norms and SiLU": gradients_of_rows,
     "experts": experts,
     "many pairs of experts": many_pairs,
+    "adapters": adapters,
     "experts of four bits": packed_layer,
     "codes": codes,
     "caches": written_caches,
@@ -157,7 +159,10 @@ def check_what_follows_the_batch() -> None:
         kernel, made = call["fn"].jit_function, call["compile"]
         parameters = list(enumerate(kernel.params))
         constants = [str(made["constants"].get((index,))) for index, one in parameters if one.is_constexpr]
-        kinds = [kind for kind in made["signature"].values() if not kind.startswith(("i", "u", "fp", "constexpr"))]
+        signature = [
+            kind for kinds in made["signature"].values() for kind in (kinds if type(kinds) is tuple else [kinds])
+        ]
+        kinds = [kind for kind in signature if not kind.startswith(("i", "u", "fp", "constexpr"))]
         meaning = (kernel.__name__, *constants, *kinds, made["num_warps"], made["num_stages"])
         asked[meaning].add(tuple(map(str, (made["signature"], made["constants"], made["configs"]))))
         return True

@@ -48,6 +48,7 @@ PROBLEM = {
         *("BLOCK_N", "BLOCK_K", "EVEN_K"),  # of the tile in which a kernel of another operation decodes
     },
     "kv_cache": {"HOLDS_CODES", "NUM_KV_HEADS", "HEAD_DIM", "PAGE_SIZE", "BLOCK"},
+    "lora": {"RANK", "EVEN_K", "DTYPE", "WIDTH", "AHEAD"},
     "moe": {
         "FORMAT",
         *("PADDED_EXPERTS", "PADDED_TOP_K", "PADDED_GROUPS", "SUMS_TWO", "HAS_BIAS", "HAS_SCALE", "EVEN_K"),

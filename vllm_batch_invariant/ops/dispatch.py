@@ -20,7 +20,7 @@ _FLOAT = {
     "delta_rule": ("cpu", "cuda"),
     "kv_cache": ("cpu", "cuda"),
     "linear": ("cpu", "cuda"),
-    "lora": ("cpu",),
+    "lora": ("cpu", "cuda"),
     "moe": ("cpu", "cuda"),
     "norm": ("cpu", "cuda"),
     "norm_backward": ("cpu", "cuda"),
