@@ -186,6 +186,7 @@ DEVICE = Cuda(
     DEVICES["cuda"],
     attention_backend="vllm_batch_invariant.integration.layers.attention_cuda.Backend",
     attention_choices=("CUSTOM",),
+    adapters="vllm_batch_invariant.integration.layers.lora_cuda.GpuAdapters",
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",
     tensor_parallel_sizes=(2,),

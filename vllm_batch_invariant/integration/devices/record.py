@@ -31,6 +31,7 @@ class VllmDevice:
         ops: what operations know of it.
         attention_backend: our class of attention backends, as vLLM imports it.
         attention_choices: names of vLLM's attention backends that lead to ours, first its own; others are refused.
+        adapters: our class of what layers with LoRA adapters call, as vLLM imports it.
         serving: what serves the operations but attention, for the log.
         execution: how layers run, for the log.
         has_reviewed_config: whether somebody has read every field of the configurations that vLLM has on it.
@@ -52,6 +53,7 @@ class VllmDevice:
     ops: Device
     attention_backend: str
     attention_choices: tuple[str, ...]
+    adapters: str = "vllm_batch_invariant.integration.layers.lora.Adapters"
     serving: str = ""
     execution: str = "Layers are not compiled."
     has_reviewed_config: bool = True

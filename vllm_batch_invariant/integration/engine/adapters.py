@@ -19,18 +19,16 @@ from ..side_table import beside
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """That vLLM reads of an adapter's folder."""
-WRAPPER = f"{__package__.rpartition('.')[0]}.layers.lora.Adapters"
-"""Our class of what layers with adapters call."""
 
 _digests: dict[tuple[Any, ...], str] = {}
 """Of files that were read, by their names, times and sizes."""
 
 
-def install(platform: type[Any]) -> None:
-    """Have workers of a platform of vLLM's compute adapters by the operation, and engines of this process tell them
-    apart.
+def install(platform: type[Any], wrapper: str) -> None:
+    """Have workers of a platform of vLLM's compute adapters by the operation, in layers that call a class of ours of
+    that name, and engines of this process tell them apart.
     """
-    platform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
+    platform.get_punica_wrapper = classmethod(lambda cls: wrapper)
     core = patch_points.ENGINE_CORE.get()
     core.preprocess_add_request = _with_digest(core.preprocess_add_request)
     core.add_lora = _told_apart(core.add_lora)

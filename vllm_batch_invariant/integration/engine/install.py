@@ -40,7 +40,7 @@ def install() -> None:
     platform, device = type(current_platform), devices.get(current_platform.device_type)
     _check_configurations(platform)
     device.install(platform)
-    adapters.install(platform)
+    adapters.install(platform, device.adapters)
     patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
     install_on_every_device()
