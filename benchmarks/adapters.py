@@ -27,7 +27,6 @@ RANKS = (16, 64)
 ADAPTERS = (1, 8)
 """Of the rows of a step; a server has as many slots."""
 _REPLAYS = 9
-_MOST_COPIES = 40
 _COMPILERS = 8
 _EXPECTED_MICROSECONDS = {True: 8.0, False: 80.0}
 """Of few rows and of many."""
@@ -83,7 +82,7 @@ class Step:
 
     @classmethod
     def random(cls, of: Projection, rows: int, rank: int, slots: int, cache: int, device: str) -> Self:
-        """As many copies of the adapters as are more than the cache holds, or enough."""
+        """With as many copies of the adapters as are more than the cache holds."""
         generator = torch.Generator(device).manual_seed(0)
 
         def drawn(*shape: int) -> torch.Tensor:
@@ -92,7 +91,7 @@ class Step:
 
         a = tuple(drawn(slots, 1, rank, of.k) for _ in of.columns)
         b = tuple(drawn(slots, 1, n, rank) for n in of.columns)
-        copies = min(copies_beyond_cache(sum(one.nbytes for one in (*a, *b)), cache), _MOST_COPIES)
+        copies = copies_beyond_cache(sum(one.nbytes for one in (*a, *b)), cache)
         others = [tuple(tuple(one.clone() for one in part) for part in (a, b)) for _ in range(copies - 1)]
         used = torch.arange(rows, device=device) % slots
         return cls(drawn(rows, sum(of.columns)), drawn(rows, of.k), [(a, b), *others], used)
@@ -330,7 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("the benchmark of adapters needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    of_ours = list(itertools.product(options.layers, options.ranks, [options.rows], [options.schedules]))
+    rows = [[one] for one in options.rows] if options.schedules else [options.rows]
+    of_ours = list(itertools.product(options.layers, options.ranks, rows, [options.schedules]))
     with multiprocessing.get_context("spawn").Pool(min(_COMPILERS, len(of_ours))) as pool:
         compiled = pool.starmap_async(compile_all, of_ours, chunksize=1)
         providers = dict(PROVIDERS)

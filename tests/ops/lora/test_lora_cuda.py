@@ -136,6 +136,25 @@ def test_an_adapter_has_the_same_bits_in_any_slot_of_any_number(rows: int) -> No
     assert_same_bits(Layer(of.y, of.x, *moved, slots.int())(), whole, "other slots")
 
 
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_an_adapter_alone_in_its_tensor_has_the_same_bits(rows: int) -> None:
+    of = drawn("qkv of Qwen3-8B", rows=rows, rank=16)
+    whole, groups = of(), cuda.RowGroups.empty(rows, 1, of.y.dtype, of.y.device)
+    for slot in range(5):
+        own = of.slots == slot
+        alone = replace(
+            of,
+            a=tuple(one[slot : slot + 1].contiguous() for one in of.a),
+            b=tuple(one[slot : slot + 1].contiguous() for one in of.b),
+            slots=torch.where(own, 0, -1),
+        )
+        assert_same_bits(alone()[own], whole[own], f"slot {slot} alone")
+        groups.set(alone.slots)
+        out = of.y.clone()
+        cuda.add_adapters(out, of.x, alone.a, alone.b, groups, of.reduction)
+        assert_same_bits(out, alone(), f"slot {slot} alone, grouped before")
+
+
 @pytest.mark.parametrize("room", [64, 128, 256, 320])
 def test_bits_do_not_follow_from_the_room_for_ranks(room: int) -> None:
     of = layer(rows=70, k=4096, room=64, device="cuda")

@@ -31,11 +31,13 @@ class GpuAdapters(Adapters):
         if self._in_use or were_in_use:
             self._groups.set(self.token_lora_indices)
 
-    def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, **named: Any) -> None:
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **named: object
+    ) -> None:
         """Of an embedding, whose result y [tokens, N] is changed in place; x has the rows of A."""
         if not self._is_idle(x):
-            _certify(x.shape[1], lora_b_stacked.shape[2:3], x.shape[1], x.dtype, x.device)
-        super().add_lora_embedding(y, x, lora_b_stacked, **named)
+            _certify(x.shape[1], tuple(lora_b_stacked.shape[2:3]), x.shape[1], x.dtype, x.device)
+        super().add_lora_embedding(y, x, lora_b_stacked, add_inputs, **named)
 
     def _add(
         self,

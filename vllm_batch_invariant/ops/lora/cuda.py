@@ -100,8 +100,8 @@ class LoraSchedule:
 _HALVES = (
     LoraSchedule(16, ShrinkSchedule(16, 256, 4, 3, in_registers=True), ExpandSchedule(64, 1, 4), few_rows=16),
     LoraSchedule(16, ShrinkSchedule(16, 256, 4, 3, in_registers=True), ExpandSchedule(128, 1, 4), few_rows=64),
-    LoraSchedule(32, ShrinkSchedule(32, 128, 4, 4), ExpandSchedule(128, 2, 4), most=512),
-    LoraSchedule(32, ShrinkSchedule(64, 128, 4, 3), ExpandSchedule(128, 8, 4)),
+    LoraSchedule(32, ShrinkSchedule(32, 128, 4, 4), ExpandSchedule(128, 2, 8, 64), most=512),
+    LoraSchedule(32, ShrinkSchedule(64, 128, 4, 3), ExpandSchedule(128, 4, 8, 64)),
 )
 _SINGLES = (
     LoraSchedule(16, ShrinkSchedule(16, 32, 4, 2), ExpandSchedule(32, 1, 4, 32), few_rows=64),

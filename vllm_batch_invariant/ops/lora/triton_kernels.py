@@ -184,7 +184,7 @@ def expand_kernel(
     u = tl.zeros((BLOCK_M, BLOCK_R), dtype)
     if num_rows > 0:  # always: apart from the product, or the compiler moves each leaf through shared memory by itself
         u = _added(sums, num_rows, mask_m[:, None] & mask_r[None, :], width, LEAVES, dtype)
-    # A zero that the compiler does not know: it has the tensor core begin with what is added to a product from zeros.
+    # A zero that the compiler does not know: from one that it knows it would have the product begin with y.
     nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + (num_rows < 0).to(tl.float32)
     for tile in tl.static_range(TILES_N):
         first_n = first * PART + tile * BLOCK_N

@@ -304,7 +304,8 @@ class Groups:
     def empty(cls, num_blocks: int, experts: int, block_m: int, device: torch.device) -> "Groups":
         """Room for so many blocks, not written yet."""
         ints = {"dtype": torch.int32, "device": device}
-        pairs, stop = torch.empty(num_blocks * block_m, **ints), torch.empty(triton.next_power_of_2(experts), **ints)
+        bins = max(2, triton.next_power_of_2(experts))  # nobody has compiled a histogram of one
+        pairs, stop = torch.empty(num_blocks * block_m, **ints), torch.empty(bins, **ints)
         return cls(num_blocks, pairs, stop, torch.empty(num_blocks, **ints))
 
 
