@@ -45,7 +45,11 @@ def found(**changes: Any) -> list[str]:
         model_config=SimpleNamespace(**model | changes),
         **others,
     )
-    names = [name for name in ROWS if any(part in name for part in ("ultimodal", "mages and videos", "Images whose"))]
+    names = [
+        name
+        for name in ROWS
+        if any(part in name for part in ("ultimodal", "mages and videos", "Images whose", "s, videos and"))
+    ]
     assert len(names) == 9
     return [what for name in names if (what := ROWS[name].found(config))]
 
@@ -86,6 +90,17 @@ def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.Mo
     assert of_first_runner == ["image inputs with the first model runner"]
 
 
+def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    heard = {"architecture": "Qwen3ASRForConditionalGeneration", "limits": {"audio": 8}}
+    assert found(**heard) == []
+    said = f"audio inputs of {heard['architecture']} with"
+    assert found(**heard, tensor_parallel_size=2) == [f"{said} tensor parallelism 2"]
+    assert found(**heard, pipeline_parallel_size=2) == ["audio inputs with pipeline parallelism 2"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**heard) == ["audio inputs with vLLM 0.33.0"]
+
+
 def test_images_whose_tokens_see_each_other_pass_on_a_cpu_in_steps_that_have_them_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,8 +138,8 @@ def test_several_gpus_share_an_encoder_or_its_images_where_what_is_untried_start
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Mistral 3, and checkpoints of Qwen3.5 that see images, on a GPU"],
-        ROWS["Mistral 3 as text"],
+        ROWS["Mistral 3, Qwen3-ASR, and checkpoints of Qwen3.5 that see images, on a GPU"],
+        ROWS["Mistral 3 and Qwen3-ASR as text"],
     )
     assert on_gpus.devices == ("cuda",)
 

@@ -562,7 +562,7 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
 
 def _text_of_what_sees(config: Config) -> str | None:
     model = config.model_config
-    if not model.is_multimodal_model or model.architecture not in RAN.with_images_alone:
+    if not model.is_multimodal_model or model.architecture not in RAN.with_encoder_alone:
         return None
     return _when(not encoding.encoded(model), f"{model.architecture} as text")
 
@@ -843,6 +843,7 @@ COVERED = (
         "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
         "(--mm-encoder-tp-mode data)",
     ),
+    Feature("Audio", "of Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, by one worker"),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
         "Quantised weights",
@@ -1219,15 +1220,15 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Mistral 3, and checkpoints of Qwen3.5 that see images, on a GPU",
+        "Mistral 3, Qwen3-ASR, and checkpoints of Qwen3.5 that see images, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU, or a text model; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3 as text",
-        "it has been run with its encoder alone",
+        "Mistral 3 and Qwen3-ASR as text",
+        "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
     ),
@@ -1255,14 +1256,14 @@ REFUSED = (
     ),
     Feature(
         "Images and videos of other models than Qwen2.5-VL, Qwen3-VL and Qwen3.5, but images of Gemma 3 and Mistral 3; "
-        "audio",
+        "audio but of Qwen3-ASR",
         "nobody has compared what their encoders give",
         "serve text only, with --language-model-only",
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos by several GPUs, by more than two workers, or of other models than Qwen3-VL and Gemma 3 by "
-        "two; so their tree, and `--mm-encoder-tp-mode data`",
+        "Images, videos and audio by several GPUs, by more than two workers, or of other models than Qwen3-VL and "
+        "Gemma 3 by two; so their tree, and `--mm-encoder-tp-mode data`",
         "no others have shared an encoder, or the images of a step",
         "leave it out, or serve text only, with --language-model-only; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on two "
         "GPUs",
@@ -1270,7 +1271,7 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
-        "Images and videos with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
+        "Images, videos and audio with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
         "arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
         "these have not been run together",
         "leave one of the two out, or serve text only, with --language-model-only",
@@ -1285,7 +1286,7 @@ REFUSED = (
         _encoder,
     ),
     Feature(
-        "Images and videos with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
+        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
         "encoders have not been run there",
         "serve text only, with --language-model-only",
         _encoded_elsewhere,

@@ -147,6 +147,7 @@ class VllmDevice:
         Raises:
             NotCovered: a layer that nobody has read.
         """
+        encoders.prepare(worker.get_model())
         review.check(worker.get_model())
         encoders.clear_before_each_step(worker.get_model())
         weights.watch_loading(worker.get_model())
