@@ -186,26 +186,27 @@ def answers(
     """
     from PIL import Image
 
-    def items_of(request: dict[str, Any]) -> dict[str, Any]:
+    def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
         pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
         films = [film(patch, grid, seed) for grid, seed in request["videos"]]
-        return ({"image": pictures} if pictures else {}) | ({"video": films} if films else {})
+        items = ({"image": pictures} if pictures else {}) | ({"video": films} if films else {})
+        return {"prompt_token_ids": request["prompt"]} | ({"multi_modal_data": items} if items else {})
 
-    return answers_about(llm, requests, items_of, reset, preempted_after)
+    return answers_about(llm, requests, prompt_of, reset, preempted_after)
 
 
 def answers_about(
     llm: Any,
     requests: Sequence[dict[str, Any]],
-    items_of: Callable[[dict[str, Any]], dict[str, Any]],
+    prompt_of: Callable[[dict[str, Any]], dict[str, Any]],
     reset: str = "",
     preempted_after: int = 4,
 ) -> dict[str, Any]:
     """Send requests together, and wait for all of them.
 
     Args:
-        requests: each with a ``prompt`` of tokens, and ``params``.
-        items_of: a request's images and the like, as vLLM takes them.
+        requests: each with ``params``.
+        prompt_of: a request's tokens, images and the like, as vLLM takes them.
         reset: "cache" lets go of the prefix cache and of what was encoded first, "prefix" of the first alone, "encoder"
             of the second; "running" also of what runs after so many steps.
 
@@ -219,12 +220,9 @@ def answers_about(
 
     if reset in ("cache", "encoder", "running"):
         llm.llm_engine.reset_encoder_cache()
-    asked = []
-    for number, request in enumerate(requests):
-        given: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
-        if items := items_of(request):
-            given["multi_modal_data"] = items
-        asked.append((number, given, SamplingParams(**request["params"])))
+    asked = [
+        (number, prompt_of(request), SamplingParams(**request["params"])) for number, request in enumerate(requests)
+    ]
     before = dict(encoded(llm))
     found, counts = sent_together(llm, asked, reset if reset in ("cache", "prefix", "running") else "", preempted_after)
     calls = {name: count - before.get(name, 0) for name, count in encoded(llm).items()}
@@ -257,7 +255,8 @@ def encoded(llm: Any) -> dict[str, int]:
 
 def _counted(model: torch.nn.Module) -> dict[str, int]:
     """Counts from when it is first asked."""
-    [tower] = [getattr(model, name) for name in ("visual", "vision_tower", "audio_tower") if hasattr(model, name)]
+    names = dict(model.named_modules())
+    [tower] = [names[name] for name in ("visual", "vision_tower", "audio_tower", "model.encoder") if name in names]
     if not hasattr(tower, "counted"):
         tower.counted = {"calls": 0, "items": 0}
 

@@ -101,6 +101,23 @@ def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch)
     assert found(**heard) == ["audio inputs with vLLM 0.33.0"]
 
 
+def test_cross_attention_passes_on_a_cpu_over_as_many_rows_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Encoder-decoder")]
+
+    def said(device: str = "cpu", **changes: Any) -> str | None:
+        items = SimpleNamespace(get_limit_per_prompt=lambda kind: 1)
+        whisper = {"is_encoder_decoder": True, "is_multimodal_model": True, "max_model_len": 448}
+        whisper |= {"architecture": "WhisperForConditionalGeneration", "multimodal_config": items}
+        model = SimpleNamespace(**whisper | changes, hf_config=SimpleNamespace(max_source_positions=1500))
+        return row.used(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device)))
+
+    assert said() is None
+    assert said("cuda") == "cross attention on a GPU"
+    assert said(architecture="BartForConditionalGeneration") == "cross attention of BartForConditionalGeneration"
+    assert said(max_model_len=1501) == "cross attention with --max-model-len 1501"
+    assert said(is_encoder_decoder=False) is None
+
+
 def test_images_whose_tokens_see_each_other_pass_on_a_cpu_in_steps_that_have_them_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,8 +155,8 @@ def test_several_gpus_share_an_encoder_or_its_images_where_what_is_untried_start
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Mistral 3, Qwen3-ASR, and checkpoints of Qwen3.5 that see images, on a GPU"],
-        ROWS["Mistral 3 and Qwen3-ASR as text"],
+        ROWS["Mistral 3, Qwen3-ASR, Whisper, and checkpoints of Qwen3.5 that see images, on a GPU"],
+        ROWS["Mistral 3, Qwen3-ASR and Whisper as text"],
     )
     assert on_gpus.devices == ("cuda",)
 
@@ -209,7 +226,6 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
             "Mamba or linear attention",
         ),
         ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
-        ("Encoder-decoder models", {"is_encoder_decoder": True}, "encoder-decoder models"),
         ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
         (
             "Other models, dtypes and rotary embeddings in exact arithmetic",

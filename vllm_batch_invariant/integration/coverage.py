@@ -695,6 +695,21 @@ def _both_directions(config: Config) -> str | None:
     return _when(first, f"attention of an image's tokens in both directions {first}")
 
 
+def _encoder_decoder(config: Config) -> str | None:
+    """A decoder that sees what an encoder gave, where none has run: its tokens are the last of as many positions."""
+    model = config.model_config
+    if not model.is_encoder_decoder:
+        return None
+    rows, on = getattr(model.hf_config, "max_source_positions", 0), devices.of_config(config).ops
+    found = {
+        f"of {model.architecture}": not encoding.encoded(model),
+        f"on {on.name}": on.type != "cpu",
+        f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
+    }
+    first = _first(found)
+    return _when(first, f"cross attention {first}")
+
+
 def _experts(config: Config) -> str | None:
     missing = config.model_config.is_moe and not devices.of_config(config).has_experts
     return _when(missing, "mixture of experts")
@@ -843,7 +858,10 @@ COVERED = (
         "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
         "(--mm-encoder-tp-mode data)",
     ),
-    Feature("Audio", "of Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, by one worker"),
+    Feature(
+        "Audio",
+        "of Qwen3-ASR, any number and lengths of it, and of Whisper: on a CPU with vLLM 0.32, by one worker",
+    ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
         "Quantised weights",
@@ -1220,14 +1238,14 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Mistral 3, Qwen3-ASR, and checkpoints of Qwen3.5 that see images, on a GPU",
+        "Mistral 3, Qwen3-ASR, Whisper, and checkpoints of Qwen3.5 that see images, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU, or a text model; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3 and Qwen3-ASR as text",
+        "Mistral 3, Qwen3-ASR and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1256,7 +1274,7 @@ REFUSED = (
     ),
     Feature(
         "Images and videos of other models than Qwen2.5-VL, Qwen3-VL and Qwen3.5, but images of Gemma 3 and Mistral 3; "
-        "audio but of Qwen3-ASR",
+        "audio but of Qwen3-ASR and Whisper",
         "nobody has compared what their encoders give",
         "serve text only, with --language-model-only",
         _multimodal_inputs,
@@ -1328,10 +1346,10 @@ REFUSED = (
         _latent_attention,
     ),
     Feature(
-        "Encoder-decoder models",
-        "cross attention is not covered",
-        "serve a decoder-only model",
-        lambda config: _when(config.model_config.is_encoder_decoder, "encoder-decoder models"),
+        "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",
+        "cross attention has not been run with others, nor on GPUs",
+        "serve a decoder-only model, or leave --max-model-len out",
+        _encoder_decoder,
     ),
     Feature(
         "Other runners than generate and pooling",

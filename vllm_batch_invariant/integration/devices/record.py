@@ -12,7 +12,7 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
-from ..engine import loading, request_state, resumption, weights
+from ..engine import encoder_outputs, loading, request_state, resumption, weights
 from ..layers import delta_rule, encoders, int8, mrope, norm, pooling, quantised, review, short_conv
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
@@ -119,6 +119,7 @@ class VllmDevice:
         generators.install()
         request_state.install()
         resumption.install_in_worker()
+        encoder_outputs.install_in_worker()
         self.install_linear()
         self.install_collectives()
         if tensor_tree.k_slices() > 1:

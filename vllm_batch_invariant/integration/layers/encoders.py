@@ -7,6 +7,7 @@ follows from its own patches and its grid, or from its own sound, whatever it sh
 """
 
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..reviews import encoding, patch_points, ran, sources
 from . import convolution
 
 HEAD_SIZES = (64, 72, 80)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3 and Qwen3-ASR."""
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Qwen3-ASR and Whisper."""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
 _ONLY_ON = {"vllm.v1.worker.gpu.": "cuda", "vllm.v1.attention.backends.utils.": "cuda"}
@@ -61,7 +62,7 @@ def problem_of(layer: Any) -> str | None:
         return None if layer.enable_linear else "it is a convolution that is not a matmul"
     if isinstance(layer, convolution.Conv1d | convolution.Conv2d):
         return convolution.problem_of(layer)
-    if type(layer) is not replaced.get(patch_points.MM_ENCODER_ATTENTION.attribute):
+    if patch_points.MM_ENCODER_ATTENTION.attribute not in [base.__name__ for base in type(layer).__mro__]:
         return None
     if layer.head_size not in HEAD_SIZES:
         return f"encoders have heads of size {', '.join(map(str, HEAD_SIZES))}, and this one of {layer.head_size}"
@@ -102,14 +103,27 @@ def _forward(
 
 
 def prepare(model: Any) -> None:
-    """Have the encoders of audio of a loaded model multiply where they convolve, and see what is theirs alone."""
+    """Have the encoders of audio of a loaded model multiply where they convolve, attend by ours in classes of their
+    own, too, and see what is theirs alone.
+    """
     if "audio" not in ran().encoded.get(type(model).__name__, ()):
         return
     for name in getattr(model, "_tower_model_names", ()):
         tower = model.get_submodule(name)
         convolution.replace_in(tower)
+        _attend_by_ours(tower)
         if hasattr(tower, "conv_chunksize"):
             _fill_chunks(tower)
+
+
+def _attend_by_ours(tower: torch.nn.Module) -> None:
+    """Have attention in a class that a model derives from vLLM's (Whisper's) be ours, too."""
+    base: Any = patch_points.MM_ENCODER_ATTENTION.get()
+    for layer in tower.modules():
+        kind = type(layer)
+        if isinstance(layer, base) and kind.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            layer.__class__ = type(f"BatchInvariant{kind.__name__}", (kind,), {"__module__": __name__})
+            layer._forward_method = MethodType(_forward, layer)
 
 
 def _fill_chunks(tower: Any) -> None:

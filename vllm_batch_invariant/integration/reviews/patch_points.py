@@ -352,7 +352,10 @@ MEMBERS = {
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
-    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+    "MODEL_RUNNER": (
+        *("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+        "_execute_mm_encoder",
+    ),
     "RENDERER": ("_process_mm_uuids",),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),

@@ -119,7 +119,7 @@ def _written(model: Any) -> dict[str, str | None]:
 
 
 def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """A prompt for vLLM's ``add_request``."""
+    """A prompt for vLLM's ``add_request``. One without items for a model that answers about sound alone has a sound."""
     written, data, done = list[int](), dict[str, list[Any]](), 0
     for item in sorted(items, key=lambda item: item["at"]):
         at = min(item["at"], len(tokens))
@@ -127,7 +127,10 @@ def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]
         data.setdefault(item["kind"], []).append(data_of(item))
         done = at
     made: dict[str, Any] = {"prompt_token_ids": [*written, *tokens[done:]]}
-    return made | {"multi_modal_data": data} if data else made
+    if not llm.llm_engine.model_config.is_encoder_decoder:
+        return made | {"multi_modal_data": data} if data else made
+    sounds = data or {"audio": [wave(_sizes(llm, "audio")[0][0], 0)]}
+    return {"encoder_prompt": {"prompt": "", "multi_modal_data": sounds}, "decoder_prompt": made}
 
 
 def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]]) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def about(llm: Any) -> dict[str, Any]:
         tried = [(size, _tokens_of(llm, kind, size)) for size in _sizes(llm, kind)]
         sizes = [[list(size), count] for size, count in tried if 0 < count <= room]
         if sizes:
-            kinds[kind] = {"sizes": sizes, "most": min(4, model.multimodal_config.get_limit_per_prompt(kind))}
+            kinds[kind] = {"sizes": sizes, "most": min(4, _processor(llm).info.allowed_mm_limits[kind])}
     forget(llm)
     return {"kinds": kinds, "whole": whole} if kinds else {}
 
