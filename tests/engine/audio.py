@@ -85,6 +85,8 @@ OF_TRANSCRIPTS = (
     "<|prev|>",
 )
 """Tokens of Whisper's prompts, the first in the place of :data:`START`."""
+FIRST_TIME = 2000
+"""The token of the time 0, behind which all are times."""
 
 
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
@@ -101,7 +103,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     made.save_pretrained(folder)
     size, named = config.get_text_config().vocab_size, {}
     if config.model_type == "whisper":
-        special = dict(enumerate(OF_TRANSCRIPTS, START))
+        special = dict(enumerate(OF_TRANSCRIPTS, START)) | {FIRST_TIME: "<|0.00|>"}
         sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
         sound["chunk_length"] = 2 * config.max_source_positions * HOP // RATE
     else:

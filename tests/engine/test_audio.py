@@ -14,9 +14,12 @@ import transformers
 
 from tests.engine import audio, images, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
-from tests.engine.test_images import text
+from tests.engine.test_images import by_tools, text
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.outcome import Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -145,6 +148,8 @@ class Served:
     encoded: dict[str, Any]
     faults: dict[str, list[str]]
     beside_new: dict[str, dict[str, Any]]
+    fuzzed: dict[str, str]
+    checked: dict[str, CheckResults]
     model: torch.nn.Module
     extract: Any
 
@@ -204,7 +209,8 @@ def served(engine_of: Starts) -> Callable[[str], Served]:
             call = "answers_beside_new", family.targets[:3], family.targets[3:]
             others = () if family.has_caches else (audio.OF_ORDER, audio.OF_REQUESTS)
             beside = {fault: engine.call("tests.engine.audio:with_fault", fault, *call) for fault in ("", *others)}
-        return Served(family, runs, encoded, faults, beside, model, extract)
+            found = by_tools(engine) if family.has_caches else ({}, {})
+        return Served(family, runs, encoded, faults, beside, *found, model, extract)
 
     return serve
 
@@ -248,6 +254,20 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, served: Callab
     faults = dict(served(name).faults)
     assert faults.pop("") == []
     assert [fault for fault, moved in faults.items() if not moved] == []
+
+
+def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call(
+    served: Callable[[str], Served],
+) -> None:
+    found = served("qwen3-asr")
+    assert found.fuzzed[""] == ""
+    assert found.fuzzed["tower"]
+    outcomes = {
+        fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
+        for fault, results in found.checked.items()
+    }
+    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), found.checked[""].gaps
+    assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
 
 
 def test_plain_vllm_fails_the_same_comparison(engine_of: Starts) -> None:

@@ -96,8 +96,9 @@ def placeholders(llm: Any) -> dict[str, list[int]]:
     """The tokens by which a prompt says where an item stands, by kind; empty of an engine that encodes none."""
     from ...integration.reviews import encoding
 
-    kinds = encoding.encoded(llm.llm_engine.model_config)
-    if not kinds:
+    model = llm.llm_engine.model_config
+    kinds = encoding.encoded(model)
+    if not kinds or model.is_encoder_decoder:
         return {}
     written, tokenizer, dummies = llm.apply_model(_written)[0], llm.get_tokenizer(), _processor(llm).dummy_inputs
     texts = {kind: written.get(kind) or dummies.get_dummy_text({kind: 1}) for kind in kinds}
@@ -119,7 +120,7 @@ def _written(model: Any) -> dict[str, str | None]:
 
 
 def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """A prompt for vLLM's ``add_request``. One without items for a model that answers about sound alone has a sound."""
+    """A prompt for vLLM's ``add_request``."""
     written, data, done = list[int](), dict[str, list[Any]](), 0
     for item in sorted(items, key=lambda item: item["at"]):
         at = min(item["at"], len(tokens))
@@ -127,10 +128,7 @@ def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]
         data.setdefault(item["kind"], []).append(data_of(item))
         done = at
     made: dict[str, Any] = {"prompt_token_ids": [*written, *tokens[done:]]}
-    if not llm.llm_engine.model_config.is_encoder_decoder:
-        return made | {"multi_modal_data": data} if data else made
-    sounds = data or {"audio": [wave(_sizes(llm, "audio")[0][0], 0)]}
-    return {"encoder_prompt": {"prompt": "", "multi_modal_data": sounds}, "decoder_prompt": made}
+    return made | {"multi_modal_data": data} if data else made
 
 
 def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]]) -> dict[str, Any]:
@@ -156,6 +154,22 @@ def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]])
     messages = [{"role": "user", "content": content}]
     made = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return {"prompt": made, "multi_modal_data": {"image": pictures}}
+
+
+def require_text(info: Mapping[str, Any]) -> None:
+    """Refuse an engine whose every request needs a recording, which drawn ones have not.
+
+    Args:
+        info: what a driver says of its engine.
+
+    Raises:
+        NoTestError: it is one.
+    """
+    if info.get("encoder_decoder"):
+        raise NoTestError(
+            "the model answers about audio alone, and a check asks about tokens: compare what its server transcribes "
+            "of a file alone and beside others"
+        )
 
 
 def about(llm: Any) -> dict[str, Any]:
