@@ -13,6 +13,10 @@ class LibsndfileError(RuntimeError):
     code = 1
 
 
+def available_formats():
+    return {"WAV": "WAV (Microsoft)"}
+
+
 class SoundFile:
     def __init__(self, file):
         try:
