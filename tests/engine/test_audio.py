@@ -256,12 +256,12 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, served: Callab
     assert [fault for fault, moved in faults.items() if not moved] == []
 
 
-def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call(
+def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzzer_nothing(
     served: Callable[[str], Served],
 ) -> None:
+    """The fault is one of calls with several items, as most requests that are drawn have themselves."""
     found = served("qwen3-asr")
     assert found.fuzzed[""] == ""
-    assert found.fuzzed["tower"]
     outcomes = {
         fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
         for fault, results in found.checked.items()
