@@ -145,6 +145,7 @@ class Witness:
     async def make(self) -> None:
         """Compute the canaries, again if weights are replaced meanwhile. Where they cannot be, the log says why."""
         if why := self._missing():
+            self._changed.clear()  # else who follows the weights would be here again at once
             logger.warning("No witness: %s.", why)
             return
         while True:
