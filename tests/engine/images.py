@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,8 +91,6 @@ def qwen3_5() -> transformers.PretrainedConfig:
 
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
-    import tokenizers
-
     made = multimodal.model(config, dtype)
     with torch.no_grad():  # else images would hardly change an answer
         for name, weight in made.named_parameters():
@@ -102,19 +100,13 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     made.save_pretrained(folder)
     special = SPECIAL | (OF_GEMMA if config.model_type == "gemma3" else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(list(special.values()))
-    tokenizer.add_tokens(list(LINES.values()))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
     named = {"image_token": special[IMAGE], "boi_token": special[START], "eoi_token": special[END]}
     seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
     parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     text = "{{ messages[0].content }}"
     template = "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
-    settings = kind | {"extra_special_tokens": named, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    settings = {"extra_special_tokens": named, "chat_template": template}
+    save_tokenizer(folder, words, list(special.values()), settings, list(LINES.values()))
     patch = config.vision_config.patch_size
     if config.model_type == "gemma3":
         file, tower = folder / "model.safetensors", "vision_tower."
@@ -145,6 +137,26 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     return made
 
 
+def save_tokenizer(
+    folder: Path, words: dict[str, int], special: list[str], settings: dict[str, Any], added: Sequence[str] = ()
+) -> None:
+    """A tokenizer of words, some of them special; others may have spaces.
+
+    Args:
+        words: with their tokens.
+        settings: of ``tokenizer_config.json``.
+    """
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(list(added))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | settings))
+
+
 def picture(patch: int, grid: Sequence[int], seed: int) -> np.ndarray:
     """[height, width, 3] bytes of so many patches, with edges and noise."""
     rng = np.random.default_rng(seed)
@@ -170,6 +182,31 @@ def answers(
         requests: each with a ``prompt`` of tokens, ``images`` and ``videos`` as (grid, seed), one for each token of
             an image or a video, and ``params``.
         patch: pixels of a patch's side.
+        reset: of :func:`answers_about`.
+    """
+    from PIL import Image
+
+    def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
+        pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
+        films = [film(patch, grid, seed) for grid, seed in request["videos"]]
+        items = ({"image": pictures} if pictures else {}) | ({"video": films} if films else {})
+        return {"prompt_token_ids": request["prompt"]} | ({"multi_modal_data": items} if items else {})
+
+    return answers_about(llm, requests, prompt_of, reset, preempted_after)
+
+
+def answers_about(
+    llm: Any,
+    requests: Sequence[dict[str, Any]],
+    prompt_of: Callable[[dict[str, Any]], dict[str, Any]],
+    reset: str = "",
+    preempted_after: int = 4,
+) -> dict[str, Any]:
+    """Send requests together, and wait for all of them.
+
+    Args:
+        requests: each with ``params``.
+        prompt_of: a request's tokens, images and the like, as vLLM takes them.
         reset: "cache" lets go of the prefix cache and of what was encoded first, "prefix" of the first alone, "encoder"
             of the second; "running" also of what runs after so many steps.
 
@@ -177,22 +214,15 @@ def answers(
         as ``sent_together``, with what each request got in ``given``, the tokens of its ``prompt`` among it, and
         ``calls``: how often the tower was called, with how many items.
     """
-    from PIL import Image
     from vllm import SamplingParams
 
     from vllm_batch_invariant.verify.harness.drive import describe
 
     if reset in ("cache", "encoder", "running"):
         llm.llm_engine.reset_encoder_cache()
-    asked = []
-    for number, request in enumerate(requests):
-        pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
-        films = [film(patch, grid, seed) for grid, seed in request["videos"]]
-        items = {"image": pictures} if pictures else {}
-        items |= {"video": films} if films else {}
-        given: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
-        given |= {"multi_modal_data": items} if items else {}
-        asked.append((number, given, SamplingParams(**request["params"])))
+    asked = [
+        (number, prompt_of(request), SamplingParams(**request["params"])) for number, request in enumerate(requests)
+    ]
     before = dict(encoded(llm))
     found, counts = sent_together(llm, asked, reset if reset in ("cache", "prefix", "running") else "", preempted_after)
     calls = {name: count - before.get(name, 0) for name, count in encoded(llm).items()}
@@ -225,13 +255,15 @@ def encoded(llm: Any) -> dict[str, int]:
 
 def _counted(model: torch.nn.Module) -> dict[str, int]:
     """Counts from when it is first asked."""
-    tower = getattr(model, "visual", None) or model.vision_tower
+    names = dict(model.named_modules())
+    [tower] = [names[name] for name in ("visual", "vision_tower", "audio_tower", "model.encoder") if name in names]
     if not hasattr(tower, "counted"):
         tower.counted = {"calls": 0, "items": 0}
 
         def count(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             module.counted["calls"] += 1
-            module.counted["items"] += len(named.get("grid_thw", given[-1]))  # Gemma 3's has pictures alone
+            sizes = named.get("grid_thw", named.get("feature_lens"))
+            module.counted["items"] += len(given[-1] if sizes is None else sizes)  # Gemma 3's has pictures alone
 
         tower.register_forward_pre_hook(count, with_kwargs=True)
     return dict(tower.counted)

@@ -45,7 +45,11 @@ def found(**changes: Any) -> list[str]:
         model_config=SimpleNamespace(**model | changes),
         **others,
     )
-    names = [name for name in ROWS if any(part in name for part in ("ultimodal", "mages and videos", "Images whose"))]
+    names = [
+        name
+        for name in ROWS
+        if any(part in name for part in ("ultimodal", "mages and videos", "Images whose", "s, videos and"))
+    ]
     assert len(names) == 9
     return [what for name in names if (what := ROWS[name].found(config))]
 
@@ -86,6 +90,34 @@ def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.Mo
     assert of_first_runner == ["image inputs with the first model runner"]
 
 
+def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    heard = {"architecture": "Qwen3ASRForConditionalGeneration", "limits": {"audio": 8}}
+    assert found(**heard) == []
+    said = f"audio inputs of {heard['architecture']} with"
+    assert found(**heard, tensor_parallel_size=2) == [f"{said} tensor parallelism 2"]
+    assert found(**heard, pipeline_parallel_size=2) == ["audio inputs with pipeline parallelism 2"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**heard) == ["audio inputs with vLLM 0.33.0"]
+
+
+def test_cross_attention_passes_on_a_cpu_over_as_many_rows_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Encoder-decoder")]
+
+    def said(device: str = "cpu", **changes: Any) -> str | None:
+        items = SimpleNamespace(get_limit_per_prompt=lambda kind: 1)
+        whisper = {"is_encoder_decoder": True, "is_multimodal_model": True, "max_model_len": 448}
+        whisper |= {"architecture": "WhisperForConditionalGeneration", "multimodal_config": items}
+        model = SimpleNamespace(**whisper | changes, hf_config=SimpleNamespace(max_source_positions=1500))
+        return row.used(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device)))
+
+    assert said() is None
+    assert said("cuda") == "cross attention on a GPU"
+    assert said(architecture="BartForConditionalGeneration") == "cross attention of BartForConditionalGeneration"
+    assert said(max_model_len=1501) == "cross attention with --max-model-len 1501"
+    assert said(is_encoder_decoder=False) is None
+
+
 def test_images_whose_tokens_see_each_other_pass_in_steps_that_have_them_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,8 +153,8 @@ def test_several_gpus_share_an_encoder_or_its_images_where_what_is_untried_start
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Checkpoints of Qwen3.5 that see images, on a GPU"],
-        ROWS["Mistral 3 as text"],
+        ROWS["Qwen3-ASR, Whisper, and checkpoints of Qwen3.5 that see images, on a GPU"],
+        ROWS["Mistral 3, Qwen3-ASR and Whisper as text"],
     )
     assert on_gpus.devices == ("cuda",)
 
@@ -193,7 +225,6 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
             "Mamba or linear attention",
         ),
         ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
-        ("Encoder-decoder models", {"is_encoder_decoder": True}, "encoder-decoder models"),
         ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
         (
             "Other models, dtypes and rotary embeddings in exact arithmetic",

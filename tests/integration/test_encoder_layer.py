@@ -70,12 +70,12 @@ def test_other_devices_and_arithmetics_refuse_encoders_and_a_cpu_other_kinds() -
     assert attention_cpu.Backend.supports_attn_type("encoder_only")
     assert not attention_cpu.ExactBackend.supports_attn_type("encoder_only")
     for kind in (FixedSplitAttention, ExactAttention):
-        with pytest.raises(NotCovered, match="encoder_only attention"):
-            kind(4, 64, 0.125, 2, attn_type="encoder_only")
-    for other in ("encoder", "encoder_decoder"):
-        with pytest.raises(NotCovered, match=f"{other} attention"):
-            attention_cpu.CpuFixedSplitAttention(4, 64, 0.125, 2, attn_type=other)
-    with pytest.raises(NotCovered, match="an encoder with a KV cache in fp8"):
+        for attends in ("encoder_only", "encoder_decoder"):
+            with pytest.raises(NotCovered, match=f"{attends} attention"):
+                kind(4, 64, 0.125, 2, attn_type=attends)
+    with pytest.raises(NotCovered, match="encoder attention"):
+        attention_cpu.CpuFixedSplitAttention(4, 64, 0.125, 2, attn_type="encoder")
+    with pytest.raises(NotCovered, match="encoder_only attention with a KV cache in fp8"):
         layer(kv_cache_dtype="fp8")
     with pytest.raises(NotCovered, match="heads of size 16"):
         layer(16)
@@ -85,16 +85,17 @@ def test_other_devices_and_arithmetics_refuse_encoders_and_a_cpu_other_kinds() -
 
 def test_flex_attention_is_refused_when_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ATTENTION.name, "flex")
-    with pytest.raises(NotCovered, match=f"an encoder with {ATTENTION.name}=flex"):
+    with pytest.raises(NotCovered, match=f"encoder_only attention with {ATTENTION.name}=flex"):
         layer()
     attention_cpu.CpuFixedSplitAttention(4, 64, 0.125, 2)
 
 
 def test_an_encoders_layer_is_known_where_ours_serves_it() -> None:
-    kind = named("vllm.model_executor.layers.attention.EncoderOnlyAttention")
-    review.check(bare(kind, impl=layer(), head_size=64, head_size_v=64))
-    with pytest.raises(NotCovered, match="its kernels are not ours"):
-        review.check(bare(kind, impl=SimpleNamespace(), head_size=64))
+    for name in ("EncoderOnlyAttention", "CrossAttention"):
+        kind = named(f"vllm.model_executor.layers.attention.{name}")
+        review.check(bare(kind, impl=layer(), head_size=64, head_size_v=64))
+        with pytest.raises(NotCovered, match="its kernels are not ours"):
+            review.check(bare(kind, impl=SimpleNamespace(), head_size=64))
 
 
 @pytest.mark.parametrize("pooler", ["bert.BertPooler", "modernbert.ModernBertPooler"])

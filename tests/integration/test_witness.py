@@ -106,6 +106,7 @@ def test_engines_of_one_server_that_differ_have_none(log: pytest.LogCaptureFixtu
     ("change", "said"),
     [
         ({"runner_type": "pooling"}, "the model generates nothing"),
+        ({"is_encoder_decoder": True}, "the model answers about audio"),
         ({"max_model_len": 100}, "--max-model-len is 100"),
         ({"max_logprobs": 0}, "--max-logprobs is 0"),
     ],
@@ -119,6 +120,24 @@ def test_a_server_that_cannot_compute_it_says_why(
     assert f"No witness: {said}" in log.text.replace("the canaries need a context of 320 tokens, and ", "").replace(
         "the canaries list 5 logprobs, and ", ""
     )
+
+
+def test_a_server_that_cannot_compute_it_says_why_once_for_each_change_of_its_weights(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine(1.5)
+    engine.model_config.max_model_len = 100
+
+    async def run() -> None:
+        one = witness.Witness(engine, lambda: "fingerprint", lambda fingerprint, shown: None)
+        one.keep(None)
+        for _ in range(2):
+            one.follow("another")
+            await asyncio.sleep(0.05)
+        one._task.cancel()
+
+    asyncio.run(run())
+    assert log.text.count("No witness") == 2
 
 
 def test_an_engine_that_fails_leaves_a_server_without_one(log: pytest.LogCaptureFixture) -> None:

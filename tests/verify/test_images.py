@@ -28,6 +28,21 @@ SETTINGS = Settings(16, 64, 32, True, False, True, True, "", 1024)
 VISION = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "vision_config": {}}
 
 
+def test_a_sound_has_the_samples_of_its_seed() -> None:
+    item = {"kind": "audio", "size": [1000], "seed": 3, "at": 0}
+    made = images.data_of(item)
+    assert made.shape == (1000,)
+    assert abs(made).max() <= 1
+    assert (made == images.data_of(item)).all()
+    assert (made != images.data_of(item | {"seed": 4})).any()
+
+
+def test_an_engine_that_answers_about_audio_alone_is_refused() -> None:
+    images.require_text({"encoder_decoder": False})
+    with pytest.raises(NoTestError, match="the model answers about audio alone"):
+        images.require_text({"encoder_decoder": True})
+
+
 def test_a_picture_has_the_pixels_of_its_seed_and_a_file_has_the_same() -> None:
     pixels = images.rgb(10, 7, 3)
     assert len(pixels) == 210

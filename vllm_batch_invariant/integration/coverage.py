@@ -644,7 +644,7 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
 
 def _text_of_what_sees(config: Config) -> str | None:
     model = config.model_config
-    if not model.is_multimodal_model or model.architecture not in RAN.with_images_alone:
+    if not model.is_multimodal_model or model.architecture not in RAN.with_encoder_alone:
         return None
     return _when(not encoding.encoded(model), f"{model.architecture} as text")
 
@@ -774,6 +774,21 @@ def _both_directions(config: Config) -> str | None:
     }
     first = _first(found)
     return _when(first, f"attention of an image's tokens in both directions {first}")
+
+
+def _encoder_decoder(config: Config) -> str | None:
+    """A decoder that sees what an encoder gave, where none has run: its tokens are the last of as many positions."""
+    model = config.model_config
+    if not model.is_encoder_decoder:
+        return None
+    rows, on = getattr(model.hf_config, "max_source_positions", 0), devices.of_config(config).ops
+    found = {
+        f"of {model.architecture}": not encoding.encoded(model),
+        f"on {on.name}": on.type != "cpu",
+        f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
+    }
+    first = _first(found)
+    return _when(first, f"cross attention {first}")
 
 
 def _experts(config: Config) -> str | None:
@@ -923,6 +938,10 @@ COVERED = (
         "vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5, and those of Qwen3-VL and Gemma 3 by "
         "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
         "(--mm-encoder-tp-mode data)",
+    ),
+    Feature(
+        "Audio",
+        "of Qwen3-ASR, any number and lengths of it, and of Whisper: on a CPU with vLLM 0.32, by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1320,15 +1339,15 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Checkpoints of Qwen3.5 that see images, on a GPU",
+        "Qwen3-ASR, Whisper, and checkpoints of Qwen3.5 that see images, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU, or a text model; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3 as text",
-        "it has been run with its encoder alone",
+        "Mistral 3, Qwen3-ASR and Whisper as text",
+        "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
     ),
@@ -1356,14 +1375,14 @@ REFUSED = (
     ),
     Feature(
         "Images and videos of other models than Qwen2.5-VL, Qwen3-VL and Qwen3.5, but images of Gemma 3 and Mistral 3; "
-        "audio",
+        "audio but of Qwen3-ASR and Whisper",
         "nobody has compared what their encoders give",
         "serve text only, with --language-model-only",
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos by several GPUs, by more than two workers, or of other models than Qwen3-VL and Gemma 3 by "
-        "two; so their tree, and `--mm-encoder-tp-mode data`",
+        "Images, videos and audio by several GPUs, by more than two workers, or of other models than Qwen3-VL and "
+        "Gemma 3 by two; so their tree, and `--mm-encoder-tp-mode data`",
         "no others have shared an encoder, or the images of a step",
         "leave it out, or serve text only, with --language-model-only; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on two "
         "GPUs",
@@ -1371,7 +1390,7 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
-        "Images and videos with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
+        "Images, videos and audio with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
         "arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
         "these have not been run together",
         "leave one of the two out, or serve text only, with --language-model-only",
@@ -1386,7 +1405,7 @@ REFUSED = (
         _encoder,
     ),
     Feature(
-        "Images and videos with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
+        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
         "encoders have not been run there",
         "serve text only, with --language-model-only",
         _encoded_elsewhere,
@@ -1444,10 +1463,10 @@ REFUSED = (
         _latent_attention,
     ),
     Feature(
-        "Encoder-decoder models",
-        "cross attention is not covered",
-        "serve a decoder-only model",
-        lambda config: _when(config.model_config.is_encoder_decoder, "encoder-decoder models"),
+        "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",
+        "cross attention has not been run with others, nor on GPUs",
+        "serve a decoder-only model, or leave --max-model-len out",
+        _encoder_decoder,
     ),
     Feature(
         "Other runners than generate and pooling",

@@ -12,7 +12,7 @@ from ...ops.attention import AttentionReduction
 from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
-from ..engine import loading, request_state, resumption, weights
+from ..engine import encoder_outputs, loading, request_state, resumption, weights
 from ..layers import delta_rule, encoders, int8, mamba2, mrope, norm, pooling, quantised, review, short_conv
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
@@ -121,6 +121,7 @@ class VllmDevice:
         generators.install()
         request_state.install()
         resumption.install_in_worker()
+        encoder_outputs.install_in_worker()
         self.install_linear()
         self.install_collectives()
         if tensor_tree.k_slices() > 1:
@@ -150,6 +151,7 @@ class VllmDevice:
         Raises:
             NotCovered: a layer that nobody has read.
         """
+        encoders.prepare(worker.get_model())
         review.check(worker.get_model())
         encoders.clear_before_each_step(worker.get_model())
         weights.watch_loading(worker.get_model())

@@ -65,7 +65,7 @@ class Endpoint:
     """``GET /v1/batch_invariant``, in the form of vLLM's endpoint plugins, which also meet the server's state."""
 
     name = endpoint.NAME
-    required_tasks = ("generate", "embed", "classify", "token_embed", "token_classify")
+    required_tasks = ("generate", "transcription", "embed", "classify", "token_embed", "token_classify")
 
     def attach_router(self, app: Any) -> None:
         """Called by vLLM before the engine is there."""

@@ -145,6 +145,7 @@ class Witness:
     async def make(self) -> None:
         """Compute the canaries, again if weights are replaced meanwhile. Where they cannot be, the log says why."""
         if why := self._missing():
+            self._changed.clear()  # else who follows the weights would be here again at once
             logger.warning("No witness: %s.", why)
             return
         while True:
@@ -216,6 +217,8 @@ class Witness:
         model = self._engine.model_config
         if model.runner_type != "generate":
             return "the model generates nothing"
+        if getattr(model, "is_encoder_decoder", False):
+            return "the model answers about audio, and the canaries have none"
         if model.max_model_len < _CONTEXT:
             return f"the canaries need a context of {_CONTEXT} tokens, and --max-model-len is {model.max_model_len}"
         if 0 <= model.max_logprobs < LOGPROBS:

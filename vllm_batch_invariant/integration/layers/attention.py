@@ -1,5 +1,6 @@
 """Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits.
-Layers of encoders have no cache: all tokens of a sequence come in one step, and see each other.
+Layers of encoders have no cache: all tokens of a sequence come in one step, and see each other. Those of cross
+attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on.
 """
 
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
-from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from ... import envs
 from ...errors import NotCovered
@@ -51,9 +52,10 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        if common_attn_metadata.causal is not True and not (self._of_encoder and common_attn_metadata.causal is False):
+        if common_attn_metadata.causal is not True and not (self._sees_all and common_attn_metadata.causal is False):
             raise NotCovered(
                 "attention that is not causal over a KV cache",
                 "a row may see a key that is not there yet",
@@ -144,6 +146,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
         """Whether all tokens of a sequence see each other, without a cache."""
+        causal = attn_type == AttentionType.DECODER
         if kv_sharing_target_layer_name is not None:
             raise NotCovered(
                 "layers that share a KV cache", "the mode has not been run with them", "serve a model without them"
@@ -163,9 +166,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self._slopes, slopes = alibi_slopes, None
         if alibi_slopes is not None:
             slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.spec = AttentionSpec(
-            float(scale), sliding_window, logits_soft_cap or None, slopes, sinks, causal=not self.is_of_encoder
-        )
+        self.spec = AttentionSpec(float(scale), sliding_window, logits_soft_cap or None, slopes, sinks, causal=causal)
         """What the layer asks."""
         self.num_heads, self.head_size, self.scale = num_heads, head_size, self.spec.scale
         self.num_kv_heads = num_kv_heads or num_heads
@@ -173,15 +174,17 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"a KV cache in {kv_cache_dtype}", "the kernels do not read it", "pass --kv-cache-dtype fp8 or auto"
             )
-        if self.is_of_encoder and kv_cache_dtype in FP8_CACHES:
+        if not causal and kv_cache_dtype in FP8_CACHES:
             raise NotCovered(
-                f"an encoder with a KV cache in {kv_cache_dtype}", "it has no KV cache", "leave --kv-cache-dtype out"
+                f"{attn_type} attention with a KV cache in {kv_cache_dtype}",
+                "an encoder has no KV cache, and of what it gave none has been run in fp8",
+                "leave --kv-cache-dtype out",
             )
         self.kv_cache_dtype = kv_cache_dtype
         self.implementation = envs.ATTENTION.read()
-        if self.is_of_encoder and self.implementation not in ("auto", *self.serves_encoders):
+        if not causal and self.implementation not in ("auto", *self.serves_encoders):
             raise NotCovered(
-                f"an encoder with {envs.ATTENTION.name}={self.implementation}",
+                f"{attn_type} attention with {envs.ATTENTION.name}={self.implementation}",
                 "that implementation sees no keys after a token",
                 f"leave {envs.ATTENTION.name} out",
             )

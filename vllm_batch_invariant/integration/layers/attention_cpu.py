@@ -9,9 +9,13 @@ from .attention import ExactAttention, FixedSplitAttention, FixedSplitBackendMix
 
 
 class CpuFixedSplitAttention(FixedSplitAttention):
-    """One attention layer of a decoder or of an encoder."""
+    """One attention layer of a decoder or of an encoder, or of a decoder over what an encoder gave."""
 
-    attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    attn_types: ClassVar[tuple[str, ...]] = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     serves_encoders: ClassVar[tuple[str, ...]] = ("numba",)
 
 

@@ -38,9 +38,10 @@ OTHERS = re.compile(
     r"|(embed_multimodal|get_multimodal|get_mm|get_num_mm|get_max_frames|get_placeholder_str|register_processor)"
     r"|_?(parse_and_validate|process|postprocess)_(image|video|audio|multimodal)"
     r"|\w*encoder_(cudagraph|eager)|_?recompute_mrope|_get_expanded_positions|_create_final_video"
+    r"|get_(speech_to_text|generation_prompt|language_token|language_detection|num_audio)|parse_language_"
 )
-"""How the names of methods begin that compute nothing for a request of text: they load weights, or encode what is
-refused. No other method may use them.
+"""How the names of methods begin that compute nothing for a request of text: they load weights, encode what is refused,
+or make prompts of recordings. No other method may use them.
 """
 
 

@@ -1,12 +1,13 @@
-"""Encoders of images: their attention is ours, over the keys of each item's own sequences.
+"""Encoders of images and audio: their attention is ours, over the keys of each item's own sequences.
 
-A tower is called with the patches of several items, one after the other, and says where each sequence begins: an
-image, a frame of a video, or a window of one (Qwen2.5-VL). Sequences see none of each other, and every other layer of
-a covered tower computes row by row by operations of the mode's. So an item's embedding follows from its own patches
-and its grid, whatever it shares a call with.
+A tower is called with the patches or the frames of several items, one after the other, and says where each sequence
+begins: an image, a frame of a video, a window of one (Qwen2.5-VL), or some seconds of sound. Sequences see none of each
+other, and every other layer of a covered tower computes row by row by operations of the mode's. So an item's embedding
+follows from its own patches and its grid, or from its own sound, whatever it shares a call with.
 """
 
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ import torch.nn.functional as F
 from ... import envs
 from ...errors import NotCovered
 from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
-from ..reviews import encoding, patch_points, sources
+from ..reviews import encoding, patch_points, ran, sources
+from . import convolution
 
 HEAD_SIZES = (64, 72, 80)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and Mistral 3."""
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Qwen3-ASR and Whisper."""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
 _ONLY_ON = {"vllm.v1.worker.gpu.": "cuda", "vllm.v1.attention.backends.utils.": "cuda"}
@@ -58,7 +60,9 @@ def problem_of(layer: Any) -> str | None:
     replaced, chosen = patch_points.CUSTOM_OP.module().op_registry_oot, envs.ATTENTION.read()
     if type(layer) is replaced.get(patch_points.CONV2D.attribute):
         return None if layer.enable_linear else "it is a convolution that is not a matmul"
-    if type(layer) is not replaced.get(patch_points.MM_ENCODER_ATTENTION.attribute):
+    if isinstance(layer, convolution.Conv1d | convolution.Conv2d):
+        return convolution.problem_of(layer)
+    if patch_points.MM_ENCODER_ATTENTION.attribute not in [base.__name__ for base in type(layer).__mro__]:
         return None
     if layer.head_size not in HEAD_SIZES:
         return f"encoders have heads of size {', '.join(map(str, HEAD_SIZES))}, and this one of {layer.head_size}"
@@ -98,6 +102,52 @@ def _forward(
     return out[..., :size].reshape(query.shape)
 
 
+def prepare(model: Any) -> None:
+    """Have the encoders of audio of a loaded model multiply where they convolve, attend by ours in classes of their
+    own, too, and see what is theirs alone.
+    """
+    if "audio" not in ran().encoded.get(type(model).__name__, ()):
+        return
+    for name in getattr(model, "_tower_model_names", ()):
+        tower = model.get_submodule(name)
+        convolution.replace_in(tower)
+        _attend_by_ours(tower)
+        if hasattr(tower, "conv_chunksize"):
+            _fill_chunks(tower)
+
+
+def _attend_by_ours(tower: torch.nn.Module) -> None:
+    """Have attention in a class that a model derives from vLLM's (Whisper's) be ours, too."""
+    base: Any = patch_points.MM_ENCODER_ATTENTION.get()
+    for layer in tower.modules():
+        kind = type(layer)
+        if isinstance(layer, base) and kind.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            layer.__class__ = type(f"BatchInvariant{kind.__name__}", (kind,), {"__module__": __name__})
+            layer._forward_method = MethodType(_forward, layer)
+
+
+def _fill_chunks(tower: Any) -> None:
+    """Have a tower that convolves sound in chunks (Qwen3-ASR's) fill the last of an item as far as a whole one. vLLM
+    fills all of a call to the longest of them, and what stands behind an item decides its last row.
+    """
+    encode = tower.forward
+
+    @wraps(encode)
+    def forward(input_features: torch.Tensor, feature_lens: torch.Tensor, aftercnn_lens: torch.Tensor) -> torch.Tensor:
+        size = 2 * tower.n_window
+        if bool((feature_lens >= size).any()):
+            return encode(input_features, feature_lens, aftercnn_lens)
+        silence, whole = input_features.new_zeros(input_features.shape[0], size), feature_lens.new_tensor([size])
+        rows = encode(
+            torch.cat([input_features, silence], 1),
+            torch.cat([feature_lens, whole]),
+            torch.cat([aftercnn_lens, tower._get_cnn_output_lengths(whole)]),
+        )
+        return rows[: int(aftercnn_lens.sum())]
+
+    tower.forward = forward
+
+
 def clear_before_each_step(model: Any) -> None:
     """Have a loaded model let go of features that its tower adds to the first layers (Qwen3-VL's deepstack) before it
     embeds the tokens of a step. vLLM does so behind the model's forward, which a replayed CUDA graph does not run: the
@@ -130,7 +180,7 @@ def check(device_type: str) -> None:
     ]
     if names:
         raise NotCovered(
-            f"images in vLLM {patch_points.installed_version()}",
+            f"images and audio in vLLM {patch_points.installed_version()}",
             f"nobody has reviewed its {', '.join(names[:3])}{' and others' * (len(names) > 3)}",
             "serve text only, with --language-model-only",
         )

@@ -123,7 +123,7 @@ def _is_known(kind: type) -> bool:
 def _of_layer(layer: torch.nn.Module) -> str | None:
     """Of a layer of a known class."""
     method = getattr(layer, "quant_method", None)
-    if type(layer).__name__ in ("Attention", "EncoderOnlyAttention"):
+    if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention"):
         if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:

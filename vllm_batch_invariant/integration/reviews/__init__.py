@@ -220,7 +220,7 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
         multimodal_on_cpus_alone: multimodal models that no GPU has run.
-        with_images_alone: multimodal models that have not been run without their encoder.
+        with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
@@ -238,7 +238,7 @@ class Ran:
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
-        encoding: versions whose engines have encoded images, by device.
+        encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
@@ -249,7 +249,7 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     encoded_by_two: tuple[str, ...]
     multimodal_on_cpus_alone: tuple[str, ...]
-    with_images_alone: tuple[str, ...]
+    with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]

@@ -5,7 +5,7 @@ from typing import Any
 from . import ran
 
 ATTENTION = ("auto", "numba", "triton")
-"""Implementations of attention that encoders of images have been run with."""
+"""Implementations of attention that encoders have been run with."""
 
 
 def taken(model: Any) -> list[str]:

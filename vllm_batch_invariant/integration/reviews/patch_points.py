@@ -373,7 +373,7 @@ MEMBERS = {
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
     "MODEL_RUNNER": (
         *("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
-        "_get_prompt_logprobs_dict",
+        *("_get_prompt_logprobs_dict", "_execute_mm_encoder"),
     ),
     "PUNICA_WRAPPER": ("_update_base_metadata",),
     "LORA_WORKER": ("_load_adapter",),

@@ -129,7 +129,7 @@ class EngineRun:
         many_answers: answers to :meth:`many` requests.
 
     Raises:
-        NoTestError: the engine's context is too short for the requests.
+        NoTestError: the engine's context is too short for the requests, or its model takes no text alone.
     """
 
     least_context = LEAST_CONTEXT
@@ -146,6 +146,7 @@ class EngineRun:
     ) -> None:
         self._engine, self._preset, self.results, self._on_progress = engine, preset, results, on_progress
         self._trace: list[tuple[float, int]] = []
+        images.require_text(engine.info)
         context = engine.info["context"]
         if context < (least := self.least_context):
             raise NoTestError(f"the engine's context of {context} tokens is too short: a check needs {least}")

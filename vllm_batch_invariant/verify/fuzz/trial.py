@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ..harness import pooling
+from ..harness import images, pooling
 from ..harness.requests import EVERY_KIND, Accepts, ordinary
 from .compare import difference
 from .finding import Row
@@ -55,6 +55,7 @@ class Trial:
         self.runner: str = info["runner"]
         self.left_out: dict[str, str] = {}
         pools = info.get("pooling") or {}
+        images.require_text(info)
         if pools:
             pooling.wanted(pools)  # refuses what cannot be compared
         lacks = dict.fromkeys((kind for kind in pooling.KINDS if kind not in pools["tasks"]), _LACKS) if pools else {}

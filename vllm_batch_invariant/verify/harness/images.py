@@ -1,4 +1,5 @@
-"""Images and videos of requests: which an engine encodes, what is drawn for them, and what is let go of between runs.
+"""Images, videos and audio of requests: which of them an engine encodes, what is drawn, and what is let go of between
+runs.
 
 A request has its items beside the tokens of its text, each with the place in the text before which it stands: plain
 data, of which pixels are made where they are needed.
@@ -19,6 +20,8 @@ SHAPES = ((1, 1), (2, 2), (1, 15), (3, 5), (5, 3), (4, 6), (8, 9))
 """Rows and columns of what is drawn, in the smallest squares that a processor keeps as they are."""
 FRAMES = 4
 """Of a video."""
+SECONDS = (0.05, 0.3, 0.99, 1.0, 1.6, 3.1)
+"""Of sound."""
 DIFFERENT = 5
 """Pictures of each size: so few that requests soon have the same."""
 OF_SERVERS = ((224, 224), (224, 448), (448, 224), (448, 448))
@@ -29,8 +32,8 @@ _TRIED = 0.34
 """Part of the context that one item may take."""
 
 Item = dict[str, Any]
-"""``kind`` ("image" or "video"), ``size`` ([height, width], or [frames, height, width]), ``seed`` and ``at``, the token
-of the text before which it stands.
+"""``kind`` ("image", "video" or "audio"), ``size`` ([height, width], [frames, height, width] or [samples]), ``seed``
+and ``at``, the token of the text before which it stands.
 """
 
 
@@ -60,11 +63,24 @@ def png(height: int, width: int, seed: int) -> bytes:
     return made
 
 
+def wave(samples: int, seed: int) -> Any:
+    """[samples] in fp32 from -1 to 1: three rectangles of random lengths, one after the other and again, and noise."""
+    import numpy as np
+
+    chance = random.Random(f"{samples} {seed}")
+    lengths = [chance.randint(4, 200) for _ in range(3)]
+    period = np.concatenate([np.full(length, sign * 60.0) for sign, length in zip((1, -1, 0), lengths, strict=True)])
+    noise = np.frombuffer(chance.randbytes(samples), np.int8) / 4
+    return ((np.resize(period, samples) + noise) / 128).astype(np.float32)
+
+
 def data_of(item: Mapping[str, Any]) -> Any:
-    """What vLLM takes for an item: a picture, or frames with what is known of them."""
+    """What vLLM takes for an item: a picture, frames with what is known of them, or samples at the model's rate."""
     import numpy as np
     from PIL import Image
 
+    if item["kind"] == "audio":
+        return wave(item["size"][0], item["seed"])
     if item["kind"] == "image":
         height, width = item["size"]
         return Image.frombytes("RGB", (width, height), rgb(height, width, item["seed"]))
@@ -80,8 +96,9 @@ def placeholders(llm: Any) -> dict[str, list[int]]:
     """The tokens by which a prompt says where an item stands, by kind; empty of an engine that encodes none."""
     from ...integration.reviews import encoding
 
-    kinds = encoding.encoded(llm.llm_engine.model_config)
-    if not kinds:
+    model = llm.llm_engine.model_config
+    kinds = encoding.encoded(model)
+    if not kinds or model.is_encoder_decoder:
         return {}
     written, tokenizer, dummies = llm.apply_model(_written)[0], llm.get_tokenizer(), _processor(llm).dummy_inputs
     texts = {kind: written.get(kind) or dummies.get_dummy_text({kind: 1}) for kind in kinds}
@@ -96,7 +113,7 @@ def _processor(llm: Any) -> Any:
 def _written(model: Any) -> dict[str, str | None]:
     """What stands for an item in a chat, by kind; None where a chat template has it."""
     found = {}
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "audio"):
         with suppress(ValueError):  # a model has none of that kind
             found[kind] = type(model).get_placeholder_str(kind, 1)
     return found
@@ -139,8 +156,24 @@ def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]])
     return {"prompt": made, "multi_modal_data": {"image": pictures}}
 
 
+def require_text(info: Mapping[str, Any]) -> None:
+    """Refuse an engine whose every request needs a recording, which drawn ones have not.
+
+    Args:
+        info: what a driver says of its engine.
+
+    Raises:
+        NoTestError: it is one.
+    """
+    if info.get("encoder_decoder"):
+        raise NoTestError(
+            "the model answers about audio alone, and a check asks about tokens: compare what its server transcribes "
+            "of a file alone and beside others"
+        )
+
+
 def about(llm: Any) -> dict[str, Any]:
-    """What requests depend on of an engine that encodes images; empty for any other.
+    """What requests depend on of an engine that encodes images or audio; empty for any other.
 
     Returns:
         ``kinds``: by kind ``sizes`` (size and tokens of each that may be drawn) and ``most`` items of a request;
@@ -156,7 +189,7 @@ def about(llm: Any) -> dict[str, Any]:
         tried = [(size, _tokens_of(llm, kind, size)) for size in _sizes(llm, kind)]
         sizes = [[list(size), count] for size, count in tried if 0 < count <= room]
         if sizes:
-            kinds[kind] = {"sizes": sizes, "most": min(4, model.multimodal_config.get_limit_per_prompt(kind))}
+            kinds[kind] = {"sizes": sizes, "most": min(4, _processor(llm).info.allowed_mm_limits[kind])}
     forget(llm)
     return {"kinds": kinds, "whole": whole} if kinds else {}
 
@@ -164,6 +197,8 @@ def about(llm: Any) -> dict[str, Any]:
 def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     """Sizes that a processor keeps as they are."""
     processor = _processor(llm).info.get_hf_processor()
+    if kind == "audio":
+        return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
     size = of_kind.size
     if size.get("height"):

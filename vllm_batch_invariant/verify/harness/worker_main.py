@@ -148,6 +148,7 @@ def describe_engine(llm: Any) -> dict[str, Any]:
         "most_logprobs": config.model_config.max_logprobs,
         "pooling": pooling.about(llm),
         "images": images.about(llm),
+        "encoder_decoder": bool(config.model_config.is_encoder_decoder),
         "tokenizer": not config.model_config.skip_tokenizer_init,
         "page": config.cache_config.block_size,
         "pages": config.cache_config.num_gpu_blocks,

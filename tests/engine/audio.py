@@ -1,0 +1,255 @@
+"""Tiny models of random weights that hear audio, with their processors; and what an engine gives requests with some."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.engine import images, multimodal
+from vllm_batch_invariant.integration.layers import attention, encoders
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
+from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
+from vllm_batch_invariant.verify.harness.worker_main import preemptions
+
+AUDIO, START, END = 4000, 4002, 4003
+SPECIAL = {AUDIO: "<|audio_pad|>", START: "<|audio_start|>", END: "<|audio_end|>"}
+"""Tokens of the models here."""
+RATE, HOP = 16000, 160
+"""Samples a second, and of a frame."""
+
+
+def qwen3_asr() -> transformers.PretrainedConfig:
+    """A tower with two heads of 64 and three convolutions: a second of sound is 13 tokens, which see eight seconds.
+    Positions of the decoder have three rows, which are equal.
+    """
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+    text = multimodal.TEXT | {
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_parameters": rope,
+    }
+    tower = {"encoder_layers": 2, "d_model": 128, "encoder_attention_heads": 2, "encoder_ffn_dim": 320}
+    return transformers.Qwen3ASRConfig(
+        architectures=["Qwen3ASRForConditionalGeneration"],
+        text_config=text,
+        audio_config=tower | {"output_dim": 512, "downsample_hidden_size": 24},
+        audio_token_id=AUDIO,
+        pad_token_id=0,
+        eos_token_id=2,
+        tie_word_embeddings=True,
+    )
+
+
+def whisper() -> transformers.PretrainedConfig:
+    """A tower with two heads of 64, two convolutions and 300 rows for six seconds, and a decoder that sees them."""
+    half = {"layers": 2, "attention_heads": 2, "ffn_dim": 320}
+    sizes = {f"{of}_{name}": size for of in ("encoder", "decoder") for name, size in half.items()}
+    return transformers.WhisperConfig(
+        architectures=["WhisperForConditionalGeneration"],
+        **sizes,
+        vocab_size=4096,
+        d_model=128,
+        max_source_positions=300,
+        max_target_positions=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=START,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+
+
+MODELS: dict[str, Any] = {
+    "qwen3_asr": transformers.Qwen3ASRForConditionalGeneration,
+    "whisper": transformers.WhisperForConditionalGeneration,
+}
+"""Classes of Transformers', by the type of a configuration."""
+OF_TRANSCRIPTS = (
+    "<|startoftranscript|>",
+    "<|en|>",
+    "<|de|>",
+    "<|transcribe|>",
+    "<|translate|>",
+    "<|notimestamps|>",
+    "<|prev|>",
+)
+"""Tokens of Whisper's prompts, the first in the place of :data:`START`."""
+FIRST_TIME = 2000
+"""The token of the time 0, behind which all are times."""
+
+
+def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint with a tokenizer of words and a processor."""
+    torch.manual_seed(0)
+    made = MODELS[config.model_type](config)
+    with torch.no_grad():  # else audio would hardly change an answer
+        for name, weight in made.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(weight, std=0.1)
+            elif not name.startswith(("model.language_model", "model.decoder.embed")) and weight.dim() > 1:
+                weight.mul_(4)
+    made = made.to(dtype)
+    made.save_pretrained(folder)
+    size, named = config.get_text_config().vocab_size, {}
+    if config.model_type == "whisper":
+        special = dict(enumerate(OF_TRANSCRIPTS, START)) | {FIRST_TIME: "<|0.00|>"}
+        sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
+        sound["chunk_length"] = 2 * config.max_source_positions * HOP // RATE
+    else:
+        special = SPECIAL
+        named = {"audio_token": SPECIAL[AUDIO], "audio_bos_token": SPECIAL[START], "audio_eos_token": SPECIAL[END]}
+        sound = {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "min_length": 0, "feature_size": 128}
+    words = {special.get(number, f"w{number}"): number for number in range(size)}
+    images.save_tokenizer(folder, words, list(special.values()), {"extra_special_tokens": named})
+    (folder / "preprocessor_config.json").write_text(json.dumps(sound))
+    processor = type(made).__name__.replace("ForConditionalGeneration", "Processor")
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": processor}))
+    return made
+
+
+def sound(samples: int, seed: int) -> np.ndarray:
+    """[samples] in fp32: tones that rise and fall, and noise."""
+    rng, time = np.random.default_rng(seed), np.arange(samples) / RATE
+    tones = sum(np.sin(2 * np.pi * (base + 300 * np.sin(3 * time)) * time) for base in rng.uniform(100, 3000, 3))
+    return (0.2 * tones + 0.05 * rng.standard_normal(samples)).astype(np.float32)
+
+
+def answers(llm: Any, requests: Sequence[dict[str, Any]], reset: str = "", preempted_after: int = 4) -> dict[str, Any]:
+    """Send requests together, and wait for all of them; run by the driver.
+
+    Args:
+        requests: each with a ``prompt`` of tokens, ``sounds`` as (samples, seed), one for each token of an audio, and
+            ``params``.
+        reset: of :func:`tests.engine.images.answers_about`.
+    """
+
+    return images.answers_about(llm, requests, partial(prompt_of, llm), reset, preempted_after)
+
+
+def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """A request's tokens and sounds, as vLLM takes them."""
+    sounds = [(sound(samples, seed), RATE) for samples, seed in request["sounds"]]
+    prompt, data = {"prompt_token_ids": request["prompt"]}, {"multi_modal_data": {"audio": sounds}} if sounds else {}
+    if not llm.llm_engine.model_config.is_encoder_decoder:
+        return prompt | data
+    return {"encoder_prompt": {"prompt": ""} | data, "decoder_prompt": prompt}
+
+
+def frames(count: int, bins: int, seed: int) -> torch.Tensor:
+    """[bins, count] of a log-mel spectrogram, as a processor hands them on."""
+    return torch.randn(bins, count, generator=torch.Generator().manual_seed(seed))
+
+
+def embeddings(llm: Any, lengths: Sequence[int], calls: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What an encoder gives for items; run by the driver.
+
+    Args:
+        lengths: frames of each.
+        calls: which items each has.
+
+    Returns:
+        ``moved``: items that get other bits in a call with others than in one of their own; ``shapes`` and digests
+        (``alone``) of what each gets in its own.
+    """
+    return llm.apply_model(partial(_embeddings, lengths, calls))[0]
+
+
+def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: torch.nn.Module) -> dict[str, Any]:
+    tower: Any = model.audio_tower if hasattr(model, "audio_tower") else model.model.encoder
+    device = next(tower.parameters()).device
+    given = [frames(count, tower.num_mel_bins, seed).to(device) for seed, count in enumerate(lengths)]
+
+    def encode(call: Sequence[int]) -> Sequence[torch.Tensor]:
+        if not hasattr(model, "audio_tower"):  # silence behind a sound is encoded, too
+            most = 2 * tower.max_source_positions
+            padded = [torch.nn.functional.pad(given[item], (0, most - lengths[item]), value=-0.5) for item in call]
+            return model.embed_multimodal(input_features=torch.stack(padded))
+        counts = torch.tensor([lengths[item] for item in call])
+        return model.embed_multimodal(
+            input_audio_features=torch.cat([given[item] for item in call], 1),
+            audio_feature_lengths=counts,
+            feature_attention_mask=[torch.ones(count) for count in counts],
+        )
+
+    with torch.inference_mode():
+        alone = [encode([item])[0] for item in range(len(lengths))]
+        moved = [
+            f"{item} in {list(call)}"
+            for call in calls
+            for item, one in zip(call, encode(call), strict=True)
+            if not torch.equal(one, alone[item])
+        ]
+    digests = [hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for one in alone]
+    return {"moved": moved, "shapes": [list(one.shape) for one in alone], "alone": digests}
+
+
+def answers_beside_new(llm: Any, first: Sequence[dict[str, Any]], later: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What requests get of which the first are preempted, and come back in the step in which the others begin; run by
+    the driver.
+
+    Returns:
+        ``given`` in the order of the requests, and ``preemptions``.
+    """
+    from vllm import SamplingParams
+
+    engine, before, steps = llm.llm_engine, preemptions(llm), list[list[Any]]()
+
+    def add(requests: Sequence[dict[str, Any]], number: int) -> None:
+        for place, request in enumerate(requests, number):
+            engine.add_request(str(place), prompt_of(llm, request), SamplingParams(**request["params"]))
+
+    add(first, 0)
+    for outputs in drive(engine):
+        steps.append(outputs)
+        if len(steps) == 2:
+            engine.reset_prefix_cache(reset_running_requests=True)
+            add(later, len(first))
+    done = finished(steps)
+    given = [describe(done[str(number)]) for number in range(len(first) + len(later))]
+    return {"given": given, "preemptions": preemptions(llm) - before}
+
+
+OF_CALLS = "attention over the whole call"
+OF_LENGTHS = "splits by the longest sequence"
+OF_CHUNKS = "chunks filled to the longest of the call"
+OF_ORDER = "outputs of an encoder in the order of the schedule"
+OF_REQUESTS = "splits of cross attention by the number of requests"
+
+
+def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
+    """What another function here gives while an engine has a fault that lets items or requests see their company."""
+    runner = patch_points.MODEL_RUNNER.get()
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == OF_CALLS:
+            patch.setattr(encoders, "attend", images._attend_over_all)
+        elif fault == OF_LENGTHS:
+            patch.setattr(encoders, "attend", images._attend_by_the_longest)
+        elif fault == OF_CHUNKS:
+            llm.apply_model(lambda model: patch.setattr(model.audio_tower, "forward", _encode_of(model.audio_tower)))
+        elif fault == OF_ORDER:
+            patch.setattr(runner, "_execute_mm_encoder", runner._execute_mm_encoder.__wrapped__)
+        elif fault == OF_REQUESTS:
+            patch.setattr(attention, "attend", _attend_by_requests)
+        return globals()[method](llm, *arguments)
+
+
+def _encode_of(tower: Any) -> Any:
+    """vLLM's."""
+    return tower.forward.__wrapped__
+
+
+def _attend_by_requests(call: PagedAttention, *others: Any) -> torch.Tensor:
+    if not call.spec.causal and len(call.seq_lens) > 1:
+        call = replace(call, reduction=AttentionReduction(32, key_tile=32))
+    return attend(call, *others)

@@ -1,0 +1,329 @@
+"""Models that hear audio: an item's embedding follows from its own sound, so a request has the same bits alone, among
+others with other audio, from the caches, in chunks and after preemption; and is near what Transformers gives.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine import audio, images, multimodal
+from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
+from tests.engine.test_images import by_tools, text
+from vllm_batch_invariant.envs import UNTRIED
+from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
+from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.outcome import Outcome
+
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
+
+SECOND = audio.RATE
+SHORTEST = 201
+"""Samples: a processor mirrors half a window of 400 at each end."""
+TOLERANCE = 2e-5
+"""Of logprobs in fp32 beside float64, absolute: rounding of two layers of a tower, and of two of a decoder."""
+Requests = list[dict[str, Any]]
+
+
+def params(count: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": count, "logprobs": 20, "ignore_eos": True}
+
+
+def asked(seed: int, before: int, lengths: Sequence[int], after: int = 3, count: int = 6) -> dict[str, Any]:
+    """A request with tokens, a sound of so many samples each, and some tokens behind each."""
+    prompt = text(before, seed)
+    for place in range(len(lengths)):
+        prompt += [audio.START, audio.AUDIO, audio.END, *text(after, seed + 50 + place)]
+    sounds = [(one, 100 * seed + place) for place, one in enumerate(lengths)]
+    return {"prompt": prompt, "sounds": sounds, "params": params(count)}
+
+
+def heard(seed: int, samples: int, before: int = 1, count: int = 6) -> dict[str, Any]:
+    """A request about one sound, with tokens of a transcript before it is written."""
+    prompt = [audio.START, *text(before, seed)]
+    return {"prompt": prompt, "sounds": [(samples, 100 * seed)], "params": params(count)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of models, and what is asked of it.
+
+    Attributes:
+        config: of a checkpoint.
+        settings: of an engine.
+        targets: requests that are looked at; the fourth and the fifth differ in their sounds alone.
+        few: others before them.
+        many: others behind them.
+        has_caches: whether prefixes and embeddings are kept.
+        lengths: frames of items.
+        calls: items that share one.
+        few_lengths: of items that an encoder with a fault is given.
+        few_calls: which of them share one.
+        faults: of its encoder.
+    """
+
+    config: Callable[[], transformers.PretrainedConfig]
+    settings: dict[str, Any]
+    targets: Requests
+    few: Requests
+    many: Requests
+    has_caches: bool
+    lengths: tuple[int, ...]
+    calls: tuple[Sequence[int], ...]
+    few_lengths: tuple[int, ...]
+    few_calls: tuple[Sequence[int], ...]
+    faults: tuple[str, ...]
+
+    @property
+    def runs(self) -> dict[str, tuple[Requests, slice, str]]:
+        runs = images.runs_of(self.targets, self.few, self.many)
+        return {name: run for name, run in runs.items() if self.has_caches or not name.startswith("from ")}
+
+
+QWEN3_ASR = Family(
+    config=audio.qwen3_asr,
+    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    | {"limit_mm_per_prompt": '{"audio": 4}'},
+    targets=[
+        asked(1, 60, [17 * SECOND + 77], 20),  # over borders of steps and pages
+        asked(2, 7, [SECOND // 2, 3 * SECOND, SHORTEST]),
+        asked(3, 20, [SECOND]),
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
+        asked(5, 40, []),
+    ],
+    few=[asked(11, 3, [2 * SECOND, SECOND // 4]), asked(12, 45, []), asked(13, 1, [9 * SECOND])],
+    many=[
+        asked(20 + n, 1 + 7 * n % 40, [[], [SECOND // 5], [SHORTEST, SECOND + 300], [3 * SECOND]][n % 4], count=2)
+        for n in range(24)
+    ],
+    has_caches=True,
+    lengths=(*range(1, 213), 799, 800, 801, 1037, 3000),
+    calls=(
+        range(0, 217, 2), range(216, 0, -3), [0, 1], [1, 0], [5, 216, 5], [216, 99], range(40), [98, 99, 100],
+        [99, 98], [212, 49, 213, 48, 214], [7] * 30, [30, *[11] * 20, 215],
+    ),
+    few_lengths=(1, 7, 50, 99, 100, 101, 250, 640, 801),
+    few_calls=([0, 1], [0, 7], [3, 2], [6, 5, 3], [8, 7, 6, 2, 0]),
+    faults=(audio.OF_CALLS, audio.OF_LENGTHS, audio.OF_CHUNKS),
+)  # fmt: skip
+WHISPER = Family(
+    config=audio.whisper,
+    settings={"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
+    targets=[
+        heard(1, 6 * SECOND, 3),
+        heard(2, SECOND // 2, 130),  # over the border of a page
+        heard(3, SHORTEST),
+        heard(4, 2 * SECOND, 9) | {"sounds": [(2 * SECOND, 400)]},
+        heard(4, 2 * SECOND, 9) | {"sounds": [(2 * SECOND, 401)]},
+        heard(5, 9 * SECOND, 40),  # of which three seconds are cut off
+    ],
+    few=[heard(11, 3 * SECOND, 200), heard(12, SECOND, count=12), heard(13, 5 * SECOND, 20, 2)],
+    many=[heard(20 + n, SHORTEST + n * SECOND // 5, 1 + 7 * n % 40, 1 + n % 3) for n in range(24)],
+    has_caches=False,
+    lengths=(*range(0, 601, 24), 1, 599),
+    calls=([0, 1], [1, 0], range(27), range(26, 0, -5), [25] * 9, [3, 25, 3]),
+    few_lengths=(1, 100, 600),
+    few_calls=([0, 1], [2, 1, 0]),
+    faults=(audio.OF_CALLS,),
+)
+FAMILIES = {"qwen3-asr": QWEN3_ASR, "whisper": WHISPER}
+LIMITS = {"max_logprobs": -1, "skip_mm_profiling": True, "dtype": "float32"}
+
+
+@dataclass
+class Served:
+    """What an engine gave: answers by their run, embeddings of items alone and in calls, the same with faults; answers
+    to requests that come back beside new ones, and with faults of what lies behind the encoder; and its checkpoint.
+    """
+
+    family: Family
+    runs: dict[str, dict[str, Any]]
+    encoded: dict[str, Any]
+    faults: dict[str, list[str]]
+    beside_new: dict[str, dict[str, Any]]
+    fuzzed: dict[str, str]
+    checked: dict[str, CheckResults]
+    model: torch.nn.Module
+    extract: Any
+
+    def given(self, name: str) -> list[dict[str, Any]]:
+        return self.runs[name]["given"][self.family.runs[name][1]]
+
+    @property
+    def alone(self) -> list[dict[str, Any]]:
+        return [self.given(f"alone {number}")[0] for number in range(len(self.family.targets))]
+
+
+Starts = Callable[[str, str | None], tuple[Engine, Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    """An engine of a family's model in the mode ("1") or without it (None); the model, and what extracts features."""
+    version, on = pytest.importorskip("vllm").__version__, "cuda" if torch.cuda.is_available() else "cpu"
+    if not version.startswith(RAN.encoding[on]):
+        pytest.skip("encoders have not run here")
+    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
+
+    @cache
+    def made(name: str) -> tuple[str, Any, Any]:
+        folder = tmp_path_factory.mktemp("model")
+        model = audio.save(FAMILIES[name].config(), torch.float32, folder)
+        return str(folder), model, transformers.AutoFeatureExtractor.from_pretrained(folder)
+
+    def start(name: str, flag: str | None) -> tuple[Engine, Any, Any]:
+        if name == "whisper" and on != "cpu":
+            pytest.skip("cross attention has not run here")
+        folder, model, extract = made(name)
+        settings = LIMITS | OF_DEVICE | FAMILIES[name].settings | ({} if flag else {"enforce_eager": True})
+        environment = SETTINGS | {"PYTHONPATH": path, UNTRIED.name: "1"}
+        return Engine(folder, arguments_of(settings), flag, environment, patience=400), model, extract
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def served(engine_of: Starts) -> Callable[[str], Served]:
+    @cache
+    def serve(name: str) -> Served:
+        family = FAMILIES[name]
+        starting, model, extract = engine_of(name, "1")
+        with starting as engine:
+            runs = {
+                run: engine.call("tests.engine.audio:answers", requests, reset)
+                for run, (requests, _, reset) in family.runs.items()
+            }
+            encoded = engine.call("tests.engine.audio:embeddings", family.lengths, [[*call] for call in family.calls])
+            call = "embeddings", family.few_lengths, family.few_calls
+            faults = {
+                fault: engine.call("tests.engine.audio:with_fault", fault, *call)["moved"]
+                for fault in ("", *family.faults)
+            }
+            call = "answers_beside_new", family.targets[:3], family.targets[3:]
+            others = () if family.has_caches else (audio.OF_ORDER, audio.OF_REQUESTS)
+            beside = {fault: engine.call("tests.engine.audio:with_fault", fault, *call) for fault in ("", *others)}
+            found = by_tools(engine) if family.has_caches else ({}, {})
+        return Served(family, runs, encoded, faults, beside, *found, model, extract)
+
+    return serve
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_request_with_audio_has_the_same_bits_in_any_company(name: str, served: Callable[[str], Served]) -> None:
+    found = served(name)
+    runs, alone = found.runs, found.alone
+    differing = {run: differing_answers(found.given(run), alone) for run in runs if "alone" not in run}
+    assert {run: numbers for run, numbers in differing.items() if numbers} == {}
+    assert runs["behind 3"]["calls"]["items"] > runs["behind 3"]["calls"]["calls"], "no items shared a call"
+    assert runs["preempted"]["preemptions"] > 0
+    assert alone[3]["completions"] != alone[4]["completions"], "the model does not listen"
+    if found.family.has_caches:
+        assert runs["from the prefix cache"]["calls"]["calls"] == 0
+        assert runs["from the prefix cache"]["cached"][0] >= 128
+        assert runs["from the cache of embeddings"]["calls"]["calls"] == 0
+        assert max(runs["from the cache of embeddings"]["cached"]) == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_requests_that_come_back_beside_new_ones_have_the_same_bits(name: str, served: Callable[[str], Served]) -> None:
+    found = served(name)
+    differing = {fault: differing_answers(run["given"], found.alone) for fault, run in found.beside_new.items()}
+    assert differing.pop("") == []
+    assert found.beside_new[""]["preemptions"] == 3
+    assert [fault for fault, numbers in differing.items() if not numbers] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_item_of_any_length_has_the_same_bits_whatever_shares_its_call(
+    name: str, served: Callable[[str], Served]
+) -> None:
+    found = served(name)
+    assert found.encoded["moved"] == []
+    assert len(set(found.encoded["alone"])) == len(found.family.lengths)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoders_with_faults_fail_the_same_comparison(name: str, served: Callable[[str], Served]) -> None:
+    faults = dict(served(name).faults)
+    assert faults.pop("") == []
+    assert [fault for fault, moved in faults.items() if not moved] == []
+
+
+def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzzer_nothing(
+    served: Callable[[str], Served],
+) -> None:
+    """The fault is one of calls with several items, as most requests that are drawn have themselves."""
+    found = served("qwen3-asr")
+    assert found.fuzzed[""] == ""
+    outcomes = {
+        fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
+        for fault, results in found.checked.items()
+    }
+    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), found.checked[""].gaps
+    assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
+
+
+def test_plain_vllm_fails_the_same_comparison(engine_of: Starts) -> None:
+    with engine_of("qwen3-asr", None)[0] as engine:
+        call = QWEN3_ASR.few_lengths, QWEN3_ASR.few_calls
+        assert engine.call("tests.engine.audio:embeddings", *call)["moved"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[[str], Served]) -> None:
+    found = served(name)
+    targets, model, errors = found.family.targets, found.model.double().eval(), []
+    for number, target in enumerate(targets):
+        given = found.given("together")[number]
+        [answer] = given["completions"]
+        ends = [place for place, token in enumerate(answer["tokens"]) if token in audio.SPECIAL]  # to be a sound
+        tokens = answer["tokens"][: ends[0] + 1 if ends else None]
+        expected = by_transformers(model, found.extract, target, given["prompt"], tokens)
+        listed = [
+            (place, token, float.fromhex(logprob))
+            for place, entry in enumerate(answer["logprobs"][: len(expected)])
+            for token, logprob, _ in entry
+        ]
+        errors.append(max(abs(logprob - expected[place, token].item()) for place, token, logprob in listed))
+    assert max(errors) < TOLERANCE, errors
+    prompt = found.given("together")[3]["prompt"]
+    one, other = (by_transformers(model, found.extract, targets[number], prompt, [7]) for number in (3, 4))
+    assert (one - other).abs().max() > 10 * TOLERANCE, "another sound is as near"
+
+
+def by_transformers(
+    model: Any, extract: Any, target: dict[str, Any], prompt: list[int], answer: list[int]
+) -> torch.Tensor:
+    """[tokens of the answer, vocabulary] logprobs.
+
+    Args:
+        model: in float64.
+        extract: makes features of a sound.
+        target: with its sounds.
+        prompt: its tokens, one for each row that a tower gives of what stands in it.
+        answer: tokens.
+    """
+    is_whisper = model.config.model_type == "whisper"
+    form = {} if is_whisper else {"padding": True, "return_attention_mask": True}
+    made = [
+        extract(audio.sound(samples, seed), sampling_rate=SECOND, return_tensors="pt", **form)
+        for samples, seed in target["sounds"]
+    ]
+    given: dict[str, torch.Tensor] = {}
+    names = {"input_features": "input_features"} | ({} if is_whisper else {"attention_mask": "input_features_mask"})
+    longest = max((one["input_features"].shape[-1] for one in made), default=0)
+    for theirs, ours in names.items() if made else ():
+        rows = [torch.nn.functional.pad(one[theirs], (0, longest - one[theirs].shape[-1])) for one in made]
+        given[ours] = torch.cat(rows)
+    given |= {"input_features": given["input_features"].double()} if made else {}
+    tokens = torch.tensor([prompt + answer[:-1]])
+    with torch.no_grad():
+        logits = model(**{"decoder_input_ids" if is_whisper else "input_ids": tokens}, **given).logits[0]
+    return logits[-len(answer) :].log_softmax(-1)

@@ -1,0 +1,107 @@
+"""Convolutions and attention of encoders of audio, and what they are called with."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from tests.assertions import assert_near, assert_same_bits
+from vllm_batch_invariant.aten import set_batch_invariant_mode
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.layers import convolution, encoders, review
+
+CASES: dict[str, tuple[type[torch.nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "over time": (torch.nn.Conv1d, (40, 61), {"padding": 1}),
+    "over time, every second": (torch.nn.Conv1d, (40, 62), {"padding": 1, "stride": 2}),
+    "over frequencies and time": (torch.nn.Conv2d, (3, 17, 25), {"padding": 1, "stride": 2}),
+    "of another height than width": (torch.nn.Conv2d, (3, 9, 12), {"stride": (1, 3), "padding": (0, 2), "bias": False}),
+}
+
+
+def layer(kind: type[torch.nn.Module], channels: int, dtype: torch.dtype, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(channels, 24, 3, **settings).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_a_convolution_gives_an_item_the_same_bits_in_any_call(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, sizes, settings = CASES[case]
+    made, x = layer(kind, sizes[0], dtype, **settings), torch.randn(9, *sizes).to(dtype)
+    expected = layer(kind, sizes[0], torch.float64, **settings)
+    expected.load_state_dict(made.state_dict())
+    encoders.convolution.replace_in(made)
+    assert review._problem(made) is None
+    with set_batch_invariant_mode():
+        together = made(x)
+        assert_near(together, expected(x.double()), factor=2)
+        for number, item in enumerate(x):
+            assert_same_bits(made(item[None])[0], together[number], f"item {number}")
+            assert_same_bits(made(item), together[number], f"item {number} by itself")
+        monkeypatch.setattr(convolution, "_UNFOLDED", 1)
+        assert_same_bits(made(x), together, "in pieces")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"groups": 2}, {"dilation": 2}, {"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}],
+    ids=str,
+)
+def test_other_convolutions_are_refused(settings: dict[str, Any]) -> None:
+    made = layer(torch.nn.Conv1d, 4, torch.float32, **settings)
+    convolution.replace_in(made)
+    with pytest.raises(NotCovered, match="a convolution in groups, with gaps, or with other padding than zeros"):
+        review.check(made)
+
+
+def test_a_convolution_of_pytorchs_is_refused() -> None:
+    with pytest.raises(NotCovered, match=r"torch\.nn\.modules\.conv\.Conv1d"):
+        review.check(layer(torch.nn.Conv1d, 4, torch.float32))
+
+
+class Tower(torch.nn.Module):
+    """What vLLM's tower of Qwen3-ASR has that is called, and what it was called with; a chunk is of eight frames."""
+
+    n_window, conv_chunksize = 4, 500
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[list[int], list[int]]] = []
+
+    def forward(
+        self, input_features: torch.Tensor, feature_lens: torch.Tensor, aftercnn_lens: torch.Tensor
+    ) -> torch.Tensor:
+        assert input_features.shape[1] == feature_lens.sum()
+        self.called.append((feature_lens.tolist(), aftercnn_lens.tolist()))
+        return torch.arange(int(aftercnn_lens.sum()))
+
+    def _get_cnn_output_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
+        return (lengths + 1) // 2
+
+
+def prepared() -> Any:
+    model: Any = type("Qwen3ASRForConditionalGeneration", (torch.nn.Module,), {})()
+    model.audio_tower, model._tower_model_names = Tower(), ["audio_tower"]
+    encoders.prepare(model)
+    return model.audio_tower
+
+
+@pytest.mark.parametrize(("lengths", "called"), [([3, 5], [3, 5, 8]), ([3, 8], [3, 8]), ([9], [9]), ([1], [1, 8])])
+def test_sound_is_encoded_beside_a_whole_chunk(lengths: list[int], called: list[int]) -> None:
+    tower, given = prepared(), torch.tensor(lengths)
+    after = (given + 1) // 2
+    assert tower(torch.zeros(128, sum(lengths)), feature_lens=given, aftercnn_lens=after).tolist() == list(
+        range(after.sum())
+    )
+    assert tower.called == [(called, [(one + 1) // 2 for one in called])]
+
+
+def test_towers_of_other_models_stay_as_they_are() -> None:
+    model: Any = SimpleNamespace(tower=torch.nn.Conv1d(1, 1, 1), _tower_model_names=["tower"])
+    encoders.prepare(model)
+    assert type(model.tower) is torch.nn.Conv1d
