@@ -379,6 +379,23 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
+def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> None:
+    """Nemotron-H's, of so many requests with one new token, with drafts and with more than a chunk has."""
+    for dtype in dtypes:
+        reduction = DeltaRuleReduction.of(128, 64, dtype, solve=False)
+        integers, of_heads = torch.zeros(count + 1, dtype=torch.int32), torch.zeros(64)
+        for longest, rows in ((1, 16), (4, 32), (100, 16)):
+            held = torch.zeros(count, reduction.page_bytes(8, 64, rows), dtype=torch.uint8)
+            states = DeltaStates(held, integers[1:], integers, integers[1:], longest, rows)
+            projected = torch.zeros(count * longest, 64 * 64 + 2 * 8 * 128 + 64, dtype=dtype)
+            mixed, dt = projected[:, :-64], projected[:, -64:]
+            g, steps = delta_rule.mamba2_gates(dt, of_heads, of_heads.to(dtype))
+            x, b, c = mixed.split([64 * 64, 8 * 128, 8 * 128], dim=1)
+            q, k, v = (one.unflatten(1, (-1, size)) for one, size in ((c, 128), (b, 128), (x, 64)))
+            for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
+                delta_rule.delta_rule(q, k, v, g, steps, states, reduction, of_heads.to(dtype), decode=decode)
+
+
 def gradients_of_attention(heads: Heads, count: int) -> None:
     """Those of two sequences of so many tokens each."""
     query, key = (torch.zeros(2 * count, number, heads.size, dtype=heads.dtype) for number in (heads.query, heads.kv))
@@ -839,6 +856,7 @@ def check_some(more: bool) -> None:
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
     check_all("delta rules", launch_on(90, delta_rules, 2), False)
+    check_all("state spaces", launch_on(90, state_spaces, 2), False)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
     check("products of e4m3 on a Hopper are wgmma, promoted once", {one.promotions for one in found} == {1.0})
     found = [one for one in launch_on(90, experts_in_codes, 512, 256) if one.name == moe.grouped_gemm_kernel.__name__]
@@ -1014,6 +1032,11 @@ def row_variants() -> None:
         launch_on(90, launch)
 
 
+def delta_rule_variants() -> None:
+    for launch in (delta_rules, state_spaces):
+        launch_on(90, launch, 3, (*HALVES, torch.float32))
+
+
 def exact_variants() -> None:
     for launch in EVERY_KIND.values():
         launch_on(90, launch)
@@ -1029,7 +1052,7 @@ VARIANTS = {
     "attention_backward": partial(launch_on, 90, every_gradient_of_attention),
     "moe": partial(launch_on, 90, every_expert),
     "causal_conv": partial(launch_on, 90, convolutions, 3),
-    "delta_rule": partial(launch_on, 90, delta_rules, 3, (*HALVES, torch.float32)),
+    "delta_rule": delta_rule_variants,
     "kv_cache": partial(launch_on, 90, written_caches, 3),
     "quantise": partial(launch_on, 90, every_code),
     "scaled_linear": partial(launch_on, 90, every_product_of_e4m3),

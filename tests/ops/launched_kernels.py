@@ -38,6 +38,7 @@ from tests.ops.compiled_kernels import (
     narrow_gemms,
     packed_layer,
     pretend_a_gpu,
+    state_spaces,
     turned_heads,
     written_caches,
 )
@@ -142,6 +143,7 @@ BATCHES = {
     "caches": written_caches,
     "convolutions": convolutions,
     "delta rules": delta_rules,
+    "state spaces": state_spaces,
     "weights of integers": lambda _: decoded_weights(),
     "exact arithmetic": exact_batch,
     "around FlexAttention": lambda count: flex(Heads(8, 2, 128, torch.bfloat16), 64, count),

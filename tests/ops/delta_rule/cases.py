@@ -1,5 +1,5 @@
-"""Requests that pass through a gated delta net in steps, as an engine does it: in pages that others have left, at any
-cut.
+"""Requests that pass through a gated delta net or a state space in steps, as an engine does it: in pages that others
+have left, at any cut.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_batch_invariant.ops.delta_rule import DeltaPages, DeltaRuleReduction, DeltaStates, delta_rule
+from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
 
 
 class Rows(NamedTuple):
@@ -50,12 +51,16 @@ class Layer:
     pages: int = 40
     chunk: int = 16
     solve: bool = True
+    skip: torch.Tensor | None = None
     reduction: DeltaRuleReduction = field(init=False)
     states: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.reduction = DeltaRuleReduction(self.key_size, self.value_size, self.dtype, self.chunk, solve=self.solve)
         self.rows = self.reduction.rows(self.drafts)
+        if not self.solve:
+            generator = torch.Generator().manual_seed(self.value_heads)
+            self.skip = torch.randn(self.value_heads, generator=generator).to(self.device)
         size = self.reduction.page_bytes(self.key_heads, self.value_heads, self.rows)
         self.states = torch.full((self.pages, size), 255, dtype=torch.uint8, device=self.device)
 
@@ -100,8 +105,12 @@ class Layer:
             int(lengths.max()),
             self.rows,
         )
-        out = delta_rule(*Rows.joined([new, behind]), states, self.reduction)
+        out = delta_rule(*Rows.joined([new, behind]), states, self.reduction, self.skip)
         return list(out[: new.tokens].split([rows.tokens for _, _, rows in parts]))
+
+    def definition(self, x: Rows) -> torch.Tensor:
+        """What a request gets in float64."""
+        return definition(*x, self.solve, self.skip)[0]
 
     def whole(self, x: Rows, page: int = 1) -> torch.Tensor:
         """A request in one step."""

@@ -7,21 +7,29 @@ from tests.assertions import DTYPES, assert_same_bits
 from tests.ops.conftest import Device
 from tests.ops.delta_rule.cases import Layer, Rows
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates, cpu, delta_rule, gdn_inputs
+from vllm_batch_invariant.ops.delta_rule import (
+    DeltaRuleReduction,
+    DeltaStates,
+    cpu,
+    delta_rule,
+    gdn_inputs,
+    mamba2_inputs,
+)
 from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
 from vllm_batch_invariant.ops.delta_rule.reference import gdn_inputs as definition_of_inputs
+from vllm_batch_invariant.ops.delta_rule.reference import mamba2_gates
 
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Root mean square of the error against float64, relative to that of the result."""
 LENGTH = 50
 
 
-@pytest.fixture
-def layer(device: Device) -> Layer:
+@pytest.fixture(params=[True, False], ids=["delta rule", "state space"])
+def layer(device: Device, request: pytest.FixtureRequest) -> Layer:
     """fp16 alone is the same in Triton's interpreter, which truncates to bf16, and takes a second a call."""
     if device.is_interpreted:
-        return Layer(device.type, torch.float16, 1, 2, 16, 16)
-    return Layer(device.type, torch.bfloat16)
+        return Layer(device.type, torch.float16, 1, 2, 16, 16, solve=request.param)
+    return Layer(device.type, torch.bfloat16, solve=request.param)
 
 
 @pytest.fixture
@@ -59,43 +67,22 @@ def verified(layer: Layer, x: Rows, wrong: Rows, first: int, seed: int, after: C
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", [0.05, 0.001, 2.0, 0.0, 100.0], ids="gates of mean -{}".format)
-def test_values_are_near_the_definition(device, dtype, gate):
-    layer = Layer(device.type, dtype, 1, 2, 32, 16)
+@pytest.mark.parametrize("solve", [True, False], ids=["delta rule", "state space"])
+def test_values_are_near_the_definition(device, dtype, gate, solve):
+    if device.is_interpreted and not solve and gate not in (0.05, 100.0):
+        pytest.skip("takes the interpreter seconds")
+    layer = Layer(device.type, dtype, 1, 2, 32, 16, solve=solve)
     x = layer.tokens(20 if device.is_interpreted else 200, 3, gate)
-    found = error(layer.whole(x).cpu(), definition(*x)[0].cpu())
+    found = error(layer.whole(x).cpu(), layer.definition(x).cpu())
     assert found <= ERROR[dtype] * (40 if dtype == torch.float32 and gate > 1 else 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate", [0.05, 0.0], ids="gates of mean -{}".format)
-def test_values_of_a_state_space_are_near_the_definition(dtype, gate):
-    layer = Layer("cpu", dtype, 1, 2, 32, 16, solve=False)
-    x = layer.tokens(200, 3, gate)
-    expected = definition(*x, solve=False)[0]
-    assert error(layer.whole(x), expected) <= ERROR[dtype]
-    assert error(definition(*x)[0], expected) > 0.1, "a delta rule is another function"
-
-
-def test_a_state_space_has_the_same_bits_at_every_cut():
-    layer = Layer("cpu", torch.float32, drafts=3, solve=False)
-    x, wrong = layer.tokens(LENGTH, 3), layer.tokens(LENGTH, 4)
-    expected = layer.whole(x)
-    for first in range(1, 49):
-        assert_same_bits(layer.cut(x, first, LENGTH - first), expected, f"cut at {first}")
-    assert_same_bits(layer.cut(x, *LENGTH * [1]), expected, "decode")
-    for seed in range(4):
-        assert_same_bits(verified(layer, x, wrong, 5, seed), expected, f"drafts, {seed}")
-    layer.step([(1, 0, x.part(0, 17))])
-    layer.parts.low.zero_()
-    [rest] = layer.step([(1, 17, x.part(17, LENGTH))])
-    assert not torch.equal(rest, expected[17:]), "a state that a call rounds to bf16 shows"
-
-
-def test_a_state_space_is_refused_elsewhere():
-    layer = Layer("cpu", torch.float32, solve=False)
-    elsewhere = Layer("meta", torch.float32, solve=False)
-    with pytest.raises(NotCovered, match="a state space on device 'meta'"):
-        elsewhere.step([(1, 0, Rows(*(one.to("meta") for one in layer.tokens(3, 3))))])
+def test_a_state_space_without_its_parts_is_another_function():
+    """The bounds of the test before would show it."""
+    layer = Layer("cpu", torch.float32, 1, 2, 32, 16, solve=False)
+    x = layer.tokens(60, 3)
+    for other in (definition(*x, skip=layer.skip), definition(*x, False), definition(*x, False, -layer.skip)):
+        assert error(layer.whole(x), other[0]) > 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,6 +151,8 @@ def test_a_state_that_a_call_rounds_to_bf16_shows(layer, length):
 
 
 def test_a_request_has_the_same_bits_alone_and_among_others(device, layer):
+    if device.is_interpreted and not layer.solve:
+        pytest.skip("takes the interpreter seconds")
     most = 3 if device.is_interpreted else 32
     requests = {
         page: layer.tokens(1 + page * 7 % (13 if device.is_interpreted else 40), page) for page in range(1, most + 1)
@@ -272,7 +261,9 @@ def test_a_page_without_tokens_is_neither_read_nor_written(layer):
     assert (~same).nonzero().flatten().tolist() == [1, 3]
 
 
-def test_strides_move_no_bit(layer, length):
+def test_strides_move_no_bit(device, layer, length):
+    if device.is_interpreted and not layer.solve:
+        pytest.skip("takes the interpreter seconds")
     x = layer.tokens(length, 3)
     expected = layer.whole(x)
     apart = torch.full((length, x.v[0].numel() + 16), torch.nan, dtype=x.v.dtype, device=x.v.device)
@@ -331,6 +322,26 @@ def test_operands_of_a_gated_delta_net_are_near_the_definition(device, dtype):
         part = slice(row, row + 1)
         for one, all_rows in zip(gdn_inputs(apart[part], a[part], b[part], a_log, dt_bias, 2, 32), given, strict=True):
             assert_same_bits(one, all_rows[part], f"row {row} alone")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_of_a_state_space_are_near_the_definition(device, dtype):
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device.type, dtype)
+
+    mixed, dt, dt_bias = drawn(9, 3 * 16 + 2 * 2 * 32), 20 * drawn(9, 6)[:, 3:], drawn(3)
+    a = -torch.rand(3, generator=generator).to(device.type)
+    c, b, x, g, steps = mamba2_inputs(mixed, dt, a, dt_bias, 1, 64)
+    for made, expected in zip((g, steps), mamba2_gates(dt, a, dt_bias), strict=True):
+        torch.testing.assert_close(made.double(), expected, rtol=2e-6, atol=1e-30)
+    assert_same_bits(torch.cat([x.flatten(1), b.flatten(1), c.flatten(1)], 1), mixed, "x, B and C")
+    assert [one.shape[1:] for one in (c, b, x)] == [(1, 64), (1, 64), (3, 16)]
+    alone = mamba2_inputs(mixed[8:], dt[8:], a, dt_bias, 1, 64)
+    assert_same_bits(torch.cat(alone[3:]), torch.stack([g[8], steps[8]]), "row 8 alone")
+    with pytest.raises(ValueError, match="no state space of"):
+        mamba2_inputs(mixed, dt, a[:2], dt_bias, 1, 64)
 
 
 def test_what_does_not_fit_is_refused(device, layer):

@@ -1,4 +1,6 @@
-"""The kernels of the gated delta rule as an NVIDIA GPU runs them, with heads of published models."""
+"""The kernels of the gated delta rule and of Mamba-2's state space as an NVIDIA GPU runs them, with heads of published
+models.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -9,14 +11,22 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.delta_rule.cases import Layer
 from vllm_batch_invariant.ops.delta_rule import DeltaStates, cuda
-from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
 
 LENGTH = 150
 
 
+def layer_of(dtype: torch.dtype, solve: bool, drafts: int = 3) -> Layer:
+    return Layer("cuda", dtype, 2, 4, 128, 128 if solve else 64, drafts=drafts, solve=solve)
+
+
+@pytest.fixture(params=[True, False], ids=["delta rule", "state space"])
+def solve(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
-def layer(request: pytest.FixtureRequest) -> Layer:
-    return Layer("cuda", request.param, 2, 4, 128, 128, drafts=3)
+def layer(request: pytest.FixtureRequest, solve: bool) -> Layer:
+    return layer_of(request.param, solve)
 
 
 SCHEDULES = [(16, 1), (32, 1), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
@@ -41,15 +51,15 @@ def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
 
 
 @pytest.mark.parametrize("schedule", [cuda.FEW, cuda.MANY, cuda.ONE_INSTRUCTION], ids=str)
-def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, schedule):
-    layer = Layer("cuda", torch.float32, 2, 4, 128, 128, drafts=3)
+def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, schedule, solve):
+    layer = layer_of(torch.float32, solve)
     assert_a_schedule_moves_no_bit(layer, monkeypatch, schedule.block, schedule.num_warps)
 
 
 @pytest.mark.parametrize("requests", [1, 7, 8, 40])
-def test_a_request_has_the_same_bits_in_a_step_of_any_number(requests):
+def test_a_request_has_the_same_bits_in_a_step_of_any_number(requests, solve):
     """Decode has another schedule for many."""
-    layer = Layer("cuda", torch.bfloat16, 2, 4, 128, 128)
+    layer = layer_of(torch.bfloat16, solve, drafts=0)
     x, other = layer.tokens(40, 3), layer.tokens(40, 4)
     expected = layer.whole(x)
     layer.states.fill_(255)
@@ -70,10 +80,10 @@ def test_products_that_cancel_are_the_same_in_prefill_and_decode(layer):
         assert_same_bits(layer.cut(x, *lengths), expected, f"steps of {lengths[0]}")
 
 
-def test_long_requests_are_as_near_the_definition_as_short_ones():
-    layer = Layer("cuda", torch.bfloat16, 1, 2, 128, 128)
+def test_long_requests_are_as_near_the_definition_as_short_ones(solve):
+    layer = layer_of(torch.bfloat16, solve, drafts=0)
     x = layer.tokens(8192, 3, gate=0.001)
-    difference = layer.whole(x).double() - (expected := definition(*x)[0])
+    difference = layer.whole(x).double() - (expected := layer.definition(x))
     for part in (slice(0, 1024), slice(7168, 8192)):
         assert float(difference[part].square().mean().sqrt() / expected[part].square().mean().sqrt()) < 4e-3
 
@@ -87,7 +97,7 @@ def test_a_graph_gives_the_bits_of_a_call(layer):
     states = DeltaStates(
         layer.states, torch.ones(1, **integers), torch.arange(2, **integers), context, 1, layer.rows
     )  # fmt: skip
-    call = partial(cuda.delta_rule, *token, states, layer.reduction)
+    call = partial(cuda.delta_rule, *token, states, layer.reduction, layer.skip)
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

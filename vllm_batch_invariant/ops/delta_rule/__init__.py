@@ -1,15 +1,15 @@
-"""The gated delta rule of linear attention (Yang, Kautz, Hatamizadeh: arxiv.org/abs/2412.06464), whose prefill, decode
-and verify have the same bits; Qwen3-Next and Qwen3.5 call its layers gated delta nets.
+"""The gated delta rule of linear attention (Yang, Kautz, Hatamizadeh: arxiv.org/abs/2412.06464) and the state space of
+Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), whose prefill, decode and verify have the same bits; Qwen3-Next and Qwen3.5
+call layers of the first gated delta nets.
 """
 
 import torch
 
-from ...errors import NotCovered
 from ..dispatch import implementation
 from .params import DeltaStates
 from .reduction import ALIGNMENT, DeltaPages, DeltaRuleReduction
 
-__all__ = ["DeltaPages", "DeltaRuleReduction", "DeltaStates", "delta_rule", "gdn_inputs"]
+__all__ = ["DeltaPages", "DeltaRuleReduction", "DeltaStates", "delta_rule", "gdn_inputs", "mamba2_inputs"]
 
 
 def gdn_inputs(
@@ -61,6 +61,49 @@ def gdn_inputs(
     return q, k, mixed[:, -values:].unflatten(1, (value_heads, values // value_heads)), g, beta
 
 
+def mamba2_inputs(
+    mixed: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, groups: int, state_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands of :func:`delta_rule` without ``solve`` in a state space of Mamba-2, each token by itself.
+
+    Args:
+        mixed: [tokens, heads * head_size + 2 * groups * state_size] fp32, bf16 or fp16: x, B and C behind the
+            convolution and its SiLU. Rows may be any stride apart.
+        dt: [tokens, heads], what time steps are made of.
+        a: [heads] fp32, below 0.
+        dt_bias: [heads]
+        groups: of heads that have one B and one C.
+        state_size: elements of a B and a C.
+
+    Returns:
+        C and B [tokens, groups, state_size] and x [tokens, heads, head_size], views of mixed; and of the time steps
+        s = softplus(dt + dt_bias) the decays a * s and s itself, both [tokens, heads] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotCovered: a device without an implementation.
+    """
+    tokens, heads = dt.shape
+    of_groups = groups * state_size
+    values = mixed.shape[1] - 2 * of_groups
+    fits = (
+        mixed.dim() == 2
+        and mixed.stride(1) == 1
+        and len(mixed) == tokens
+        and a.shape == dt_bias.shape == (heads,)
+        and a.dtype == torch.float32
+        and values > 0
+        and values % heads == 0
+    )
+    if not fits:
+        given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (mixed, dt, a, dt_bias))
+        raise ValueError(f"no state space of {given} with {groups} groups of {state_size}")
+    g, steps = implementation("delta_rule", mixed, dt, a, dt_bias).mamba2_gates(dt, a, dt_bias)
+    x, b, c = mixed.split([values, of_groups, of_groups], dim=1)
+    b, c = (one.unflatten(1, (groups, state_size)) for one in (b, c))
+    return c, b, x.unflatten(1, (heads, values // heads)), g, steps
+
+
 def delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,6 +112,7 @@ def delta_rule(
     beta: torch.Tensor,
     states: DeltaStates,
     reduction: DeltaRuleReduction,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Of the new tokens of some requests the gated delta rule with decays e^g, as :class:`DeltaRuleReduction` says;
     states and rows are kept in the requests' pages.
@@ -82,6 +126,8 @@ def delta_rule(
         beta: [tokens, value_heads] fp32.
         states: where the requests' earlier tokens are. The new ones are written there.
         reduction: of the layer.
+        skip: [value_heads] fp32, bf16 or fp16: what a head's values are multiplied by and added to its results; None:
+            they are not added.
 
     Returns:
         [tokens, value_heads, V] of v's dtype. Rows of no request are not written. Bits of a row depend on that token
@@ -90,7 +136,7 @@ def delta_rule(
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
-        NotCovered: a device without an implementation; a reduction without ``solve`` on others than CPUs.
+        NotCovered: a device without an implementation.
     """
     tokens, key_heads, key_size = k.shape
     value_heads, value_size = v.shape[1:]
@@ -104,6 +150,7 @@ def delta_rule(
         and (key_size, value_size) == (reduction.key_size, reduction.value_size)
         and {q.dtype, k.dtype, v.dtype} == {reduction.dtype}
         and {g.dtype, beta.dtype} == {torch.float32}
+        and (skip is None or skip.shape == (value_heads,))
         and states.starts.shape == (requests + 1,)
         and states.context_lens.shape == (requests,)
         and states.rows >= reduction.chunk
@@ -115,7 +162,6 @@ def delta_rule(
     if not fits:
         given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (q, k, v, g, beta, held))
         raise ValueError(f"no delta rule of {given} for {requests} requests with {states.rows} rows and {reduction}")
-    if not reduction.solve and v.device.type != "cpu":
-        raise NotCovered(f"a state space on device '{v.device.type}'", "it has no kernels there", "use a CPU")
-    served = implementation("delta_rule", q, k, v, g, beta, held, states.pages, states.starts, states.context_lens)
-    return served.delta_rule(q, k, v, g, beta, states, reduction)
+    batch = states.pages, states.starts, states.context_lens
+    served = implementation("delta_rule", q, k, v, g, beta, held, skip, *batch)
+    return served.delta_rule(q, k, v, g, beta, states, reduction, skip)

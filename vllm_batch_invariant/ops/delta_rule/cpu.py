@@ -1,4 +1,4 @@
-"""The gated delta rule on a CPU: chunks in numba, rings gathered and scattered by PyTorch."""
+"""The gated delta rule and Mamba-2's state space on a CPU: chunks in numba, rings gathered and scattered by PyTorch."""
 
 import math
 
@@ -151,9 +151,9 @@ def _correct(k, operand, columns, gates, total, kind, u, rounded):
 
 
 @njit
-def _chunk(q, k, v, gates, first, state, kind, solve, scale, out, ends):
+def _chunk(q, k, v, gates, first, state, kind, solve, scale, skip, out, ends):
     """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. With ends
-    the state becomes that behind the chunk.
+    the state becomes that behind the chunk. ``skip`` has one element, or none.
     """
     count, value_size = v.shape
     operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
@@ -183,6 +183,9 @@ def _chunk(q, k, v, gates, first, state, kind, solve, scale, out, ends):
         _add_product(weights, rounded, t + 1, row)
         for i in range(value_size):
             row[i] = row[i] * scale
+        if skip.size > 0:
+            for i in range(value_size):
+                row[i] = fma(skip[0], v[t, i], row[i])
     if ends:
         for j in range(count):
             decay = _exp(total[count - 1] - total[j])
@@ -210,7 +213,7 @@ def _copy(rows, first, count, out, to):
 
 
 @njit
-def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, solve, scale, out):
+def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, solve, scale, skip, out):
     """A value head of a request, chunk after chunk.
 
     Args:
@@ -233,18 +236,18 @@ def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, solve,
             _copy(held, first, known, to, 0)
             _copy(fresh, begin, count - known, to, known)
         ends = first + chunk <= rows
-        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, solve, scale, out[max(begin, 0) :], ends)
+        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, solve, scale, skip, out[max(begin, 0) :], ends)
         if ends and end <= sure < end + chunk:
             _store_state(state, high, low)
 
 
 def _delta_rule_kernel(
     q, k, v, gates, earlier_k, earlier_v, earlier_gates, starts, context, borders, sure, pages, high, low, chunk, kind,
-    solve, scale, out,
+    solve, scale, skip, out,
 ):  # fmt: skip
     """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], and
     gates [tokens, value_heads, 2], which are g and beta, fp32; the same of rows before a request's first new one, from
-    its border on, [requests, rows, ...]; and up to where a state may be kept.
+    its border on, [requests, rows, ...]; and up to where a state may be kept. skip [value_heads], or empty.
     """
     for item in prange(len(pages) * v.shape[1]):
         request, head = item // v.shape[1], item % v.shape[1]
@@ -256,7 +259,8 @@ def _delta_rule_kernel(
                 (earlier_k[request, :, key_head], earlier_v[request, :, head]),
                 (earlier_gates[request, :, head], gates[start:end, head]),
                 context[request] - borders[request], borders[request], sure[request],
-                high[page, head], low[page, head], chunk, kind, solve, scale, out[start:end, head],
+                high[page, head], low[page, head], chunk, kind, solve, scale, skip[head : head + 1],
+                out[start:end, head],
             )  # fmt: skip
 
 
@@ -271,6 +275,7 @@ def delta_rule(
     beta: torch.Tensor,
     states: DeltaStates,
     reduction: DeltaRuleReduction,
+    skip: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the operation's package."""
     starts, context, numbers = (one.long() for one in (states.starts, states.context_lens, states.pages))
@@ -293,7 +298,8 @@ def delta_rule(
         torch.stack([g, beta], -1),
         *(*earlier[:2], torch.stack(earlier[2:], -1)),
         *(starts, context, borders, sure, numbers, pages.high, pages.low),
-        *(chunk, _KINDS[reduction.dtype], reduction.solve, np.float32(reduction.scale), out),
+        *(chunk, _KINDS[reduction.dtype], reduction.solve, np.float32(reduction.scale)),
+        *(torch.empty(0) if skip is None else skip.detach().to(reduction.accumulate).contiguous(), out),
     )
     request = torch.repeat_interleave(torch.arange(len(numbers)), lengths)
     index = torch.arange(tokens) - (starts[request] - starts[0])
@@ -317,16 +323,26 @@ def _norms_kernel(rows, out):
             y[i] = x[i] * scale
 
 
+@njit
+def _softplus(x):
+    return np.float32(math.log1p(exp32(-abs(x)))) + (x if x > 0 else x * np.float32(0))
+
+
 def _gates_kernel(a, b, a_log, dt_bias, g, beta):
     for token in prange(a.shape[0]):
         for head in range(a.shape[1]):
-            x = a[token, head] + dt_bias[head]
-            above = np.float32(math.log1p(exp32(-abs(x))))
-            g[token, head] = -exp32(a_log[head]) * (above + (x if x > 0 else x * np.float32(0)))
+            g[token, head] = -exp32(a_log[head]) * _softplus(a[token, head] + dt_bias[head])
             beta[token, head] = _ONE / (_ONE + exp32(-b[token, head]))
 
 
-_norms, _gates = RowKernel(_norms_kernel), RowKernel(_gates_kernel)
+def _mamba2_gates_kernel(dt, a, dt_bias, g, steps):
+    for token in prange(dt.shape[0]):
+        for head in range(dt.shape[1]):
+            steps[token, head] = _softplus(dt[token, head] + dt_bias[head])
+            g[token, head] = a[head] * steps[token, head]
+
+
+_norms, _gates, _mamba2_gates = (RowKernel(one) for one in (_norms_kernel, _gates_kernel, _mamba2_gates_kernel))
 
 
 def gdn_inputs(
@@ -345,3 +361,10 @@ def gdn_inputs(
     _gates(a.numel(), *(one.detach().float().contiguous() for one in (a, b, a_log, dt_bias)), g, beta)
     q, k = normed.to(mixed.dtype).view(len(mixed), 2, key_heads, key_size).unbind(1)
     return q, k, g, beta
+
+
+def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``mamba2_inputs`` of the operation's package: decays and time steps."""
+    g, steps = torch.empty(dt.shape), torch.empty(dt.shape)
+    _mamba2_gates(dt.numel(), *(one.detach().float().contiguous() for one in (dt, a, dt_bias)), g, steps)
+    return g, steps

@@ -1,4 +1,4 @@
-"""The gated delta rule on a GPU, in Triton."""
+"""The gated delta rule and Mamba-2's state space on a GPU, in Triton."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from .triton_kernels import (
     chunk_matrices_kernel,
     decode_delta_rule_kernel,
     gdn_inputs_kernel,
+    mamba2_gates_kernel,
     prefill_delta_rule_kernel,
     write_rows_kernel,
 )
@@ -57,6 +58,7 @@ def delta_rule(
     beta: torch.Tensor,
     states: DeltaStates,
     reduction: DeltaRuleReduction,
+    skip: torch.Tensor | None = None,
     prefill: DeltaSchedule | None = None,
     decode: DeltaSchedule | None = None,
 ) -> torch.Tensor:
@@ -73,11 +75,13 @@ def delta_rule(
     strides = pages.high.stride(0), pages.k.stride(0), pages.g.stride(0)
     heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads}
     sizes = {"KEY_SIZE": reduction.key_size, "VALUE_SIZE": reduction.value_size, "ROWS": states.rows} | heads
-    chunk = {"CHUNK": reduction.chunk}
+    chunk = {"CHUNK": reduction.chunk, "SOLVE": reduction.solve}
+    skip = None if skip is None else skip.contiguous()
 
     def of(schedule: DeltaSchedule) -> dict[str, int]:
         block = min(schedule.block, reduction.value_size)
-        return {"BLOCK": block, "num_warps": schedule.num_warps, "num_stages": schedule.num_stages} | sizes | chunk
+        options = {"BLOCK": block, "num_warps": schedule.num_warps, "num_stages": schedule.num_stages}
+        return options | {"HAS_SKIP": skip is not None} | sizes | chunk
 
     def grid(schedule: DeltaSchedule) -> tuple[int, int, int]:
         return triton.cdiv(reduction.value_size, schedule.block), value_heads, requests
@@ -87,7 +91,7 @@ def delta_rule(
         launch(
             decode_delta_rule_kernel,
             grid(decode),
-            (q, k, v, g, beta, *planes, *ring, *steps, out, reduction.scale, v.stride(0), *strides),
+            (q, k, v, g, beta, *planes, *ring, *steps, skip, out, reduction.scale, v.stride(0), *strides),
             on=v,
             waits=True,
             **of(decode),
@@ -96,12 +100,14 @@ def delta_rule(
     prefill = prefill or _schedule(v.device, PREFILL)
     slots = len(v) // reduction.chunk + requests * (states.rows // reduction.chunk + 2)
     chunks = triton.cdiv(states.longest + states.rows - 1, reduction.chunk)
-    x, m = torch.empty(2, slots, value_heads, reduction.chunk, reduction.chunk, dtype=k.dtype, device=k.device)
+    tiles = (1 + reduction.solve, slots, value_heads, reduction.chunk, reduction.chunk)
+    *x, m = torch.empty(tiles, dtype=k.dtype, device=k.device)
+    matrices = x[0] if x else None, m
     gates = torch.empty(slots, value_heads, 2, reduction.chunk, device=k.device)
     launch(
         chunk_matrices_kernel,
         (chunks, value_heads, requests),
-        (q, k, g, beta, pages.borders, pages.k, pages.g, pages.beta, *steps, x, m, gates, *strides[1:]),
+        (q, k, g, beta, pages.borders, pages.k, pages.g, pages.beta, *steps, *matrices, gates, *strides[1:]),
         on=v,
         waits=True,
         num_warps=1,
@@ -111,7 +117,7 @@ def delta_rule(
     launch(
         prefill_delta_rule_kernel,
         grid(prefill),
-        (q, k, v, *planes, *ring[:2], *steps, x, m, gates, out, reduction.scale, v.stride(0), *strides),
+        (q, k, v, *planes, *ring[:2], *steps, *matrices, gates, skip, out, reduction.scale, v.stride(0), *strides),
         on=v,
         waits=True,
         **of(prefill),
@@ -159,3 +165,22 @@ def gdn_inputs(
             KEY_SIZE=key_size,
         )
     return q, k, g, beta
+
+
+def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``mamba2_inputs`` of the operation's package: decays and time steps."""
+    tokens, heads = dt.shape
+    g, steps = torch.empty(2, tokens, heads, device=dt.device)
+    if tokens:
+        dt = dt if dt.stride(1) == 1 else dt.contiguous()
+        launch(
+            mamba2_gates_kernel,
+            (tokens,),
+            (dt, a.contiguous(), dt_bias.contiguous(), g, steps, dt.stride(0)),
+            on=dt,
+            waits=True,
+            num_warps=1,
+            HEADS=heads,
+            PADDED_HEADS=triton.next_power_of_2(heads),
+        )
+    return g, steps

@@ -63,6 +63,8 @@ class DeltaRuleReduction:
     Without ``solve`` nothing is taken from a value of what the state holds: ``u[t] = beta[t] v[t]``, and ``scale`` is
     1. That is the state space of Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), whose C, B, x, dt are q, k, v, beta.
 
+    With a skip d of the head, which Mamba-2 calls D, the result is ``fma(d, v[t], o[t])``; it is rounded once.
+
     Attributes:
         key_size: elements of a query and a key.
         value_size: elements of a value.

@@ -1,4 +1,4 @@
-"""The definition of the gated delta rule, in float64."""
+"""The definition of the gated delta rule and of Mamba-2's state space, in float64."""
 
 import torch
 
@@ -21,8 +21,20 @@ def gdn_inputs(
     return q, k, v.unflatten(1, (a.shape[1], -1)), g, b.double().sigmoid()
 
 
+def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decays and time steps of ``mamba2_inputs``, float64."""
+    steps = torch.nn.functional.softplus(dt.double() + dt_bias.double(), threshold=100.0)
+    return a.double() * steps, steps
+
+
 def delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, solve: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    solve: bool = True,
+    skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one request from its first token on, token by token: float64 [tokens, value_heads, V] and the state behind the
     last token [value_heads, K, V], where nothing is rounded in between. Without ``solve`` it is a state space.
@@ -36,4 +48,5 @@ def delta_rule(
         difference = v[t] - torch.einsum("hk,hkv->hv", k[t], state) if solve else v[t]
         state = state + k[t][:, :, None] * (beta[t][:, None] * difference)[:, None, :]
         out.append(torch.einsum("hk,hkv->hv", q[t], state) * (k.shape[2] ** -0.5 if solve else 1.0))
-    return torch.stack(out) if out else torch.zeros_like(v), state
+    given = torch.stack(out) if out else torch.zeros_like(v)
+    return given if skip is None else given + skip.double()[:, None] * v, state

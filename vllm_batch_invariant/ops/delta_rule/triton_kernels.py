@@ -1,5 +1,6 @@
-"""The Triton kernels of the gated delta rule. Names are those of :class:`.reduction.DeltaRuleReduction`; tiles of
-values are transposed, [values, tokens], so that the state [values, keys] is the left operand of products with it.
+"""The Triton kernels of the gated delta rule and of Mamba-2's state space. Names are those of
+:class:`.reduction.DeltaRuleReduction`; tiles of values are transposed, [values, tokens], so that the state [values,
+keys] is the left operand of products with it.
 """
 
 import triton
@@ -62,33 +63,41 @@ def _gates(g_ptr, ring_g_ptr, start, begin, end, first, CHUNK: tl.constexpr, ROW
 
 
 @triton.jit
-def _matrices(q, k, total, beta, CHUNK: tl.constexpr):
-    """X and M of a chunk, rounded."""
+def _matrices(q, k, total, beta, CHUNK: tl.constexpr, SOLVE: tl.constexpr):
+    """X and M of a chunk, rounded. Without SOLVE there is no X, and M stands for it."""
     t, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     decays = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
     columns = tl.trans(k)
     m = tl.where(j <= t, tl.dot(q, columns, input_precision="ieee") * decays, 0.0)
-    a = tl.where(j < t, beta[:, None] * (tl.dot(k, columns, input_precision="ieee") * decays), 0.0)
-    # Rows below i take what row i of the inverse, which is final then, has for them: elements, and no order of a sum.
-    inverse = tl.where(t == j, 1.0, 0.0)
-    for i in tl.static_range(CHUNK - 1):
-        column = tl.sum(tl.where(j == i, a, 0.0), 1)
-        row = tl.sum(tl.where(t == i, inverse, 0.0), 0)
-        inverse = tl.fma(-column[:, None], row[None, :], inverse)
-    return tl.where(j < t, inverse, 0.0).to(k.dtype), m.to(k.dtype)
+    x = m
+    if SOLVE:
+        a = tl.where(j < t, beta[:, None] * (tl.dot(k, columns, input_precision="ieee") * decays), 0.0)
+        # Rows below i take what row i of the inverse, final then, has for them: elements, and no order of a sum.
+        inverse = tl.where(t == j, 1.0, 0.0)
+        for i in tl.static_range(CHUNK - 1):
+            column = tl.sum(tl.where(j == i, a, 0.0), 1)
+            row = tl.sum(tl.where(t == i, inverse, 0.0), 0)
+            inverse = tl.fma(-column[:, None], row[None, :], inverse)
+        x = tl.where(j < t, inverse, 0.0)
+    return x.to(k.dtype), m.to(k.dtype)
 
 
 @triton.jit
-def _outputs(operand, q, k, v, x, m, total, beta, scale):
+def _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE: tl.constexpr, HAS_SKIP: tl.constexpr):
     """Of a chunk the results and, rounded, what is added to the state behind it: [values, tokens]."""
     dtype: tl.constexpr = k.dtype
     decays, last = tl.exp(total)[None, :], tl.min(total, 0)
-    p = tl.dot(operand, tl.trans(k), input_precision="ieee") * decays
+    values = v.to(tl.float32)
+    if SOLVE:
+        values -= tl.dot(operand, tl.trans(k), input_precision="ieee") * decays
     out = tl.dot(operand, tl.trans(q), input_precision="ieee") * decays
-    r = beta[None, :] * (v.to(tl.float32) - p)
-    u = tl.dot(r.to(dtype), tl.trans(x), acc=r, input_precision="ieee")
-    out = tl.dot(u.to(dtype), tl.trans(m), acc=out, input_precision="ieee")
-    return out * scale, (u * tl.exp(last - total)[None, :]).to(dtype)
+    u = beta[None, :] * values
+    if SOLVE:
+        u = tl.dot(u.to(dtype), tl.trans(x), acc=u, input_precision="ieee")
+    out = tl.dot(u.to(dtype), tl.trans(m), acc=out, input_precision="ieee") * scale
+    if HAS_SKIP:
+        out = tl.fma(v.to(tl.float32), skip, out)
+    return out, (u * tl.exp(last - total)[None, :]).to(dtype)
 
 
 @triton.jit
@@ -147,9 +156,10 @@ def chunk_matrices_kernel(
     VALUE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    SOLVE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """X, M, G and beta of a chunk and a value head, which depend on no state.
+    """X, M, G and beta of a chunk and a value head, which depend on no state; without SOLVE no X.
 
     Args:
         q_ptr, k_ptr: [tokens, KEY_HEADS, KEY_SIZE], packed.
@@ -181,11 +191,12 @@ def chunk_matrices_kernel(
             beta_ptr + head + (start + position - begin).to(tl.int64) * VALUE_HEADS,
         )
         beta = tl.load(beta_ptrs, mask=position < end, other=0.0)
-        x, m = _matrices(q, k, total, beta, CHUNK)
+        x, m = _matrices(q, k, total, beta, CHUNK, SOLVE)
         slot = (_workspace_slot(start, request, chunk, ROWS, CHUNK) * VALUE_HEADS + head).to(tl.int64)
         rows = tl.arange(0, CHUNK)
         tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-        tl.store(x_ptr + tile, x)
+        if SOLVE:
+            tl.store(x_ptr + tile, x)
         tl.store(m_ptr + tile, m)
         tl.store(gates_ptr + slot * 2 * CHUNK + rows, total)
         tl.store(gates_ptr + slot * 2 * CHUNK + CHUNK + rows, beta)
@@ -207,6 +218,7 @@ def prefill_delta_rule_kernel(
     x_ptr,
     m_ptr,
     gates_ptr,
+    skip_ptr,
     out_ptr,
     scale,
     stride_v,
@@ -219,6 +231,8 @@ def prefill_delta_rule_kernel(
     VALUE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    SOLVE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -227,7 +241,8 @@ def prefill_delta_rule_kernel(
     Args:
         v_ptr: [tokens, VALUE_HEADS, VALUE_SIZE], tokens stride_v apart.
         high_ptr, low_ptr, borders_ptr, ring_k_ptr, ring_v_ptr: of the first page.
-        x_ptr, m_ptr, gates_ptr: what :func:`chunk_matrices_kernel` has written.
+        x_ptr, m_ptr, gates_ptr: what :func:`chunk_matrices_kernel` has written; without SOLVE no X is read.
+        skip_ptr: [VALUE_HEADS], with HAS_SKIP.
         out_ptr: [tokens, VALUE_HEADS, VALUE_SIZE], packed.
         stride_state, stride_row, stride_float: between pages, in int16, in elements of k and in fp32.
     """
@@ -259,7 +274,9 @@ def prefill_delta_rule_kernel(
         q_ptrs = q_ptr + (start + position - begin).to(tl.int64)[:, None] * key_stride + key_offs[None, :]
         q = tl.load(q_ptrs, mask=((position >= begin) & (position < end))[:, None], other=0.0)
         v = _rows(v_ptr, ring_v_ptr, start, begin, end, position, stride_v, value_stride, value_offs, ROWS, True)
-        x, m = tl.load(x_ptr + tile), tl.load(m_ptr + tile)
+        m = tl.load(m_ptr + tile)
+        x = tl.load(x_ptr + tile) if SOLVE else m
+        skip = tl.load(skip_ptr + head).to(tl.float32) if HAS_SKIP else 0.0
         total, beta = tl.load(gates_ptr + gates), tl.load(gates_ptr + gates + CHUNK)
         for first in range(border, end, CHUNK):
             # What the next chunk needs is on its way while this one is computed.
@@ -275,13 +292,15 @@ def prefill_delta_rule_kernel(
             next_v = _rows(
                 v_ptr, ring_v_ptr, start, begin, end, position, stride_v, value_stride, value_offs, ROWS, True
             )
-            next_x = tl.load(x_ptr + tile, mask=is_next[:, None], other=0.0)
+            if SOLVE:
+                next_x = tl.load(x_ptr + tile, mask=is_next[:, None], other=0.0)
             next_m = tl.load(m_ptr + tile, mask=is_next[:, None], other=0.0)
             next_total = tl.load(gates_ptr + gates, mask=is_next, other=0.0)
             next_beta = tl.load(gates_ptr + gates + CHUNK, mask=is_next, other=0.0)
 
             high, low = _parted(state)
-            out, added = _outputs(_operand(high, low, k.dtype), q, k, v, x, m, total, beta, scale)
+            operand = _operand(high, low, k.dtype)
+            out, added = _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE, HAS_SKIP)
             position = first + rows
             out_ptrs = out_ptr + (start + position - begin).to(tl.int64)[None, :] * value_stride + value_offs[:, None]
             tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=((position >= begin) & (position < end))[None, :])
@@ -290,7 +309,9 @@ def prefill_delta_rule_kernel(
                 high, low = _parted(state)
                 tl.store(high_ptr + planes, high)
                 tl.store(low_ptr + planes, low)
-            k, q, v, x, m, total, beta = next_k, next_q, next_v, next_x, next_m, next_total, next_beta
+            k, q, v, m, total, beta = next_k, next_q, next_v, next_m, next_total, next_beta
+            if SOLVE:
+                x = next_x
         tags = tl.arange(0, BLOCK // _COLUMNS)
         tag_ptrs = borders_ptr + page * stride_float + head * (VALUE_SIZE // _COLUMNS) + column // _COLUMNS + tags
         tl.store(tag_ptrs, tl.maximum(border, sure // CHUNK * CHUNK) + tags * 0)
@@ -357,6 +378,7 @@ def decode_delta_rule_kernel(
     pages_ptr,
     starts_ptr,
     context_lens_ptr,
+    skip_ptr,
     out_ptr,
     scale,
     stride_v,
@@ -369,6 +391,8 @@ def decode_delta_rule_kernel(
     VALUE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    SOLVE: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -401,6 +425,7 @@ def decode_delta_rule_kernel(
         low = tl.zeros((BLOCK, KEY_SIZE), tl.int16)
         if dtype != tl.bfloat16:
             low = tl.load(low_ptr + planes, mask=has_state, other=0)
+        skip = tl.load(skip_ptr + head).to(tl.float32) if HAS_SKIP else 0.0
         for first in range(border, end, CHUNK):
             position = first + rows
             is_new = (position >= begin) & (position < end)
@@ -413,8 +438,9 @@ def decode_delta_rule_kernel(
             new_beta_ptrs = beta_ptr + head + token * VALUE_HEADS
             beta_ptrs = tl.where(position < begin, ring_beta_ptr + slot * VALUE_HEADS, new_beta_ptrs)
             beta = tl.load(beta_ptrs, mask=position < end, other=0.0)
-            x, m = _matrices(q, k, total, beta, CHUNK)
-            out, added = _outputs(_operand(high, low, dtype), q, k, v, x, m, total, beta, scale)
+            x, m = _matrices(q, k, total, beta, CHUNK, SOLVE)
+            operand = _operand(high, low, dtype)
+            out, added = _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE, HAS_SKIP)
             tl.store(
                 out_ptr + token[None, :] * value_stride + value_offs[:, None],
                 out.to(out_ptr.dtype.element_ty),
@@ -438,6 +464,15 @@ def decode_delta_rule_kernel(
         tags = tl.arange(0, BLOCK // _COLUMNS)
         tag_ptrs = borders_ptr + page * stride_float + head * (VALUE_SIZE // _COLUMNS) + column // _COLUMNS + tags
         tl.store(tag_ptrs, tl.maximum(border, sure // CHUNK * CHUNK) + tags * 0)
+
+
+@triton.jit
+def _softplus(x):
+    small = tl.exp(-tl.abs(x))
+    # log(1 + small), whose sum is rounded: log(sum) times what the rounding took from small.
+    added = 1.0 + small
+    above = tl.where(added == 1.0, small, tl.log(added) * tl.div_rn(small, tl.where(added == 1.0, 1.0, added - 1.0)))
+    return above + tl.where(x > 0.0, x, x * 0.0)
 
 
 @triton.jit
@@ -482,14 +517,34 @@ def gdn_inputs_kernel(
         mask = heads < VALUE_HEADS
         gate = tl.load(a_ptr + token * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
         gate += tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32)
-        small = tl.exp(-tl.abs(gate))
-        # log(1 + small), whose sum is rounded: log(sum) times what the rounding took from small.
-        added = 1.0 + small
-        above = tl.where(
-            added == 1.0, small, tl.log(added) * tl.div_rn(small, tl.where(added == 1.0, 1.0, added - 1.0))
-        )
-        g = -tl.exp(tl.load(a_log_ptr + heads, mask=mask, other=0.0).to(tl.float32))
-        g *= above + tl.where(gate > 0.0, gate, gate * 0.0)
+        g = -tl.exp(tl.load(a_log_ptr + heads, mask=mask, other=0.0).to(tl.float32)) * _softplus(gate)
         b = tl.load(b_ptr + token * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
         tl.store(g_ptr + token * VALUE_HEADS + heads, g, mask=mask)
         tl.store(beta_ptr + token * VALUE_HEADS + heads, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
+
+
+@triton.jit
+def mamba2_gates_kernel(
+    dt_ptr,
+    a_ptr,
+    dt_bias_ptr,
+    g_ptr,
+    steps_ptr,
+    stride_dt,
+    HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Decays and time steps of a token.
+
+    Args:
+        dt_ptr: [tokens, HEADS], rows stride_dt apart.
+        g_ptr, steps_ptr: [tokens, HEADS], packed.
+    """
+    wait_for_kernel_before(OVERLAPS)
+    token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_HEADS)
+    mask = heads < HEADS
+    x = tl.load(dt_ptr + token * stride_dt + heads, mask=mask, other=0.0).to(tl.float32)
+    steps = _softplus(x + tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32))
+    tl.store(g_ptr + token * HEADS + heads, tl.load(a_ptr + heads, mask=mask, other=0.0) * steps, mask=mask)
+    tl.store(steps_ptr + token * HEADS + heads, steps, mask=mask)
