@@ -651,6 +651,7 @@ def rows() -> None:
     silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
     turned_heads(2)
     gated_heads(2, "silu")
+    gated_groups(2)
 
 
 def gated_heads(count: int, *activations: str) -> None:
@@ -658,7 +659,15 @@ def gated_heads(count: int, *activations: str) -> None:
     heads, weight = torch.zeros(count, 32, 128, dtype=torch.bfloat16), torch.zeros(128)
     gates = torch.zeros(count, 96 * 128, dtype=torch.bfloat16)[:, 64 * 128 :].unflatten(1, (32, 128))
     for activation in activations:
-        norm.gated_rms_norm(heads, weight, 1e-6, gates, activation)
+        norm.gated_rms_norm(heads, weight, 1e-6, gates, activation, True)
+
+
+def gated_groups(count: int) -> None:
+    """Of 8 groups of so many tokens, and of one, normalised behind their gates as Mamba-2's are."""
+    projected, weight = torch.zeros(count, 3 * 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    for groups in (8, 1):
+        gates, x = (part.unflatten(1, (groups, -1)) for part in projected.chunk(3, dim=1)[:2])
+        norm.gated_rms_norm(x.contiguous(), weight.view(groups, -1), 1e-5, gates, "silu", False)
 
 
 def turned_heads(count: int) -> None:
@@ -940,7 +949,7 @@ def more_rows() -> None:
         x = torch.zeros(2, length, dtype=dtype)
         norm.rms_norm(x, x[0], 1e-6, x, None)
         norm.rms_norm(x, x[0], 1e-6, None, 7)
-        norm.gated_rms_norm(x, x[0], 1e-6, x, "silu")
+        norm.gated_rms_norm(x, x[0], 1e-6, x, "silu", True)
         norm.rms_norm(
             torch.zeros(3, 5 * length, dtype=dtype)[:, :-length].unflatten(1, (-1, length)), x[0], 1e-6, None, None
         )

@@ -30,6 +30,7 @@ from tests.ops.compiled_kernels import (
     delta_rules,
     experts,
     flex,
+    gated_groups,
     gated_heads,
     gradients_of_attention,
     gradients_of_rows,
@@ -82,6 +83,7 @@ def row_batch(count: int) -> None:
         silu.silu_and_mul(x)
     turned_heads(count)
     gated_heads(count, *GATES)
+    gated_groups(count)
 
 
 def linear_batch(count: int) -> None:

@@ -55,7 +55,7 @@ PROBLEM = {
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
         *("GROUP", "WHICH"),  # of the format, and a partition's number
     },
-    "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE"},
+    "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE", "GROUPS"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES"},
     "quantise": {"LENGTH", "STATIC", "DTYPE"},

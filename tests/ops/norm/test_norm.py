@@ -143,10 +143,32 @@ def test_gates_far_from_zero_have_their_limits(activation, device):
     assert not out.isnan().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "length"), [(1, 300), (4, 64), (3, 24)])
+def test_groups_behind_their_gates_have_the_same_bits_at_every_batch_size(groups, length, dtype, device):
+    """As Mamba-2's are: a weight for each element of all groups, and gates beside what else a layer projects."""
+    x, weight = device.draw(9, groups, length, dtype=dtype), device.draw(groups, length, dtype=dtype, seed=1)
+    projected = device.draw(9, (groups + 2) * length, dtype=dtype, seed=2)
+    gate = projected[:, : groups * length].unflatten(1, (groups, length))
+    whole = gated_rms_norm(x, weight, 1e-5, gate, norm_before_gate=False)
+    assert_near(whole, reference.gated_rms_norm(x, weight, 1e-5, gate, norm_before_gate=False), factor=2)
+    assert not torch.equal(whole, gated_rms_norm(x, weight, 1e-5, gate))
+    for rows in (1, 2, 7):
+        last = slice(9 - rows, None)
+        part = gated_rms_norm(x[last], weight, 1e-5, gate[last], norm_before_gate=False)
+        assert_same_bits(part, whole[last], f"{rows} rows")
+    one = gated_rms_norm(x[:, -1], weight[-1], 1e-5, gate[:, -1], norm_before_gate=False)
+    assert_same_bits(one, whole[:, -1], "the last group by itself")
+    wide = gated_rms_norm(x.float(), weight.float(), 1e-5, gate.float(), norm_before_gate=False)
+    assert_same_bits(whole, wide.to(dtype))
+
+
 def test_a_gate_of_another_shape_or_function_is_refused() -> None:
     x = torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"got \[2, 4\], \[4\], \[2, 3\]"):
         gated_rms_norm(x, torch.ones(4), 1e-6, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"got \[2, 4\], \[3, 4\], \[2, 4\]"):
+        gated_rms_norm(x, torch.ones(3, 4), 1e-6, x)
     with pytest.raises(ValueError, match="one of silu, sigmoid, got 'tanh'"):
         gated_rms_norm(x, torch.ones(4), 1e-6, x, "tanh")
 

@@ -50,15 +50,21 @@ def rms_norm(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str = "silu"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
 ) -> torch.Tensor:
     """RMSNorm over the last dimension, multiplied by a function of a gate: all in fp32, rounded once.
 
     Args:
         x: [..., N] fp32, bf16 or fp16.
-        weight: [N] of any of these.
+        weight: [N] of any of these, or [groups, N] for x [..., groups, N].
         gate: [..., N] of x's dtype.
         activation: of the gate: "silu" or "sigmoid".
+        norm_before_gate: whether what is normalised is multiplied; else it is x that is, before its norm.
 
     Returns:
         [..., N] of x's dtype.
@@ -67,9 +73,10 @@ def gated_rms_norm(
         ValueError: shapes that do not fit, or another activation.
         NotCovered: a dtype, or a device or an arithmetic without an implementation.
     """
-    if x.dim() == 0 or x.shape[-1] == 0 or weight.shape != x.shape[-1:] or gate.shape != x.shape:
+    of_weight = weight.dim() in (1, 2) and weight.shape == x.shape[-weight.dim() :]
+    if x.dim() == 0 or x.shape[-1] == 0 or not of_weight or gate.shape != x.shape:
         raise ValueError(
-            "gated_rms_norm takes x [..., N], weight [N] and a gate like x, got "
+            "gated_rms_norm takes x [..., N], weight [N] or [groups, N] and a gate like x, got "
             f"{', '.join(str(list(tensor.shape)) for tensor in (x, weight, gate))}"
         )
     if activation not in GATES:
@@ -79,4 +86,4 @@ def gated_rms_norm(
         raise NotCovered(
             f"RMSNorm with a gate on device '{x.device.type}'", "it has no kernel there", "serve the model on a CPU"
         )
-    return served.gated_rms_norm(x, weight, eps, gate, activation)
+    return served.gated_rms_norm(x, weight, eps, gate, activation, norm_before_gate)

@@ -45,10 +45,14 @@ def rms_norm(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str, norm_before_gate: bool
 ) -> torch.Tensor:
     """See the operation's package."""
-    reduction = NormReduction.of_device("cpu", x.shape[-1], x.dtype, gate=activation)
-    normalised = rms_norm(x.to(reduction.accumulate), weight.to(reduction.accumulate), eps, None, None)
+    reduction = NormReduction.of_device("cpu", x.shape[-1], x.dtype, False, activation, norm_before_gate)
+    rows, factor = x.to(reduction.accumulate), elementwise(activation, gate.to(reduction.accumulate))
+    if not reduction.norm_before_gate:
+        rows = rows * factor
+    normalised = rms_norm(rows, None, eps, None, None)
     assert isinstance(normalised, torch.Tensor)  # there is no residual
-    return (normalised * elementwise(activation, gate.to(reduction.accumulate))).to(x.dtype)
+    normalised = normalised * weight.to(reduction.accumulate)
+    return (normalised * factor if reduction.norm_before_gate else normalised).to(x.dtype)

@@ -141,6 +141,8 @@ def _gated_rms_norm_kernel(
     stride_gate_inner,
     eps,
     GATE: tl.constexpr,
+    NORM_BEFORE_GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -150,10 +152,17 @@ def _gated_rms_norm_kernel(
     gate_starts = _row_starts(row, gate_inner_size, stride_gate_outer, stride_gate_inner, NORM.stride_unit)
     offs = tl.arange(0, NORM.block)
     mask = (row[:, None] < num_rows) & (offs < NORM.length)[None, :]
-    weight = load_weight(weight_ptr, offs, mask).to(tl.float32)  # [rows_per_program, block]
+    if GROUPS == 1:
+        weight = load_weight(weight_ptr, offs, mask).to(tl.float32)  # [rows_per_program, block]
+    else:
+        of_groups = weight_ptr + (row % GROUPS * NORM.length)[:, None] + offs[None, :]
+        weight = tl.load(of_groups, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + gate_starts[:, None] + offs[None, :], mask=mask, other=0.0).to(tl.float32)
     x = _load_rows(x_ptr, x_ptr, x_starts, x_starts, offs, mask, False)
-    y = normalised(x, offs, eps, NORM.length, NORM) * weight * function_of_gate(gate, GATE)
+    if NORM_BEFORE_GATE:
+        y = normalised(x, offs, eps, NORM.length, NORM) * weight * function_of_gate(gate, GATE)
+    else:
+        y = normalised(x * function_of_gate(gate, GATE), offs, eps, NORM.length, NORM) * weight
     out_starts = row.to(tl.int64)[:, None] * NORM.length
     tl.store(out_ptr + out_starts + offs[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -227,7 +236,7 @@ def rms_norm(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str, norm_before_gate: bool
 ) -> torch.Tensor:
     """See the operation's package. No copy is made of tensors as :func:`rms_norm` takes them.
 
@@ -235,7 +244,7 @@ def gated_rms_norm(
         NotCovered: rows longer than a program holds.
     """
     length, num_rows = x.shape[-1], _checked_rows(x, weight, gate)
-    reduction = NormReduction.of_device("cuda", length, x.dtype, gate=activation)
+    reduction = NormReduction.of_device("cuda", length, x.dtype, False, activation, norm_before_gate)
     if length > reduction.block:
         raise NotCovered(
             f"RMSNorm with a gate of rows of {length}",
@@ -253,6 +262,8 @@ def gated_rms_norm(
             on=x,
             waits=True,
             GATE=reduction.gate,
+            NORM_BEFORE_GATE=reduction.norm_before_gate,
+            GROUPS=1 if weight.dim() == 1 else len(weight),
             **reduction.options,
         )
     return out

@@ -41,10 +41,12 @@ class NormReduction(RowReduction):
 
     With a residual, the sum x + residual enters unrounded, and is rounded once for the next layer. The normalised row
     is rounded to the weight's dtype, multiplied by the weight and rounded to x's dtype: the order of vLLM's own layer.
-    With a gate, it stays in fp32 until it is multiplied by a function of the gate's element, and is rounded once.
+    With a gate, it stays in fp32 until it is multiplied by a function of the gate's element, and is rounded once; or
+    the row that is normalised is x times that function, in fp32.
 
     Attributes:
         gate: the function of the gate, of :data:`GATES`; None without one.
+        norm_before_gate: whether the gate's function multiplies what is normalised, or x before; None without a gate.
         rows_per_program: on a GPU, rows that share a program and none of their additions: where a row's elements lie
             follows the shape of the whole tile.
         halves_first: on a GPU, whether element i and i + length / 2 are added first, see :data:`HEAD_SIZES`.
@@ -54,6 +56,7 @@ class NormReduction(RowReduction):
     """
 
     gate: str | None = None
+    norm_before_gate: bool | None = None
     rows_per_program: int | None = None
     halves_first: bool | None = None
     stride_unit: int | None = None
@@ -73,11 +76,12 @@ class NormReduction(RowReduction):
         dtype: torch.dtype,
         has_residual: bool = False,
         gate: str | None = None,
+        norm_before_gate: bool | None = None,
     ) -> Self:
         """The reduction of a row of ``length`` elements; only a device that joined may have another with a residual."""
         if joined := reduction_of("norm", device_type):
             return joined(length, dtype, has_residual)
-        row = {"length": length, "dtype": dtype, "gate": gate}
+        row = {"length": length, "dtype": dtype, "gate": gate, "norm_before_gate": norm_before_gate}
         if device_type == "cpu":
             return cls(**row, lanes=LANES)
         block = gpu_block(length, _LARGEST_GPU_BLOCK)

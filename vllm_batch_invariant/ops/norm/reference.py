@@ -15,8 +15,14 @@ def rms_norm(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str = "silu"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
 ) -> torch.Tensor:
-    """The same, times silu or sigmoid of the gate."""
+    """The same, times silu or sigmoid of the gate; or of x times that."""
     sigmoid = gate.double().sigmoid()
-    return rms_norm(x, weight, eps) * (sigmoid if activation == "sigmoid" else gate.double() * sigmoid)
+    factor = sigmoid if activation == "sigmoid" else gate.double() * sigmoid
+    return rms_norm(x, weight, eps) * factor if norm_before_gate else rms_norm(x.double() * factor, weight, eps)
