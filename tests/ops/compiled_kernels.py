@@ -379,19 +379,21 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
-def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> None:
-    """Nemotron-H's, of so many requests with one new token, with drafts and with more than a chunk has."""
+def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), size: int = 128) -> None:
+    """Nemotron-H's, or with states of another size, of so many requests with one new token, with drafts and with more
+    than a chunk has.
+    """
     for dtype in dtypes:
-        reduction = DeltaRuleReduction.of(128, 64, dtype, solve=False)
+        reduction = DeltaRuleReduction.of(size, 64, dtype, solve=False)
         integers, of_heads = torch.zeros(count + 1, dtype=torch.int32), torch.zeros(64)
         for longest, rows in ((1, 16), (4, 32), (100, 16)):
             held = torch.zeros(count, reduction.page_bytes(8, 64, rows), dtype=torch.uint8)
             states = DeltaStates(held, integers[1:], integers, integers[1:], longest, rows)
-            projected = torch.zeros(count * longest, 64 * 64 + 2 * 8 * 128 + 64, dtype=dtype)
+            projected = torch.zeros(count * longest, 64 * 64 + 2 * 8 * size + 64, dtype=dtype)
             mixed, dt = projected[:, :-64], projected[:, -64:]
             g, steps = delta_rule.mamba2_gates(dt, of_heads, of_heads.to(dtype))
-            x, b, c = mixed.split([64 * 64, 8 * 128, 8 * 128], dim=1)
-            q, k, v = (one.unflatten(1, (-1, size)) for one, size in ((c, 128), (b, 128), (x, 64)))
+            x, b, c = mixed.split([64 * 64, 8 * size, 8 * size], dim=1)
+            q, k, v = (one.unflatten(1, (-1, of_head)) for one, of_head in ((c, size), (b, size), (x, 64)))
             for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
                 delta_rule.delta_rule(q, k, v, g, steps, states, reduction, of_heads.to(dtype), decode=decode)
 
@@ -1042,7 +1044,7 @@ def row_variants() -> None:
 
 
 def delta_rule_variants() -> None:
-    for launch in (delta_rules, state_spaces):
+    for launch in (delta_rules, state_spaces, partial(state_spaces, size=256)):
         launch_on(90, launch, 3, (*HALVES, torch.float32))
 
 

@@ -35,6 +35,8 @@ FEW, MANY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
 """Of decode: of few requests more programs, so that every multiprocessor has one."""
 _MANY = 8
 """Requests."""
+_KEYS = 128
+"""Elements for which the schedules are: of longer keys a program has fewer values."""
 ONE_INSTRUCTION = DeltaSchedule(32, 2)
 """Where a tile of 64 rows gets tcgen05.mma and smaller ones mma.sync, which nobody has compared."""
 
@@ -78,13 +80,16 @@ def delta_rule(
     chunk = {"CHUNK": reduction.chunk, "SOLVE": reduction.solve}
     skip = None if skip is None else skip.contiguous()
 
+    def block_of(schedule: DeltaSchedule) -> int:
+        return min(schedule.block * _KEYS // max(reduction.key_size, _KEYS), reduction.value_size)
+
     def of(schedule: DeltaSchedule) -> dict[str, int]:
-        block = min(schedule.block, reduction.value_size)
+        block = block_of(schedule)
         options = {"BLOCK": block, "num_warps": schedule.num_warps, "num_stages": schedule.num_stages}
         return options | {"HAS_SKIP": skip is not None} | sizes | chunk
 
     def grid(schedule: DeltaSchedule) -> tuple[int, int, int]:
-        return triton.cdiv(reduction.value_size, schedule.block), value_heads, requests
+        return triton.cdiv(reduction.value_size, block_of(schedule)), value_heads, requests
 
     if states.longest <= 1 + reduction.drafts(states.rows):
         decode = decode or decode_schedule(v.device, requests)

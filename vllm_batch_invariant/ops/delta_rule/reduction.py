@@ -8,8 +8,9 @@ import torch
 
 from ...errors import NotCovered
 
-SIZES = (16, 32, 64, 128)
-"""Of keys and values, that the kernels have."""
+VALUE_SIZES = (16, 32, 64, 128)
+"""That the kernels have."""
+KEY_SIZES = (*VALUE_SIZES, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes: every part of a page starts at a multiple of it, so that views of any dtype and wide loads are possible."""
@@ -86,12 +87,12 @@ class DeltaRuleReduction:
         """The same on every device.
 
         Raises:
-            NotCovered: a size that is not 16, 32, 64 or 128, or a dtype that is not fp32, bf16 or fp16.
+            NotCovered: a size that is not 16, 32, 64 or 128, or of keys 256; a dtype that is not fp32, bf16 or fp16.
         """
-        if not {key_size, value_size} <= {*SIZES}:
+        if key_size not in KEY_SIZES or value_size not in VALUE_SIZES:
             raise NotCovered(
                 f"a delta rule with keys of {key_size} and values of {value_size}",
-                f"the kernels have {', '.join(map(str, SIZES))}",
+                f"the kernels have {', '.join(map(str, KEY_SIZES))}, of values to {VALUE_SIZES[-1]}",
                 "serve another model",
             )
         if dtype not in DTYPES:
