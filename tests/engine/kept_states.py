@@ -63,6 +63,81 @@ AS_PUBLISHED = QWEN3_5 | {
     "linear_value_head_dim": 128,
 }
 """With heads of the sizes of published models, whose pages of keys are no power of two."""
+NEMOTRON_H = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GRANITE_4_H = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "shared_intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "position_embedding_type": None,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_expand": 1,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "embedding_multiplier": 4.0,
+    "attention_multiplier": 0.0625,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FALCON_H1 = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "mamba_d_ssm": 256,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 2,
+    "mamba_rms_norm": False,
+    "mamba_norm_before_gate": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+    "embedding_multiplier": 4.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.5,
+    "mlp_multipliers": [0.75, 0.5],
+    "attention_in_multiplier": 0.75,
+    "attention_out_multiplier": 0.9375,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.5,
+    "ssm_multipliers": [0.5, 0.75, 0.5, 1.5, 0.625],
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 ON_GPU = torch.cuda.is_available()
 IN_ENGINE = "tests.engine.states"
 VOCABULARY = range(3, 500)
@@ -72,6 +147,23 @@ TARGETS = [
     request(tokens(70, 2, VOCABULARY), max_tokens=12, temperature=1.0, seed=7, logprobs=2, prompt_logprobs=2),
 ]
 SAME = ("among others", "warm", "in pages of NaN", "among others in pages of NaN", "no fault")
+
+
+def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
+    """Random weights in bf16. Gates are near 1, so that a token reads states of long ago: with others a model shows no
+    difference that its states have.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3 if "conv1d" in name else 0.08, generator=generator)
+            elif name.endswith("A_log"):
+                weight.uniform_(0.002, 0.05, generator=generator).log_()
+            elif name.endswith("dt_bias"):
+                weight.zero_()
+    model.bfloat16().save_pretrained(folder)
+    return folder
 
 
 def others(length: int) -> list[dict[str, Any]]:

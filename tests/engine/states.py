@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-LAYERS = ("ShortConv", "QwenGatedDeltaNetAttention")
+LAYERS = ("ShortConv", "QwenGatedDeltaNetAttention", "MambaMixer2")
 """How the names of layers with states end."""
 
 

@@ -15,7 +15,7 @@ import transformers
 from tests.engine import kept_states, multimodal
 from tests.engine.drafters import ANSWERS, KINDS, add_mtp
 from tests.engine.engines import differing_answers, request, tokens
-from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
+from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.integration import reviews
@@ -67,23 +67,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     path = multimodal.python_path(tmp_path_factory.mktemp("path"))
     ask = partial(kept_states.ask, of=STATES, length=LENGTH)
     return partial(kept_states.started, afterwards=ask, path=path, variables=UNTRIED_THERE, **PAGES)
-
-
-def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
-    """Random weights in bf16. Gates are near 1, so that a token reads states of long ago: with others a model shows no
-    difference that its states have.
-    """
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.3 if "conv1d" in name else 0.08, generator=generator)
-            elif name.endswith("A_log"):
-                weight.uniform_(0.002, 0.05, generator=generator).log_()
-            elif name.endswith("dt_bias"):
-                weight.zero_()
-    model.bfloat16().save_pretrained(folder)
-    return folder
 
 
 def text_model(settings: dict[str, Any], folder: Path) -> Path:

@@ -436,6 +436,7 @@ class _Kept(NamedTuple):
 
     Attributes:
         name: what a refusal calls them.
+        of_rules: what it calls states that must be fp32; empty if there are none.
         models: whose only layers with states these are.
         ran: versions whose engines have served them, by device.
         workers: numbers of workers above 1 that have shared them, by device.
@@ -443,20 +444,25 @@ class _Kept(NamedTuple):
     """
 
     name: str
+    of_rules: str
     models: tuple[str, ...]
     ran: Mapping[str, str]
     workers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     drafters: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
-_CONVOLUTIONS = _Kept("short convolutions", RAN.convolution_models, RAN.short_convolutions)
+_CONVOLUTIONS = _Kept("short convolutions", "", RAN.convolution_models, RAN.short_convolutions)
 _DELTA_RULES = _Kept(
     "gated delta rules",
+    "rules",
     RAN.delta_rule_models,
     RAN.delta_rules,
     RAN.delta_rule_workers,
     RAN.delta_rule_drafters,
 )
+
+
+_STATE_SPACES = _Kept("state spaces of Mamba-2", "state spaces", RAN.mamba2_models, RAN.mamba2)
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -468,7 +474,7 @@ def _has_states(model: Any) -> bool:
 
 
 def _states(config: Config) -> str | None:
-    known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES))
+    known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES, _STATE_SPACES))
     return _when(_has_states(config.model_config) and not known, "Mamba or linear attention")
 
 
@@ -487,14 +493,19 @@ def _delta_rules_elsewhere(config: Config) -> str | None:
     return _states_elsewhere(config, _DELTA_RULES)
 
 
+def _state_spaces_elsewhere(config: Config) -> str | None:
+    return _states_elsewhere(config, _STATE_SPACES)
+
+
 def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     """What has not been run with layers that keep a state."""
     if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    if ops.type not in kept.ran:
+    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+    if ops.type not in kept.ran and not untried:
         return f"{kept.name} on {ops.name}"
-    if not version.startswith(kept.ran[ops.type]):
+    if not untried and not version.startswith(kept.ran[ops.type]):
         return f"{kept.name} with vLLM {version}"
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
@@ -513,7 +524,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
         "speculative decoding and a prefix cache": method is not None and cache.enable_prefix_caching,
         f"states in {dtype}": dtype not in ("auto", of_model),
-        f"states of rules in {of_rules}": kept is _DELTA_RULES and of_rules not in ("auto", "float32"),
+        f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {quantised}": bool(quantised),
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype.startswith("fp8"),
@@ -521,7 +532,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
-        f"{of_model} on a GPU": kept is _DELTA_RULES
+        f"{of_model} on a GPU": kept.of_rules
         and ops.type == "cuda"
         and of_model != "bfloat16"
         and not envs.starts_untried(),
@@ -1298,9 +1309,9 @@ REFUSED = (
         _both_directions,
     ),
     Feature(
-        "Mamba, linear attention, hybrids but LFM2, Qwen3.5 and Qwen3-Next",
+        "Mamba, linear attention, hybrids but LFM2, Qwen3.5, Qwen3-Next, Nemotron-H, Granite 4 H, Falcon-H1",
         "their scans split by the batch",
-        "serve a model with softmax attention only, LFM2, Qwen3.5 or Qwen3-Next",
+        "serve a model with softmax attention only, or one of these",
         _states,
     ),
     Feature(
@@ -1318,6 +1329,15 @@ REFUSED = (
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
+        "State spaces of Mamba-2 (Nemotron-H, Granite 4 H, Falcon-H1) on a GPU, by several workers or engines, beside "
+        "drafts, quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32 or within pages",
+        "these have not been run",
+        "serve them by one worker, on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32; "
+        f"{envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(

@@ -13,7 +13,7 @@ from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
 from ..engine import loading, request_state, resumption, weights
-from ..layers import delta_rule, encoders, int8, mrope, norm, pooling, quantised, review, short_conv
+from ..layers import delta_rule, encoders, int8, mamba2, mrope, norm, pooling, quantised, review, short_conv
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -128,7 +128,8 @@ class VllmDevice:
         encoders.install()
         pooling.install()
         short_conv.install()
-        delta_rule.install()
+        delta_rule.RECURRENCE.install()
+        mamba2.RECURRENCE.install()
         int8.install()
         quantised.install()
         for fusion in self.fusions:

@@ -24,6 +24,8 @@ def install() -> None:
     _register(gemma_layer, _gemma_rms_norm)
     if patch_points.RMS_NORM_GATED.is_there():
         patch_points.replace_layer(patch_points.RMS_NORM_GATED.get(), _PREFIX, _gated_rms_norm)
+    if patch_points.MAMBA2_NORM.is_there():
+        patch_points.replace_layer(patch_points.MAMBA2_NORM.get(), _PREFIX, _norm_behind_gate)
 
 
 def _rms_norm(
@@ -50,6 +52,24 @@ def _gated_rms_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -
             "serve another model",
         )
     return gated_rms_norm(x, self.weight.data, self.eps, z, self.activation.replace("swish", "silu"))
+
+
+def _norm_behind_gate(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * silu(gate), [tokens, channels], of which each group is normalised and multiplied with its part of the weight;
+    in a layer without a norm that alone.
+    """
+    if not self.use_rms_norm:
+        return (x.float() * torch.nn.functional.silu(gate.float())).to(x.dtype)
+    if self.n_groups % self.tp_size:
+        raise NotCovered(
+            f"a norm of {self.n_groups} groups of which {self.tp_size} workers have parts",
+            "its sums would cross workers",
+            "serve it by as many workers as divide them",
+        )
+    groups = self.n_groups // self.tp_size, self.group_size
+    x, gate = (one.unflatten(-1, groups) for one in (x, gate))
+    weight = self.weight.data.view(groups)
+    return gated_rms_norm(x, weight, self.variance_epsilon, gate, norm_before_gate=False).flatten(-2)
 
 
 def _register(layer: Any, forward: Callable[..., object]) -> None:

@@ -225,6 +225,7 @@ class Ran:
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
+        mamba2_models: with state spaces of Mamba-2 beside attention.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
@@ -232,6 +233,7 @@ class Ran:
         delta_rules: the same of gated delta rules.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
+        mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         encoding: versions whose engines have encoded images, by device.
         encoded: what else multimodal models take that is encoded.
@@ -249,6 +251,7 @@ class Ran:
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
+    mamba2_models: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
@@ -256,6 +259,7 @@ class Ran:
     delta_rules: Mapping[str, str]
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
+    mamba2: Mapping[str, str]
     kv_connectors: Mapping[str, Mapping[str, str]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]

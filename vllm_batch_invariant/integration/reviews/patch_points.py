@@ -190,6 +190,13 @@ DELTA_RULE_BUILDER = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAt
 DELTA_RULE_METADATA = PatchPoint(("vllm.v1.attention.backends.gdn_attn",), "GDNAttentionMetadata")
 DELTA_RULE_WARMUP = PatchPoint(("vllm.model_executor.warmup.kernel_warmup",), "qwen_triton_warmup")
 """Compiles vLLM's own kernels for it on a GPU, with the states of a layer, before the first request."""
+MAMBA2 = PatchPoint(("vllm.model_executor.layers.mamba.mamba_mixer2",), "MambaMixer2")
+"""The layer of a state space of Mamba-2, of Nemotron-H, Granite 4 H and Falcon-H1."""
+MAMBA2_NORM = PatchPoint(("vllm.model_executor.layers.mamba.mamba_mixer2",), "Mixer2RMSNormGated")
+"""Its norm, of groups behind their gates."""
+MAMBA2_BACKEND = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionBackend")
+MAMBA2_BUILDER = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionMetadataBuilder")
+MAMBA2_METADATA = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionMetadata")
 GATED_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_next",), "Qwen3NextAttention")
 """Attention of Qwen3-Next and Qwen3.5, whose result is multiplied with a gate."""
 STATE_SHAPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateShapeCalculator")
@@ -317,6 +324,7 @@ OPTIONAL = {
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
+    *("MAMBA2", "MAMBA2_NORM", "MAMBA2_BACKEND", "MAMBA2_BUILDER", "MAMBA2_METADATA"),
     *("INIT_NONE_HASH", "FILE_CONNECTOR"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
@@ -362,9 +370,13 @@ MEMBERS = {
     "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "_output_projection"),
     "DELTA_RULE_BACKEND": ("get_builder_cls",),
     "DELTA_RULE_BUILDER": ("build", "build_for_cudagraph_capture"),
-    "STATE_SHAPES": ("gated_delta_net_state_shape",),
-    "STATE_DTYPES": ("gated_delta_net_state_dtype",),
-    "STATE_COPIES": ("gated_delta_net_state_copy_func",),
+    "MAMBA2": ("forward", "get_state_shape", "get_kv_cache_spec"),
+    "MAMBA2_NORM": ("forward_native", "forward_cuda"),
+    "MAMBA2_BACKEND": ("get_builder_cls",),
+    "MAMBA2_BUILDER": ("build", "build_for_cudagraph_capture"),
+    "STATE_SHAPES": ("gated_delta_net_state_shape", "mamba2_state_shape"),
+    "STATE_DTYPES": ("gated_delta_net_state_dtype", "mamba2_state_dtype"),
+    "STATE_COPIES": ("gated_delta_net_state_copy_func", "mamba2_state_copy_func"),
     "GRAPH_MANAGER": ("_init_candidates",),
     "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),
@@ -385,12 +397,13 @@ def replace_layer(
     Args:
         layer: vLLM's.
         prefix: of the class's name.
-        forward: on every device.
+        forward: on every device; of a layer that has one method for all of them, that method.
         methods: others.
     """
     if layer.__name__ in CUSTOM_OP.module().op_registry_oot:
         return
-    methods |= dict.fromkeys(("forward_native", "forward_cpu", "forward_cuda", "forward_oot"), forward)
+    of_devices = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
+    methods |= dict.fromkeys(of_devices if hasattr(layer, "forward_cuda") else ("forward",), forward)
     made = type(f"{prefix}{layer.__name__}", (layer,), {"__module__": __name__, **methods})
     layer.register_oot(made, name=layer.__name__)
 

@@ -1,0 +1,190 @@
+"""Nemotron-H, Granite 4 H and Falcon-H1, whose state spaces of Mamba-2 keep a state: a request has the same bits alone
+and among others, from chunks of any size, after a preemption, from the prefix cache, and in a page that another has
+left.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import transformers
+
+from tests.engine import kept_states
+from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
+from tests.engine.states import FAULTS
+from vllm_batch_invariant.envs import UNTRIED
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.reviews import patch_points
+
+COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().mamba2["cpu"]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
+]
+NEAR = 0.25
+"""Of logprobs in bf16."""
+UNTRIED_THERE = {UNTRIED.name: "1"} if ON_GPU else {}
+"""A GPU serves them only so."""
+PAGES = {"block_size": 128} if ON_GPU else {}
+"""Of keys, of which vLLM makes one page as large as a state: a CPU's."""
+DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 18}
+"""With so few pages some requests are preempted."""
+UNCACHED = {"enable_prefix_caching": False, "max_num_batched_tokens": 61, "num_gpu_blocks_override": 12}
+"""A request then has one state, and a prompt is cut anywhere, not also at the ends of pages."""
+IN_FP32 = UNCACHED | {"num_gpu_blocks_override": 16}
+"""Pages of fp32 have fewer tokens, so that a prompt takes more of them."""
+LENGTH = 250
+"""Of prompts that need a page of keys more than they begin with."""
+STATES = ("ConvStates", "DeltaStates")
+
+
+class Family(NamedTuple):
+    model: type[transformers.PreTrainedModel]
+    config: type[transformers.PreTrainedConfig]
+    sizes: dict[str, Any]
+
+    def checkpoint(self, folder: Path, **sizes: Any) -> Path:
+        return written(self.model(self.config(**self.sizes | sizes)), folder)
+
+
+_GRANITE = transformers.GraniteMoeHybridForCausalLM, transformers.GraniteMoeHybridConfig
+FAMILIES = {
+    "Nemotron-H": Family(transformers.NemotronHForCausalLM, transformers.NemotronHConfig, kept_states.NEMOTRON_H),
+    "Granite-4-H": Family(*_GRANITE, kept_states.GRANITE_4_H),
+    "Falcon-H1": Family(transformers.FalconH1ForCausalLM, transformers.FalconH1Config, kept_states.FALCON_H1),
+}
+AS_PUBLISHED = {
+    "Nemotron-H": {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "n_groups": 8,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+    },
+    "Granite-4-H": {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "mamba_n_heads": 16,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+    },
+    "Falcon-H1": {
+        "hidden_size": 512,
+        "mamba_d_ssm": 1024,
+        "mamba_n_heads": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_rms_norm": True,
+    },
+}
+"""With heads, states and groups of the sizes of published models, whose pages of keys are no power of two."""
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+started: Callable[..., Any] = partial(
+    kept_states.started,
+    afterwards=partial(kept_states.ask, of=STATES, length=LENGTH),
+    variables=UNTRIED_THERE,
+    **PAGES,
+)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family.checkpoint(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: Path) -> dict[str, Any]:
+    """As vLLM starts: with a prefix cache."""
+    return started(checkpoint, **DEFAULT)
+
+
+def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(found: dict[str, Any]) -> None:
+    assert found["preemptions"] > 0
+    assert found["pages"] > 0
+    assert found["cached"][0] >= 256
+    assert [name for name in SAME if found[name] != found["alone"]] == []
+
+
+def test_logprobs_of_decode_are_those_of_prefill(found: dict[str, Any]) -> None:
+    assert decodes_as_it_prefills(found)
+
+
+def test_logprobs_are_near_those_of_transformers_in_float64(found: dict[str, Any], checkpoint: Path) -> None:
+    assert distance_from_float64(checkpoint, found["alone"]) < NEAR
+    for states in STATES:
+        assert distance_from_float64(checkpoint, found[f"a chunk begins anew: {states}"]) > 4 * NEAR
+
+
+@pytest.mark.parametrize(("states", "fault"), [(states, fault) for states in STATES for fault in FAULTS[states]])
+def test_a_fault_of_the_states_shows(found: dict[str, Any], states: str, fault: str) -> None:
+    assert found[f"{fault}: {states}"] != found["alone"]
+
+
+def test_without_a_prefix_cache_the_bits_are_the_same(found: dict[str, Any], checkpoint: Path) -> None:
+    uncached = started(checkpoint, **UNCACHED)
+    assert uncached["preemptions"] > 0
+    assert [name for name in SAME if uncached[name] != found["alone"]] == []
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+@pytest.mark.parametrize("settings", [DEFAULT, UNCACHED], ids=["prefix cache", "no prefix cache"])
+def test_steps_of_decode_in_cuda_graphs_have_the_same_bits(
+    found: dict[str, Any], checkpoint: Path, settings: dict[str, Any]
+) -> None:
+    # vLLM wants a page for each request of the largest graph
+    replayed = started(checkpoint, **settings | {"enforce_eager": False, "max_num_seqs": 8})
+    assert [name for name in SAME if replayed[name] != found["alone"]] == []
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.skipif(not ON_GPU, reason="no graphs"))])
+def test_layers_of_published_sizes_keep_their_bits(tmp_path: Path, name: str, eager: bool) -> None:
+    folder = FAMILIES[name].checkpoint(tmp_path, **AS_PUBLISHED[name])
+    own_pages = {"block_size": 16} if ON_GPU else {}
+    brief = started(
+        folder, afterwards=kept_states.ask_briefly, max_num_batched_tokens=61, enforce_eager=eager, **own_pages
+    )
+    assert brief["among others"] == brief["alone"]
+    assert decodes_as_it_prefills(brief)
+    assert distance_from_float64(folder, brief["alone"]) < NEAR
+
+
+@pytest.mark.parametrize(("dtype", "settings", "near"), [("float32", IN_FP32, 1e-4), ("float16", UNCACHED, NEAR / 4)])
+def test_other_dtypes_keep_their_bits(checkpoint: Path, dtype: str, settings: dict[str, Any], near: float) -> None:
+    other = started(checkpoint, dtype=dtype, **settings)
+    assert other["preemptions"] > 0
+    assert [name for name in SAME if other[name] != other["alone"]] == []
+    assert distance_from_float64(checkpoint, other["alone"]) < near
+
+
+def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path) -> None:
+    """Near Transformers' in fp32: in bf16 a token may have other experts."""
+    folder = FAMILIES["Granite-4-H"].checkpoint(tmp_path, **EXPERTS)
+    other = started(folder, **DEFAULT)
+    assert other["preemptions"] > 0
+    assert [name for name in SAME if other[name] != other["alone"]] == []
+    assert decodes_as_it_prefills(other)
+    in_fp32 = started(folder, afterwards=kept_states.alone, dtype="float32")
+    assert distance_from_float64(folder, in_fp32) < 1e-4
+    assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
+
+
+def test_plain_vllm_fails_the_same_comparison(checkpoint: Path) -> None:
+    plain = started(
+        checkpoint,
+        afterwards=partial(kept_states.in_company, length=LENGTH),
+        flag="0",
+        enforce_eager=True,
+        **UNCACHED,
+    )
+    assert plain[0] != plain[1]
