@@ -490,6 +490,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
 
 found_of_convolutions = partial(found_of_states, "Short convolutions (LFM2)", "Lfm2ForCausalLM")
 found_of_rules = partial(found_of_states, "Gated delta rules (Qwen3.5", "Qwen3_5ForCausalLM")
+found_of_spaces = partial(found_of_states, "State spaces of Mamba-2", "NemotronHForCausalLM")
 OF_STATES = [
     ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
     ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
@@ -513,11 +514,12 @@ def test_layers_with_states_are_served_as_they_were_run(
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(**changes) == f"short convolutions with {said}"
     assert found_of_rules(**changes) == f"gated delta rules with {said}"
+    assert found_of_spaces(**changes) == f"state spaces of Mamba-2 with {said}"
 
 
 def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    for found_of in (found_of_convolutions, found_of_rules):
+    for found_of in (found_of_convolutions, found_of_rules, found_of_spaces):
         assert found_of() is found_of(mamba_cache_dtype="bfloat16") is None
         assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
 
@@ -526,6 +528,7 @@ def test_two_workers_share_gated_delta_rules_and_no_convolutions(monkeypatch: py
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(tensor_parallel_size=2) == "short convolutions with tensor parallelism 2"
     assert found_of_rules(tensor_parallel_size=2) is None
+    assert found_of_spaces(tensor_parallel_size=2) == "state spaces of Mamba-2 with tensor parallelism 2"
     monkeypatch.setenv(TP_TREE.name, "2")
     assert found_of_convolutions() == f"short convolutions with {TP_TREE.name}=2"
     assert found_of_rules() is None
@@ -540,6 +543,9 @@ def test_drafts_beside_gated_delta_rules_are_those_that_have_run(monkeypatch: py
     assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding"
     assert found_of_rules(**by_n_grams, enable_prefix_caching=False) is None
     assert found_of_rules(**by_n_grams) == "gated delta rules with speculative decoding and a prefix cache"
+    assert found_of_spaces(**by_n_grams, enable_prefix_caching=False) == (
+        "state spaces of Mamba-2 with speculative decoding"
+    )
     assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
 
 
@@ -548,6 +554,8 @@ def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -
     assert found_of_rules(mamba_ssm_cache_dtype="float32") is None
     assert found_of_rules(mamba_ssm_cache_dtype="bfloat16") == "gated delta rules with states of rules in bfloat16"
     assert found_of_convolutions(mamba_ssm_cache_dtype="bfloat16") is None
+    in_bf16 = found_of_spaces(mamba_ssm_cache_dtype="bfloat16")
+    assert in_bf16 == "state spaces of Mamba-2 with states of state spaces in bfloat16"
 
 
 def test_gated_delta_rules_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,6 +569,19 @@ def test_gated_delta_rules_pass_where_they_have_run(monkeypatch: pytest.MonkeyPa
     assert found_of_rules(device="cuda", dtype="torch.float16") is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_rules(device="cuda") == "gated delta rules with vLLM 0.32.0"
+
+
+def test_state_spaces_pass_on_a_cpu_and_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_spaces() == "state spaces of Mamba-2 with vLLM 0.33.0"
+    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on NVIDIA GPUs"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_spaces(device="cuda") is None
+    assert found_of_spaces() == "state spaces of Mamba-2 with vLLM 0.33.0"
+    first_runner = found_of_spaces(device="cuda", use_v2_model_runner=False)
+    assert first_runner == "state spaces of Mamba-2 with the first model runner"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on NVIDIA GPUs"
 
 
 def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,7 +600,10 @@ def test_a_model_with_another_state_stays_refused() -> None:
         ("Lfm2ForCausalLM", None),
         ("Qwen3_5ForCausalLM", None),
         ("Qwen3NextForCausalLM", None),
-        ("NemotronHForCausalLM", "Mamba or linear attention"),
+        ("NemotronHForCausalLM", None),
+        ("GraniteMoeHybridForCausalLM", None),
+        ("FalconH1ForCausalLM", None),
+        ("BambaForCausalLM", "Mamba or linear attention"),
     ):
         model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)
         assert row.found(SimpleNamespace(model_config=model)) == said

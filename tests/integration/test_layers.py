@@ -97,6 +97,7 @@ def test_an_activation_of_transformers_is_known(name: str) -> None:
         torch.nn.MultiheadAttention,
         f"{LAYERS}.conv.Conv2dLayer",
         f"{LAYERS}.mamba.mamba_mixer2.MambaMixer2",
+        f"{LAYERS}.mamba.mamba_mixer2.Mixer2RMSNormGated",
         f"{LAYERS}.mamba.short_conv.ShortConv",
         f"{LAYERS}.attention.MLAAttention",
         f"{LAYERS}.attention.CrossAttention",

@@ -419,7 +419,9 @@ def test_a_body_for_a_server_has_the_clients_arguments_and_vllms_apart() -> None
     assert over_http(params | {"output_kind": "DELTA"}, chat=False) == over_http(params, chat=False)
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("Lfm2", "conv"), ("Qwen3_5", "linear_attention")])
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("Lfm2", "conv"), ("Qwen3_5", "linear_attention"), ("NemotronH", "linear_attention")]
+)
 def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     architecture: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,7 +430,7 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     model = {"architectures": [f"{architecture}ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
     model |= {"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 512, "linear_num_key_heads": 2}
     drawn = [draw_settings("states", number, 256, Place("cpu", 4, model=model)) for number in range(40)]
-    of_rules = kind == "linear_attention"
+    of_rules = architecture == "Qwen3_5"
     assert {one.stages for one in drawn} == {1}
     assert {one.workers for one in drawn} == {one.tree for one in drawn} == ({1, 2} if of_rules else {1})
     assert {one.drafter for one in drawn if one.drafts} <= {"ngram"}
@@ -465,3 +467,6 @@ def test_states_take_two_pages_of_each_group_of_layers() -> None:
         (["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2, 6),
     ):
         assert pages_of_states({"layer_types": kinds}) == pages, kinds
+    assert pages_of_states({"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 3}) == 2
+    assert pages_of_states({"hybrid_override_pattern": "M-M-M*-M-E"}) == 8
+    assert pages_of_states({"model_type": "falcon_h1"}) == 2

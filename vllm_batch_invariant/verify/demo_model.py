@@ -80,14 +80,16 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> Non
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-HYBRIDS = {"conv": "LFM2", "delta": "Qwen3.5"}
+HYBRIDS = {"conv": "LFM2", "delta": "Qwen3.5", "mamba2": "Nemotron-H"}
 """Kinds of layers that stand between those with attention, with the family that has them."""
 _TIED = 0.25
 """The size of tied embeddings, small so that a token does not foretell itself; the last norm makes up for it."""
 _TAPS = 3
 """Of a short convolution."""
 _RULE_TAPS = 4
-"""Of the convolution before a gated delta rule."""
+"""Of the convolution before a gated delta rule or a state space."""
+_GROUPS = 2
+"""Of the heads of a state space."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Shape:
         hybrid: what every other layer has in the place of attention, of :data:`HYBRIDS`; empty: attention.
         rule_heads: key heads and value heads of a gated delta rule.
         rule_head_size: of these; 0 for that of attention.
-        attention_every: of a model with gated delta rules every so many layers the last has attention.
+        attention_every: of a model with gated delta rules or state spaces every so many layers the last has attention.
         images: the family of a model that sees images, of :data:`.image_model.FAMILIES`; empty: it sees none.
     """
 
@@ -142,7 +144,7 @@ class Shape:
             raise ValueError(f"{self.images!r} is none of {', '.join(image_model.FAMILIES)}")
         if self.images and (self.experts or self.hybrid or self.head_size != 64):
             raise ValueError(f"{self.family} has neither experts nor other layers here, and heads of 64")
-        if self.hybrid == "conv" and self.experts:
+        if self.hybrid in ("conv", "mamba2") and self.experts:
             raise ValueError(f"{HYBRIDS[self.hybrid]} has no experts here")
         if self.hybrid == "conv" and self.hidden != self.heads * self.head_size:
             raise ValueError(f"{self.family} has a hidden size of {self.heads} heads of {self.head_size}")
@@ -493,14 +495,88 @@ def qwen3_5_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     return config | ({"shared_expert_intermediate_size": shape.expert_intermediate} if shape.experts else {})
 
 
+def nemotron_h_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """As :func:`random_weights`, of a Nemotron-H: state spaces of Mamba-2, and attention in some layers, each before an
+    MLP. Gates are near 1, so that a token reads what was long ago.
+    """
+    normal, near = distributions(shape, drawn)
+    named = {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f", "lm_head": "lm_head"}
+    of_no_layer = weights_of_no_layer(shape, tokens, drawn)
+    yield {f"{named[name.removesuffix('.weight')]}.weight": weight for name, weight in of_no_layer.items()}
+    heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    channels = heads + 2 * _GROUPS * shape.head_size
+    for i, kind in enumerate(_nemotron_h_layers(shape)):
+        layer = f"backbone.layers.{i}."
+        mixer = layer + "mixer."
+        weights = {layer + "norm.weight": near(1, shape.hidden)}
+        if kind == "mlp":
+            weights |= {
+                mixer + "up_proj.weight": normal(shape.intermediate, shape.hidden),
+                mixer + "down_proj.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
+            }
+        elif kind == "full_attention":
+            weights |= {
+                mixer + "q_proj.weight": normal(heads, shape.hidden),
+                mixer + "k_proj.weight": normal(kv_heads, shape.hidden),
+                mixer + "v_proj.weight": normal(kv_heads, shape.hidden),
+                mixer + "o_proj.weight": normal(shape.hidden, heads, shape.residual_gain),
+            }
+        else:
+            weights |= {
+                mixer + "in_proj.weight": normal(heads + channels + shape.heads, shape.hidden),
+                mixer + "conv1d.weight": normal(channels, _RULE_TAPS)[:, None].contiguous(),
+                mixer + "conv1d.bias": near(0, channels),
+                mixer + "A_log": near(-4.5, shape.heads),
+                mixer + "D": near(1, shape.heads),
+                mixer + "dt_bias": near(0, shape.heads),
+                mixer + "norm.weight": near(1, heads),
+                mixer + "out_proj.weight": normal(shape.hidden, heads, shape.residual_gain),
+            }
+        yield weights
+
+
+def _nemotron_h_layers(shape: Shape) -> list[str]:
+    return [kind for mixer in _qwen3_5_layers(shape) for kind in (mixer, "mlp")]
+
+
+def nemotron_h_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """As :func:`config_of`, of a Nemotron-H."""
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "layers_block_type": _nemotron_h_layers(shape),
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "mamba_num_heads": shape.heads,
+        "mamba_head_dim": shape.head_size,
+        "ssm_state_size": shape.head_size,
+        "n_groups": _GROUPS,
+        "conv_kernel": _RULE_TAPS,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_length,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": shape.dtype,
+        "bos_token_id": pad,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+
+
 def drawing_of(
     shape: Shape,
 ) -> "tuple[Callable[..., Iterator[dict[str, torch.Tensor]]], Callable[..., dict[str, Any]]]":
-    """What draws the weights of a Qwen3, an LFM2 or a Qwen3.5, and what its configuration is made by."""
+    """What draws the weights of a Qwen3, an LFM2, a Qwen3.5 or a Nemotron-H, and what its configuration is made by."""
     return {
         "": (random_weights, config_of),
         "conv": (lfm2_weights, lfm2_config_of),
         "delta": (qwen3_5_weights, qwen3_5_config_of),
+        "mamba2": (nemotron_h_weights, nemotron_h_config_of),
     }[shape.hybrid]
 
 
@@ -511,8 +587,8 @@ def make_checkpoint(
 
     Args:
         folder: returned.
-        shape: of a Qwen3, an LFM2 or a Qwen3.5, or of a gpt-oss, of 8 experts if none are asked, where ``form`` is one
-            of its experts'.
+        shape: of a Qwen3, an LFM2, a Qwen3.5 or a Nemotron-H, or of a gpt-oss, of 8 experts if none are asked, where
+            ``form`` is one of its experts'.
         seed: of the weights.
         form: a quantised format, of :data:`.quantised_model.CHECKPOINT_FORMATS`, with which some weights are other
             ones, zero among them. Empty: the weights as they are.
@@ -643,7 +719,7 @@ def add_arguments(parser: OneLineParser) -> None:
         choices=HYBRIDS,
         default=Shape.hybrid,
         help="what every other layer has in the place of attention: conv is a short convolution, of LFM2; delta a "
-        "gated delta rule, of Qwen3.5",
+        "gated delta rule, of Qwen3.5; mamba2 a state space, of Nemotron-H",
     )
     parser.add_argument(
         "--images",

@@ -123,8 +123,11 @@ def pages_of_states(config: Mapping[str, Any]) -> int:
     """The most pages that the states of a request take beside its keys, by the configuration of its language model: two
     for each group of layers, which vLLM makes as large as that of the rarer kind.
     """
-    kinds = config.get("layer_types") or ()
-    with_states = sum(kind in ("conv", "linear_attention") for kind in kinds)
+    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
+    if config.get("model_type") == "falcon_h1":  # each layer is of both kinds
+        kinds = ["mamba", "attention"]
+    kinds = [kind for kind in kinds if kind not in ("mlp", "moe", "-", "E")]
+    with_states = sum(kind in ("conv", "linear_attention", "mamba", "M") for kind in kinds)
     return 2 * -(-with_states // (min(with_states, len(kinds) - with_states) or 1))
 
 
