@@ -189,7 +189,7 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     [
         ("Other dtypes", {"dtype": "torch.float64"}, "dtype float64"),
         (
-            "Mamba, linear attention, hybrids but LFM2, Qwen3.5 and Qwen3-Next",
+            "Mamba, linear attention, hybrids but LFM2, Qwen3.5, Qwen3-Next, Nemotron-H, Granite 4 H, Falcon-H1",
             {"is_attention_free": True},
             "Mamba or linear attention",
         ),

@@ -914,6 +914,11 @@ COVERED = (
         "a GPU with 0.33; states in fp32",
     ),
     Feature(
+        "State spaces of Mamba-2",
+        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one worker; "
+        "states in fp32",
+    ),
+    Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
         drawn={"policy": {"priority": ("--scheduling-policy", "priority")}},
@@ -1335,8 +1340,7 @@ REFUSED = (
         "State spaces of Mamba-2 (Nemotron-H, Granite 4 H, Falcon-H1) on a GPU, by several workers or engines, beside "
         "drafts, quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32 or within pages",
         "these have not been run",
-        "serve them by one worker, on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32; "
-        f"{envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts them on a GPU",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
