@@ -574,14 +574,30 @@ def test_gated_delta_rules_pass_where_they_have_run(monkeypatch: pytest.MonkeyPa
 def test_state_spaces_pass_on_a_cpu_and_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found_of_spaces() == "state spaces of Mamba-2 with vLLM 0.33.0"
-    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on NVIDIA GPUs"
+    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on a GPU"
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_spaces(device="cuda") is None
     assert found_of_spaces() == "state spaces of Mamba-2 with vLLM 0.33.0"
     first_runner = found_of_spaces(device="cuda", use_v2_model_runner=False)
     assert first_runner == "state spaces of Mamba-2 with the first model runner"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on NVIDIA GPUs"
+    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on a GPU"
+
+
+def test_experts_without_a_gate_are_refused_but_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Experts without a gate")]
+
+    def found(pattern: str, device: str, architecture: str = "NemotronHForCausalLM") -> str | None:
+        text = SimpleNamespace(hybrid_override_pattern=pattern)
+        model = SimpleNamespace(architecture=architecture, hf_text_config=text)
+        return row.found(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device)))
+
+    for device in ("cpu", "cuda"):
+        assert found("M-M*", device) is found("M-M*E", device, "Qwen3ForCausalLM") is None
+        assert found("MEM*", device) == "experts without a gate"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found("MEM*", "cpu") == "experts without a gate"
+    assert found("MEM*", "cuda") is None
 
 
 def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_check_certifies_an_encoders_layer_and_finds_a_fault(monkeypatch: pytest
     ("kind", "said"),
     [
         ("models.bert.SPLADESparsePooler", "it is a Pooler of its own"),
-        ("models.bert_with_rope.NomicMoE", "NomicMoE.__init__ calls .*activation_without_mul"),
+        ("models.bert_with_rope.NomicMoE", "NomicMoE.forward calls .*fused_topk"),
         ("layers.pooler.special.BgeM3Pooler", "does not know it"),
     ],
 )

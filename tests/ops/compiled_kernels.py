@@ -406,17 +406,18 @@ def gradients_of_attention(heads: Heads, count: int) -> None:
 
 def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **fields: object) -> None:
     """So many tokens of a small layer of experts, of which so many are here."""
-    biases = (torch.zeros(16, 192, dtype=dtype), torch.zeros(16, 200, dtype=dtype)) if fields else (None, None)
     reduction, bias = MoeReduction(16, 3, dtype, **fields), torch.zeros(16) if fields else None
+    rows = 96 * (1 + reduction.is_gated)
+    biases = (torch.zeros(16, rows, dtype=dtype), torch.zeros(16, 200, dtype=dtype)) if fields else (None, None)
     weights, ids = moe.route(torch.zeros(count, 16, dtype=dtype), reduction, bias)
-    gate_up, down = torch.zeros(here, 192, 200, dtype=dtype), torch.zeros(here, 200, 96, dtype=dtype)
+    gate_up, down = torch.zeros(here, rows, 200, dtype=dtype), torch.zeros(here, 200, 96, dtype=dtype)
     places = None if here == 16 else torch.zeros(16, dtype=torch.int32)
     of_layer = weights, ids, Experts(gate_up, down, reduction, *biases, places)
     x = torch.zeros(count, 200, dtype=dtype)
     moe.moe(x, *of_layer)
     moe.add_and_norm(moe.products(x, *of_layer), x, x[0], 1e-6)
     moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, Gpu.of(0))[-1])  # so many that others place them
-    moe._activated(torch.zeros(count, 192, dtype=dtype), "silu")  # only the certificate does
+    moe._activated(torch.zeros(count, rows, dtype=dtype), reduction.activation)  # only the certificate does
 
 
 def many_pairs(count: int) -> None:
@@ -464,7 +465,7 @@ def every_expert() -> None:
         experts(count, dtype)
     experts(1, scale=2.5, scoring="sigmoid")
     experts(1, groups=4, top_groups=2, scoring="sigmoid")
-    for count, activation in itertools.product((1, 40, 600), ("swigluoai", "gelu", "gelu_tanh")):
+    for count, activation in itertools.product((1, 40, 600), ("swigluoai", "gelu", "gelu_tanh", "relu2_no_mul")):
         experts(count, activation=activation)
     for count in (1, 40, 2000):
         experts(count, here=8)

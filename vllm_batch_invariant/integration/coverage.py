@@ -541,6 +541,15 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     return _when(first, f"{kept.name} with {first}")
 
 
+def _experts_without_a_gate(config: Config) -> str | None:
+    """Of Nemotron-H: vLLM builds no layer of them on a CPU."""
+    if not _keeps(config, _STATE_SPACES):
+        return None
+    untried = devices.of_config(config).ops.type == "cuda" and envs.starts_untried()
+    pattern = getattr(config.model_config.hf_text_config, "hybrid_override_pattern", None) or ""
+    return _when("E" in pattern and not untried, "experts without a gate")
+
+
 def _latent_attention(config: Config) -> str | None:
     return _when(config.model_config.use_mla, "multi-head latent attention")
 
@@ -915,8 +924,8 @@ COVERED = (
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one worker; "
-        "states in fp32",
+        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one "
+        "worker; states in fp32",
     ),
     Feature(
         "Scheduling",
@@ -1343,6 +1352,13 @@ REFUSED = (
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts them on a GPU",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Experts without a gate (Nemotron 3 Nano)",
+        "vLLM has none on a CPU, and no GPU has run ours",
+        f"serve a Nemotron-H without experts; {envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        _experts_without_a_gate,
+        ("cpu", "cuda"),
     ),
     Feature(
         "MLA (DeepSeek)",

@@ -47,17 +47,18 @@ def layer(dtype: torch.dtype = torch.bfloat16, biased: bool = False, **fields: o
         return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
 
     reduction = replace(MoeReduction(EXPERTS, 3, dtype), **fields)
+    rows = INTERMEDIATE * (1 + reduction.is_gated)
     made = Layer(
         reduction,
         draw(EXPERTS, HIDDEN),
-        draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+        draw(EXPERTS, rows, HIDDEN),
         draw(EXPERTS, HIDDEN, INTERMEDIATE),
     )
     if not biased:
         return made
     return replace(
         made,
-        gate_up_bias=draw(EXPERTS, 2 * INTERMEDIATE),
+        gate_up_bias=draw(EXPERTS, rows),
         down_bias=draw(EXPERTS, HIDDEN),
         score_bias=torch.randn(EXPERTS, generator=generator) * 0.2,
     )

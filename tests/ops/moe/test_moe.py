@@ -99,7 +99,7 @@ def test_routes_are_those_of_the_float64_reference(dtype: torch.dtype, scoring: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul"])
 def test_results_are_near_the_float64_reference(dtype: torch.dtype, activation: str) -> None:
     for biased in (False, True):
         of, x = layer(dtype, biased, activation=activation), tokens(40, dtype)

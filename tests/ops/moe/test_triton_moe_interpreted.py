@@ -14,6 +14,7 @@ from tests.ops.moe.layers import EXPERTS, ROUTINGS, Layer, layer, tied, tokens, 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, cpu, cuda, reference, triton_kernels
+from vllm_batch_invariant.ops.moe.reduction import ACTIVATIONS
 from vllm_batch_invariant.ops.norm.cuda import rms_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -99,7 +100,7 @@ def test_another_rule_for_ties_of_groups_is_found(monkeypatch):
 
 @pytest.mark.parametrize(
     ("activation", "dtype"),
-    [("silu", torch.float16), *((one, torch.float32) for one in ("silu", "gelu", "gelu_tanh", "swigluoai"))],
+    [("silu", torch.float16), *((one, torch.float32) for one in ACTIVATIONS)],
 )
 def test_results_are_near_the_exact_ones(activation, dtype):
     of = layer(dtype, biased=True, activation=activation)
@@ -209,13 +210,16 @@ def activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "swigluoai":
         gate, up = hidden[:, ::2].float().clamp(max=7.0), hidden[:, 1::2].float().clamp(-7.0, 7.0)
         return ((up + 1) * (gate * sigmoid(gate * 1.702))).to(hidden.dtype)
+    if activation == "relu2_no_mul":
+        return hidden.float().relu().square().to(hidden.dtype)
     gate, up = (half.float() for half in hidden.chunk(2, dim=1))
     return ((gate / (1 + torch.from_numpy(np.exp(-gate.numpy())))).to(hidden.dtype).float() * up).to(hidden.dtype)
 
 
 @on_every_gpu
 @pytest.mark.parametrize(
-    ("activation", "biased"), [("silu", False), ("silu", True), ("swigluoai", True), ("gelu_tanh", True)]
+    ("activation", "biased"),
+    [("silu", False), ("silu", True), ("swigluoai", True), ("gelu_tanh", True), ("relu2_no_mul", False)],
 )
 def test_an_activation_in_the_tile_rounds_as_one_of_a_written_product(gpu, activation, biased):
     """For numbers whose sums are exact: the interpreter's other sums follow the tile."""
@@ -239,6 +243,10 @@ def test_an_activation_keeps_nan_and_clamps():
     found = cuda._activated(torch.stack((gate, up), dim=1).reshape(1, -1), "swigluoai")
     assert found[0, :2].isnan().all()
     assert torch.equal(found[0, 2:], activated(torch.tensor([[7.0, 7.0, -100.0, -7.0]]), "swigluoai")[0])
+    squares = cuda._activated(torch.stack((gate, up)), "relu2_no_mul")
+    assert squares[0, 0].isnan()
+    assert squares[1, 1].isnan()
+    assert squares[0, 1:].tolist() == [1.0, 10_000.0, 0.0]
 
 
 @on_every_gpu

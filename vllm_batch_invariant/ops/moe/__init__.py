@@ -5,9 +5,10 @@
     g[j] = s[i[j]], divided by their sum if they are renormalised, times a factor
     y = round(((g[0] e[0] + g[1] e[1]) + g[2] e[2]) + ...)          e[j]: what expert i[j] makes of the token
 
-An expert is a gated layer: ``down(activation(gate(x)) * up(x))``, with the GEMMs and the rounding of a dense one. The
-order of the sum follows the scores of the token alone. Kernels that add with atomics follow the order in which blocks
-of other tokens are done, and libraries leave open which of two equal scores comes first.
+An expert is a gated layer: ``down(activation(gate(x)) * up(x))``, or one without a gate, ``down(activation(up(x)))``,
+with the GEMMs and the rounding of a dense one. The order of the sum follows the scores of the token alone. Kernels that
+add with atomics follow the order in which blocks of other tokens are done, and libraries leave open which of two equal
+scores comes first.
 """
 
 import torch

@@ -35,7 +35,9 @@ def route(
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
-    """[rows, intermediate] of [rows, 2 * intermediate]."""
+    """[rows, intermediate] of [rows, 2 * intermediate], or of as many without a gate."""
+    if activation == "relu2_no_mul":
+        return hidden.float().relu().square().to(hidden.dtype)
     if activation == "swigluoai":
         gate = hidden[:, ::2].float().clamp(max=_SWIGLUOAI_LIMIT)
         up = hidden[:, 1::2].float().clamp(-_SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT)

@@ -31,7 +31,7 @@ from ..scaled_linear.reduction import GROUP, ScaledLinearReduction
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
 from .params import Codes, Experts, StoredExperts
-from .reduction import MoeReduction
+from .reduction import UNGATED, MoeReduction
 from .routes import route_by
 from .triton_kernels import (
     activation_kernel,
@@ -358,18 +358,18 @@ def grouped_gemm(
     Args:
         x: [rows, K], packed; a row has pairs // rows pairs, one after the other. Codes are multiplied with those of a
             weight in blocks of 128 x 128.
-        weight: [experts, N, K], packed; or with an activation [experts, 2 * N, K]. What is stored in a format that no
-            kernel reads (:class:`PackedTile`) is written to memory first.
+        weight: [experts, N, K], packed; or with an activation of a gate [experts, 2 * N, K]. What is stored in a format
+            that no kernel reads (:class:`PackedTile`) is written to memory first.
         bias: [experts, N] or [experts, 2 * N], or None.
         groups: of the schedule's ``block_m``.
         pairs: how many there are.
         dtype: of the result.
         schedule: decides the speed.
         activation: of gate and up, each rounded as if it were written, whose rows are the weight's halves or, for
-            "swigluoai", are in it in turn; or "".
+            "swigluoai", are in it in turn; or without a gate of all rows; or "".
     """
     experts, rows, k = weight.shape
-    n, in_turn = rows // 2 if activation else rows, activation == "swigluoai"
+    n, in_turn = rows if activation in UNGATED else rows // 2, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
     scales, zeros, form, of_x, group_k = None, None, None, None, 0
@@ -664,9 +664,10 @@ def combine(of: Products, out: torch.Tensor) -> None:
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
-    """[pairs, intermediate] of [pairs, 2 * intermediate]."""
-    pairs, length = len(hidden), hidden.shape[1] // 2
-    walk, reduction = WalkSchedule.of(length), LinearReduction.of_device("cuda", 2 * length, length, hidden.dtype)
+    """[pairs, intermediate] of [pairs, 2 * intermediate], or of as many without a gate."""
+    (pairs, rows), gated = hidden.shape, activation not in UNGATED
+    length = rows // 2 if gated else rows
+    walk, reduction = WalkSchedule.of(length), LinearReduction.of_device("cuda", rows, length, hidden.dtype)
     out = torch.empty(pairs, length, dtype=hidden.dtype, device=hidden.device)
     launch(
         activation_kernel,
@@ -719,7 +720,7 @@ def certify(
             weight = _matrices_of(of_matrices, weight)
             groups = group(ids, len(weight), schedule)
             for tile, gate in ((schedule.gate_up, ""), (schedule.gate_up, activation), (schedule.down, "")):
-                used = _first_rows(weight, weight.shape[1] // 2 * 2 if gate else weight.shape[1])
+                used = _first_rows(weight, weight.shape[1] if gate in UNGATED else weight.shape[1] // 2 * 2)
                 found = grouped_gemm(x, used, None, groups, ids.numel(), dtype, tile, activation=gate)
                 for expert in range(len(used)):
                     pairs = (ids.flatten() == expert).nonzero().squeeze(1)

@@ -106,10 +106,11 @@ class Experts:
 
     Attributes:
         gate_up: [experts, 2 * intermediate, hidden]; the halves or, for "swigluoai", the even and odd rows are those of
-            gate and up. Or :class:`StoredExperts`, or what an implementation's ``prepare_experts`` makes of them.
+            gate and up. Without a gate [experts, intermediate, hidden]. Or :class:`StoredExperts`, or what an
+            implementation's ``prepare_experts`` makes of them.
         down: [experts, hidden, intermediate], or as ``gate_up``.
         reduction: of the layer, with its activation.
-        gate_up_bias: [experts, 2 * intermediate], or None.
+        gate_up_bias: of its rows, [experts, 2 * intermediate] or [experts, intermediate], or None.
         down_bias: [experts, hidden], or None.
         places: [num_experts] integers: where in ``gate_up`` and ``down`` an expert lies; -1 for one that is not there,
             which is left out of the sum. None if all are there, in order.
@@ -140,12 +141,13 @@ class Experts:
         """
         down, reduction = self.down, self.reduction
         hidden, intermediate = down.shape[1:]
+        rows = (1 + reduction.is_gated) * intermediate
         expected = {
             "x": (x, (len(x), hidden)),
             "weights": (weights, (len(x), reduction.top_k)),
             "ids": (ids, (len(x), reduction.top_k)),
-            "gate_up": (self.gate_up, (len(down), 2 * intermediate, hidden)),
-            "gate_up_bias": (self.gate_up_bias, (len(down), 2 * intermediate)),
+            "gate_up": (self.gate_up, (len(down), rows, hidden)),
+            "gate_up_bias": (self.gate_up_bias, (len(down), rows)),
             "down_bias": (self.down_bias, (len(down), hidden)),
             "places": (self.places, (reduction.num_experts,)),
         }

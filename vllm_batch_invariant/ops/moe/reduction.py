@@ -9,7 +9,9 @@ from ..quantise.reduction import E4M3, QuantiseReduction
 from ..scaled_linear.reduction import GROUP, ScaledLinearReduction
 
 SCORING = ("softmax", "sigmoid")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
+UNGATED = ("", "relu2_no_mul")
+"""Activations of products that no up is multiplied with."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +42,8 @@ class MoeReduction:
         top_groups: whose experts are compared.
         scale: a factor of all weights.
         activation: of the gate, with its product by up: "silu" and "gelu" (exact, or by tanh) are rounded to ``dtype``
-            before that product, "swigluoai" (clamped, gpt-oss's) is rounded after it.
+            before that product, "swigluoai" (clamped, gpt-oss's) is rounded after it. "relu2_no_mul" is of experts that
+            have no gate: the square of what is above 0 of up, rounded once.
         products: of the codes of experts that are stored as e4m3 in blocks of 128 x 128, and of tokens; None: the GEMMs
             are of matrices.
 
@@ -80,10 +83,11 @@ class MoeReduction:
                 f"they are defined for codes of e4m3 in blocks of {GROUP} x {GROUP}, and results of tokens' dtype",
                 "serve another model, no setting helps",
             )
-        if of is not None and self.activation == "swigluoai":
+        if of is not None and self.activation in ("swigluoai", *UNGATED):
+            in_turn = self.activation == "swigluoai"
             raise NotCovered(
-                "experts in FP8 whose rows are those of gate and up in turn",
-                f"a block of {GROUP} rows has one scale for both",
+                f"experts in FP8 {'whose rows are those of gate and up in turn' if in_turn else 'without a gate'}",
+                f"a block of {GROUP} rows has one scale for both" if in_turn else "nobody has compared their products",
                 "serve a checkpoint of which the weights alone are quantised",
             )
         if not 0 < self.top_groups <= self.groups or self.num_experts % self.groups:
@@ -98,6 +102,11 @@ class MoeReduction:
     def accumulate(self) -> torch.dtype:
         """The dtype of scores, weights and sums."""
         return torch.float32
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first product has rows of a gate beside those of up."""
+        return self.activation not in UNGATED
 
     @property
     def quantised(self) -> QuantiseReduction | None:

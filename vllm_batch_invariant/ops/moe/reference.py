@@ -58,6 +58,8 @@ def _product(row: torch.Tensor, weight: Any, expert: int, reduction: MoeReductio
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "relu2_no_mul":
+        return hidden.relu().square()
     if activation == "swigluoai":
         gate, up = hidden[::2].clamp(max=7.0), hidden[1::2].clamp(-7.0, 7.0)
         return gate * (1.702 * gate).sigmoid() * (up + 1)

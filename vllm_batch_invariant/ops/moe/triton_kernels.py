@@ -9,6 +9,7 @@ where the activations are, with s(x) = 1 / (1 + exp(-x))::
 
     silu, gelu      round(round(f(gate)) * up)                  gelu by erf; by tanh it is gate * s(1.6 (gate + ...))
     swigluoai       round((up + 1) * (gate * s(1.702 gate)))    gate of at most 7, up of -7 to 7
+    relu2_no_mul    round(max(h, 0) ** 2)                       of h that has no gate
 
 Pairs are grouped by expert into blocks of BLOCK_M. Where a pair lies follows the other tokens; what is computed of it
 is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`. Codes of e4m3
@@ -261,8 +262,11 @@ def _round(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _activated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """Of fp32 that DTYPE has, too. NaN stays NaN."""
-    if ACTIVATION == "swigluoai":
+    """Of fp32 that DTYPE has, too, of one that is not gated twice the same. NaN stays NaN."""
+    if ACTIVATION == "relu2_no_mul":
+        out = tl.where(up < 0.0, 0.0, up)
+        out *= out
+    elif ACTIVATION == "swigluoai":
         gate = tl.where(gate > _SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT, gate)
         up = tl.where(up > _SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT, tl.where(up < -_SWIGLUOAI_LIMIT, -_SWIGLUOAI_LIMIT, up))
         out = (up + 1.0) * (gate * _sigmoid(gate * _SWIGLUOAI_ALPHA))
@@ -314,7 +318,7 @@ def _tile(
     PRECISION: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of :func:`grouped_gemm_kernel`: pairs [BLOCK_M] of an expert, BLOCK_N columns from ``first_n`` on."""
-    GATED: tl.constexpr = ACTIVATION != ""
+    GATED: tl.constexpr = (ACTIVATION != "") & (ACTIVATION != "relu2_no_mul")
     IN_TURN: tl.constexpr = ACTIVATION == "swigluoai"
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -376,7 +380,13 @@ def _tile(
         acc = _add_bias(acc, bias_ptr + first, rows, mask_n, SWAP_AB)
         if GATED:
             up = _add_bias(up, bias_ptr + first + up_row, rows, mask_n, SWAP_AB)
-    out = _activated(_round(acc, dtype), _round(up, dtype), ACTIVATION, dtype) if GATED else acc.to(dtype)
+    if GATED:
+        out = _activated(_round(acc, dtype), _round(up, dtype), ACTIVATION, dtype)
+    elif ACTIVATION == "":
+        out = acc.to(dtype)
+    else:
+        acc = _round(acc, dtype)
+        out = _activated(acc, acc, ACTIVATION, dtype)
     if SWAP_AB:
         out = out.T
     tl.store(out_ptr + pairs[:, None] * N + offs_n[None, :], out, mask=mask_m[:, None] & mask_n[None, :])
@@ -421,10 +431,10 @@ def grouped_gemm_kernel(
     x_scales [rows, ceil(K / GROUP)] and scales [experts, ceil(N / GROUP), ceil(K / GROUP)].
 
     With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
-    turn, and out is the activation of both. With FEW_PAIRS ``pairs`` has each pair's expert, and a program looks for
-    the pairs of its block. With BY_TMA ``weight`` is a descriptor of [experts * N, K], or of rows in turn as
-    [2, experts * N, K]: columns beyond N are another expert's, and are not written. With HALVES a block of at most half
-    as many pairs is a tile of half as many rows.
+    turn, and out is the activation of both; without a gate they have N. With FEW_PAIRS ``pairs`` has each pair's
+    expert, and a program looks for the pairs of its block. With BY_TMA ``weight`` is a descriptor of [experts * N, K],
+    or of rows in turn as [2, experts * N, K]: columns beyond N are another expert's, and are not written. With HALVES a
+    block of at most half as many pairs is a tile of half as many rows.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) // tiles_n
@@ -464,14 +474,17 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def activation_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """hidden: [pairs, 2 * LENGTH], gate first, or for "swigluoai" one of each in turn; out: [pairs, LENGTH]."""
+    """hidden: [pairs, 2 * LENGTH], gate first, or for "swigluoai" one of each in turn; without a gate [pairs, LENGTH].
+    out: [pairs, LENGTH].
+    """
+    GATED: tl.constexpr = ACTIVATION != "relu2_no_mul"
     pair = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < LENGTH
     offs_gate, to_up = (2 * offs, 1) if ACTIVATION == "swigluoai" else (offs, LENGTH)
-    gate_ptrs = hidden_ptr + pair * 2 * LENGTH + offs_gate
+    gate_ptrs = hidden_ptr + pair * (2 * LENGTH if GATED else LENGTH) + offs_gate
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + to_up, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + to_up, mask=mask, other=0.0).to(tl.float32) if GATED else gate
     out = _activated(gate, up, ACTIVATION, out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair * LENGTH + offs, out, mask=mask)
 
