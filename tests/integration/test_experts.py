@@ -170,7 +170,7 @@ def chosen_by_the_model() -> None:
         ({"swiglu_limit": 7.0}, "swiglu_limit=7.0: the activation is defined without it"),
         ({"routed_scaling_factor": 2.5}, "a factor of 2.5: vLLM applies none"),
         ({"scoring_func": "sqrtsoftplus"}, "experts chosen by sqrtsoftplus"),
-        ({"activation": SimpleNamespace(value="relu2_no_mul")}, "experts with the activation relu2_no_mul"),
+        ({"activation": SimpleNamespace(value="gelu_no_mul")}, "experts with the activation gelu_no_mul"),
     ],
 )
 def test_a_layer_that_is_not_in_the_reduction_is_refused_by_name(changes: dict[str, Any], said: str) -> None:

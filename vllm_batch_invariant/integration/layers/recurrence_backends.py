@@ -33,15 +33,20 @@ class UncutStepBuilder(StateStepBuilder):
         return self.build(0, common_attn_metadata)
 
 
-def _backend(backend: PatchPoint, builder: PatchPoint, metadata: PatchPoint) -> Any:
-    """The backend in the place of vLLM's."""
+def _backend(kind: str, backend: PatchPoint, builder: PatchPoint, metadata: PatchPoint) -> Any:
+    """The backend in the place of vLLM's, for layers of a kind."""
     named = {"__module__": __name__}
-    of_step: Any = dataclass(type("Metadata", (StateStep, metadata.get()), dict(named)))
-    makes = type("Builder", (UncutStepBuilder, builder.get()), named | {"metadata": of_step})
-    return type("Backend", (StateBackend, backend.get()), named | {"builder": makes})
+    of_step: Any = dataclass(type(f"{kind}Metadata", (StateStep, metadata.get()), dict(named)))
+    makes = type(f"{kind}Builder", (UncutStepBuilder, builder.get()), named | {"metadata": of_step})
+    return type(f"{kind}Backend", (StateBackend, backend.get()), named | {"builder": makes})
 
 
 DeltaRuleBackend = _backend(
-    patch_points.DELTA_RULE_BACKEND, patch_points.DELTA_RULE_BUILDER, patch_points.DELTA_RULE_METADATA
+    "DeltaRule",
+    patch_points.DELTA_RULE_BACKEND,
+    patch_points.DELTA_RULE_BUILDER,
+    patch_points.DELTA_RULE_METADATA,
 )
-Mamba2Backend = _backend(patch_points.MAMBA2_BACKEND, patch_points.MAMBA2_BUILDER, patch_points.MAMBA2_METADATA)
+Mamba2Backend = _backend(
+    "Mamba2", patch_points.MAMBA2_BACKEND, patch_points.MAMBA2_BUILDER, patch_points.MAMBA2_METADATA
+)
