@@ -12,7 +12,7 @@ import torch
 from ..dispatch import implementation
 from .reduction import LoraReduction
 
-__all__ = ["LoraReduction", "add_adapters"]
+__all__ = ["LoraReduction", "add_adapters", "add_expanded"]
 
 
 def add_adapters(
@@ -57,6 +57,40 @@ def add_adapters(
         given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (y, x, *a, *b, slots))
         raise ValueError(f"no adapters of {given} with {reduction}")
     implementation("lora", y, x, *a, *b, slots).add_adapters(y, x, a, b, slots, reduction)
+
+
+def add_expanded(
+    y: torch.Tensor, u: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, reduction: LoraReduction
+) -> None:
+    """The same from u on, as of an embedding, whose u is a row of A: ``y' = round(y + u B^T)``.
+
+    Args:
+        y: as of :func:`add_adapters`.
+        u: [M, R] of the reduction's dtype, packed.
+        b: [slots, 1, N, R] of the same dtype, packed.
+        slots: as of :func:`add_adapters`.
+        reduction: of the layer; its K and leaves decide nothing here.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotCovered: a device without an implementation.
+    """
+    rows, columns = y.shape
+    fits = (
+        b.dim() == 4
+        and b.shape[1:] == (1, columns, *u.shape[1:])
+        and u.shape[0] == rows
+        and slots.shape == (rows,)
+        and slots.dtype in (torch.int64, torch.int32)
+        and {y.dtype, u.dtype, b.dtype} == {reduction.dtype}
+        and (y.stride(1) == 1 or columns == 1)
+        and u.is_contiguous()
+        and b.is_contiguous()
+    )
+    if not fits:
+        given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (y, u, b, slots))
+        raise ValueError(f"no expanded adapters of {given} with {reduction}")
+    implementation("lora", y, u, b, slots).add_expanded(y, u, b, slots, reduction)
 
 
 def _is_adapter(a: torch.Tensor, b: torch.Tensor, k: int) -> bool:
