@@ -520,6 +520,19 @@ def test_a_trainer_that_writes_into_the_model_of_its_process_is_seen(core_class:
     assert core.resets == [True]
 
 
+def test_weights_of_a_model_with_adapters_are_not_written() -> None:
+    class Loading(torch.nn.Module):
+        lora_manager = object()
+
+        def load_weights(self, names: list[str]) -> list[str]:
+            return names
+
+    model = Loading()
+    weights.watch_loading(model)
+    with pytest.raises(NotCovered, match="new weights of a model with LoRA adapters"):
+        model.load_weights(["one"])
+
+
 def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
     from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention
 

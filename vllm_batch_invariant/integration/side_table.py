@@ -26,6 +26,7 @@ class Entry:
         sleeps: of a worker, how often memory was taken from its KV cache.
         discarded: of a worker, tensors that a sleep discards, each with a copy.
         watch: of an engine, what it knows of its weights.
+        adapters: of an engine, the digest of the files that each number of an adapter stands for.
         none_hash: of an engine with a KV connector, vLLM's parent of a first block.
         kv_key: of a KV connector, what names begin with; see ``engine.kv_connectors``.
         kv_layers: of one in a worker, the number of caches.
@@ -47,6 +48,7 @@ class Entry:
     sleeps: int = 0
     discarded: list[tuple[Any, Any]] = field(default_factory=list)
     watch: Any = None
+    adapters: dict[int, str] = field(default_factory=dict)
     none_hash: bytes = b""
     kv_key: str = ""
     kv_layers: int = 0

@@ -9,7 +9,7 @@ from ...errors import NotCovered
 from .. import coverage, devices
 from ..reviews import configuration, patch_points
 from ..sampling import grammars, seeds, speculation
-from . import endpoint, items, kv_connectors, refusals, resumption, server, weights, whole_images
+from . import adapters, endpoint, items, kv_connectors, refusals, resumption, server, weights, whole_images
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -40,6 +40,7 @@ def install() -> None:
     platform, device = type(current_platform), devices.get(current_platform.device_type)
     _check_configurations(platform)
     device.install(platform)
+    adapters.install(platform)
     patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
     install_on_every_device()
@@ -143,6 +144,7 @@ def install_worker() -> None:
     endpoint.install(devices.of_config)
     weights.install_in_worker()
     kv_connectors.install_in_worker()
+    adapters.install_in_worker()
     enable_batch_invariant_mode(external_ops)
     device.compile_kernels()
     if untested := patch_points.untested(current_platform.device_type):

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ...errors import NotCovered
 from ..layers import linear, quantised
 from ..reviews import patch_points
 from ..side_table import beside
@@ -318,6 +319,12 @@ def watch_loading(model: torch.nn.Module) -> None:
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if getattr(model, "lora_manager", None) is not None:
+            raise NotCovered(
+                "new weights of a model with LoRA adapters",
+                "they have not been loaded into the layers around which vLLM puts others for adapters",
+                "load new adapters, or start another engine",
+            )
         global _written
         _written += 1
         linear.restore_weights()

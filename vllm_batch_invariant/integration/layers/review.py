@@ -140,6 +140,9 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):
         return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
+    elif isinstance(layer, patch_points.LORA_LAYER.get()):
+        wrapper = type(layer.punica_wrapper)
+        return None if _is_ours(wrapper) else f"its adapters are computed by {wrapper.__name__}"
     elif type(layer).__module__.startswith(POOLERS):
         return pooling.problem_of(layer)
     elif type(layer).__name__ == "Conv3dLayer":

@@ -227,6 +227,16 @@ ENGINE_ARGUMENTS = PatchPoint(("vllm.engine.arg_utils",), "EngineArgs")
 """Makes the configuration of an engine of what the user passes."""
 INPUT_PROCESSOR = PatchPoint(("vllm.v1.engine.input_processor",), "InputProcessor")
 """Makes what the engine gets of what a client asks."""
+PUNICA_WRAPPER = PatchPoint(("vllm.lora.punica_wrapper.punica_base",), "PunicaWrapperBase")
+"""The base of what layers with adapters call, and what knows a step's rows of each."""
+LORA_LAYER = PatchPoint(("vllm.lora.layers.base",), "BaseLayerWithLoRA")
+"""The base of layers around those that may have adapters."""
+LORA_REQUEST = PatchPoint(("vllm.lora.request",), "LoRARequest")
+"""An adapter, as requests have it."""
+LORA_WORKER = PatchPoint(("vllm.lora.worker_manager",), "WorkerLoRAManager")
+"""Loads adapters in a worker."""
+ADAPTER_PATH = PatchPoint(("vllm.lora.utils",), "get_adapter_absolute_path")
+"""Gives the folder of an adapter, of a model hub or here."""
 REQUEST = PatchPoint(("vllm.v1.request",), "Request")
 """What an engine keeps of a request."""
 VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
@@ -331,6 +341,7 @@ MEMBERS = {
     "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
+        *("preprocess_add_request", "add_lora", "remove_lora"),
     ),
     "CONNECTOR_FACTORY": ("create_connector",),
     "FILE_CONNECTOR": (
@@ -352,7 +363,12 @@ MEMBERS = {
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
-    "MODEL_RUNNER": ("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+    "MODEL_RUNNER": (
+        *("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
+        "_get_prompt_logprobs_dict",
+    ),
+    "PUNICA_WRAPPER": ("_update_base_metadata",),
+    "LORA_WORKER": ("_load_adapter",),
     "RENDERER": ("_process_mm_uuids",),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),

@@ -152,4 +152,5 @@ class EqualRequests:
 def _content(request: Any) -> int:
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
     items = tuple(item.identifier for item in request.mm_features or ())
-    return hash((tuple(ids or ()), items, None if embeds is None else _bytes_of(embeds)))
+    adapter = getattr(getattr(request, "lora_request", None), "lora_name", None)
+    return hash((tuple(ids or ()), items, adapter, None if embeds is None else _bytes_of(embeds)))

@@ -1,0 +1,230 @@
+"""Rows of a step have the adapters of their requests, and an adapter's number stands for what is in its files."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.lora.punica_wrapper.punica_base")
+
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
+
+from tests.assertions import assert_near, assert_same_bits
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.engine import adapters
+from vllm_batch_invariant.integration.engine.adapter_request import AdapterRequest
+from vllm_batch_invariant.integration.layers.lora import Adapters
+
+SLOTS = [7, None, 9]
+"""Numbers of the adapters that are there; the last slot is that of number 9."""
+K, N, RANK = 32, 24, 8
+
+
+def wrapped(kind: type[Any] = Adapters, tokens: tuple[int, ...] = (7, 0, 9, 9), samples: tuple[int, ...] = (7, 0, 9)):
+    """Of a step with rows of these adapters, of which one a request is sampled."""
+    wrapper = kind(64, 8, torch.device("cpu"))
+    wrapper.update_metadata(LoRAMapping(tokens, samples, is_prefill=True), SLOTS, 4, 100)
+    return wrapper
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+A, B = draw(3, 1, RANK, K, seed=1), draw(3, 1, N, RANK, seed=2)
+
+
+def added(x: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    """What adapters make of rows, in float64."""
+    rows = [B[slot, 0].double() @ (A[slot, 0].double() @ row.double()) for row, slot in zip(x, slots, strict=True)]
+    return torch.stack(rows)
+
+
+def test_a_row_gets_what_its_adapter_adds_and_one_without_nothing() -> None:
+    x, y = draw(4, K, seed=3), draw(4, N, seed=4)
+    out = y.clone()
+    wrapped().add_lora_linear(out, x, (A,), (B,), 1.0, (N,))
+    assert_same_bits(out[1], y[1], "without an adapter")
+    with_some = [0, 2, 3]
+    assert_near(out[with_some], y[with_some] + added(x[with_some], [0, 2, 2]), 4)
+
+
+def test_vllms_own_gives_a_row_without_an_adapter_the_last_one() -> None:
+    x, y = draw(4, K, seed=3), torch.zeros(4, N)
+    wrapped(PunicaWrapperCPU).add_lora_linear(y, x, (A,), (B,), 1.0, (N,))
+    assert_near(y[1:2], added(x[1:2], [2]), 4)
+
+
+def test_rows_behind_those_of_the_step_have_no_adapter() -> None:
+    wrapper = wrapped()
+    wrapper.update_metadata(LoRAMapping((9,), (9,), is_prefill=True), SLOTS, 4, 100)
+    y = torch.full((4, N), -0.0)
+    wrapper.add_lora_linear(y, draw(4, K), (A,), (B,), 1.0, (N,))
+    assert y[0].any()
+    assert y[1:].signbit().all()
+
+
+def test_an_embedding_takes_the_rows_of_a() -> None:
+    u, y = draw(4, RANK, seed=5), torch.zeros(4, N)
+    wrapped().add_lora_embedding(y, u, B, add_input=True)
+    expected = torch.stack([B[slot, 0].double() @ u[row].double() for row, slot in ((0, 0), (2, 2), (3, 2))])
+    assert_near(y[[0, 2, 3]], expected, 4)
+    assert not y[1].any()
+
+
+def test_logits_have_the_adapters_of_what_is_sampled_or_of_a_prompt() -> None:
+    wrapper, states = wrapped(), draw(4, K, seed=6)
+    wide = torch.zeros(3, N + 8)
+    wrapper.add_lora_logits(wide, states[[0, 1, 3]], A, B, 1.0)
+    assert_near(wide[[0, 2], :N], added(states[[0, 3]], [0, 2]), 4)
+    assert not wide[:, N:].any()
+    with pytest.raises(RuntimeError, match="logits of 2 rows"):
+        wrapper.add_lora_logits(torch.zeros(2, N), states[1:3], A, B, 1.0)
+    seen: list[torch.Tensor] = []
+
+    def compute(runner: Any, hidden_states: torch.Tensor) -> None:
+        for rows in (slice(1, 3), slice(0, 4)):
+            seen.append(torch.zeros(len(hidden_states[rows]), N))
+            wrapper.add_lora_logits(seen[-1], hidden_states[rows], A, B, 1.0)
+
+    manager = SimpleNamespace(_adapter_manager=SimpleNamespace(punica_wrapper_mapping={"": wrapper}))
+    adapters._by_prompts(compute)(SimpleNamespace(lora_manager=manager), states)
+    assert wrapper.hidden_states is None
+    assert not seen[0][0].any()
+    assert_near(seen[0][1:], added(states[2:3], [2]), 4)
+    assert_near(seen[1][[0, 2, 3]], added(states[[0, 2, 3]], [0, 2, 2]), 4)
+
+
+def test_a_step_without_adapters_adds_nothing_whatever_its_rows_are() -> None:
+    wrapper, y = wrapped(tokens=(0, 0), samples=(0, 0)), torch.full((5, N), -0.0)
+    wrapper.add_lora_linear(y, draw(5, K), (A,), (B,), 1.0, (N,))
+    wrapper.add_lora_logits(y, draw(5, K), A, B, 1.0)
+    wrapper.add_lora_embedding(y, draw(5, RANK), B)
+    assert y.signbit().all()
+
+
+def test_what_has_not_been_compared_is_refused() -> None:
+    wrapper, x, y = wrapped(), draw(4, K), torch.zeros(4, N)
+    for call in (
+        lambda: wrapper.add_lora_linear(y, x, (A,), (B,), 0.5, (N,)),
+        lambda: wrapper.add_lora_linear(y, x, (A,), (B,), 1.0, (N,), add_inputs=False),
+        lambda: wrapper.add_lora_linear(y, x, (A,), (B,), 1.0, (N - 1, 1)),
+        lambda: wrapper.add_lora_embedding(y, x, B, add_inputs=False),
+        lambda: wrapper.add_lora_logits(y, x, A, B, 0.5),
+        lambda: wrapper.add_shrink((y,), x, (A,), 1.0),
+        lambda: wrapper.add_expand(y, (x,), (B,), (N,)),
+        lambda: wrapper.apply_lora_full_linear(y, x, A, B, y),
+    ):
+        with pytest.raises(NotCovered):
+            call()
+
+
+def files(folder: Path, content: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text(content)
+    return folder
+
+
+class Core:
+    """An engine's core, as far as adapters need one."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+        self.scheduler = SimpleNamespace(requests={})
+
+    def preprocess_add_request(self, request: Any) -> Any:
+        return request
+
+    def add_lora(self, lora_request: Any) -> bool:
+        self.loaded.append(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return True
+
+
+class Engine(Core):
+    preprocess_add_request = adapters._with_digest(Core.preprocess_add_request)
+    add_lora = adapters._told_apart(Core.add_lora)
+    remove_lora = adapters._forgotten(Core.remove_lora)
+
+
+def sent(core: Core, path: Path, number: int = 1, salt: str | None = None, **more: Any) -> Any:
+    """A request with an adapter, as the engine takes it."""
+    adapter = LoRARequest("name", number, str(path), **more)
+    return core.preprocess_add_request(SimpleNamespace(lora_request=adapter, cache_salt=salt))
+
+
+def test_a_prompt_is_found_by_what_is_in_its_adapters_files(tmp_path: Path) -> None:
+    core, folder = Engine(), files(tmp_path / "one", "first")
+    first, salted = sent(core, folder), sent(core, folder, salt="salt")
+    assert first.cache_salt == first.lora_request.digest == adapters.digest_of(str(folder))
+    assert salted.cache_salt == f"{first.cache_salt} salt"
+    files(folder, "other")
+    assert core.add_lora(LoRARequest("name", 1, str(folder), load_inplace=True))
+    second = sent(core, folder)
+    assert second.cache_salt != first.cache_salt
+    assert (second.lora_request.lora_name, second.lora_request.lora_path) == ("name", str(folder))
+
+
+def test_a_request_without_an_adapter_is_left_alone() -> None:
+    request = Engine().preprocess_add_request(SimpleNamespace(lora_request=None, cache_salt=None))
+    assert request.cache_salt is None
+
+
+def test_a_request_does_not_load_its_adapter_anew(tmp_path: Path) -> None:
+    assert not sent(Engine(), files(tmp_path / "one", "first"), load_inplace=True).lora_request.load_inplace
+
+
+def test_a_number_stands_for_the_same_files_until_they_are_loaded_in_place(tmp_path: Path) -> None:
+    core, folder = Engine(), files(tmp_path / "one", "first")
+    sent(core, folder)
+    other = files(tmp_path / "two", "other")
+    for changed in (other, files(folder, "changed")):
+        with pytest.raises(ValueError, match="are not those that number 1 stands for"):
+            sent(core, changed)
+        with pytest.raises(NotCovered, match="another LoRA adapter with the number 1"):
+            core.add_lora(LoRARequest("name", 1, str(changed)))
+    sent(core, other, number=2)
+    assert core.loaded == []
+    core.add_lora(LoRARequest("name", 1, str(folder), load_inplace=True))
+    sent(core, folder)
+    core.remove_lora(1)
+    sent(core, other, number=1)
+
+
+def test_an_adapter_is_not_replaced_while_requests_have_it(tmp_path: Path) -> None:
+    core, folder = Engine(), files(tmp_path / "one", "first")
+    core.scheduler.requests["running"] = sent(core, folder)
+    again = LoRARequest("name", 1, str(folder), load_inplace=True)
+    core.add_lora(again)  # the same files
+    files(folder, "other")
+    with pytest.raises(NotCovered, match="while requests have it"):
+        core.add_lora(again)
+    core.remove_lora(1)
+    with pytest.raises(ValueError, match="are not those"):
+        sent(core, folder)
+    core.scheduler.requests.clear()
+    core.add_lora(again)
+
+
+def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no LoRA adapter is in"):
+        sent(Engine(), tmp_path)
+    assert Engine().add_lora(LoRARequest("name", 1, str(tmp_path)))  # vLLM says so itself
+
+
+def test_a_worker_reads_the_files_that_the_engine_has_seen(tmp_path: Path) -> None:
+    folder = files(tmp_path / "one", "first")
+    load = adapters._verified(lambda self, lora_request: "weights")
+    seen = AdapterRequest("name", 1, str(folder), digest=adapters.digest_of(str(folder)))
+    assert load(None, seen) == "weights"
+    files(folder, "other")
+    for unseen in (seen, LoRARequest("name", 1, str(folder))):
+        with pytest.raises(RuntimeError, match="changed while requests have it"):
+            load(None, unseen)

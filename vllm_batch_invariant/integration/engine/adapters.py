@@ -1,0 +1,189 @@
+"""Adapters (LoRA) of an engine, told apart by what is in their files.
+
+vLLM knows an adapter by a number, finds keys and values of prompts by its name and path, and reads its files again
+where another adapter has taken its room: with files that have changed a request would get other weights, and other
+keys, by what else is served. Here a digest of the files goes with each request. It is a part of what prompts are found
+by; a number stands for one digest until its adapter is loaded in place while no request has it; and a worker takes no
+other files for it.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ...errors import NotCovered
+from ..reviews import patch_points
+from ..side_table import beside
+
+FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""That vLLM reads of an adapter's folder."""
+WRAPPER = f"{__package__.rpartition('.')[0]}.layers.lora.Adapters"
+"""Our class of what layers with adapters call."""
+
+_digests: dict[tuple[Any, ...], str] = {}
+"""Of files that were read, by their names, times and sizes."""
+
+
+def install(platform: type[Any]) -> None:
+    """Have workers of a platform of vLLM's compute adapters by the operation, and engines of this process tell them
+    apart.
+    """
+    platform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
+    core = patch_points.ENGINE_CORE.get()
+    core.preprocess_add_request = _with_digest(core.preprocess_add_request)
+    core.add_lora = _told_apart(core.add_lora)
+    core.remove_lora = _forgotten(core.remove_lora)
+
+
+def install_in_worker() -> None:
+    """Have this process's worker read the files that a digest is of, and compute logits of a prompt's tokens with that
+    prompt's adapter.
+    """
+    manager = patch_points.LORA_WORKER.get()
+    manager._load_adapter = _verified(manager._load_adapter)
+    runner = patch_points.MODEL_RUNNER.get()
+    runner._get_prompt_logprobs_dict = _by_prompts(runner._get_prompt_logprobs_dict)
+
+
+def digest_of(path: str) -> str:
+    """Of the files of an adapter that vLLM would read: 64 hexadecimal digits.
+
+    Raises:
+        ValueError: there are none.
+    """
+    folder = Path(patch_points.ADAPTER_PATH.get()(path))
+    found = [file for name in FILES if (file := folder / name).is_file()]
+    if len(found) < 2:
+        raise ValueError(f"no LoRA adapter is in {path}")
+    states = [file.stat() for file in found]
+    seen = (*found, *((one.st_mtime_ns, one.st_size, one.st_ino) for one in states))
+    if seen not in _digests:
+        parts = [f"{file.name} {sha256(file.read_bytes()).hexdigest()}" for file in found]
+        _digests[seen] = sha256("\n".join(parts).encode()).hexdigest()
+    return _digests[seen]
+
+
+def _identified(lora_request: Any, digest: str, load_inplace: bool) -> Any:
+    """The same adapter, with its digest."""
+    from .adapter_request import AdapterRequest
+
+    given = {name: getattr(lora_request, name) for name in type(lora_request).__struct_fields__}
+    return AdapterRequest(**given | {"digest": digest, "load_inplace": load_inplace})
+
+
+def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method that takes a request from a client. A request does not load its adapter anew: vLLM keeps that in
+    what it sends to the workers, which would read it in each step.
+
+    It then raises:
+        ValueError: there is no such adapter, or the files have changed since it was first used.
+    """
+
+    @wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        adapter = request.lora_request
+        if adapter is not None:
+            digest = digest_of(adapter.lora_path)
+            if beside(self).adapters.setdefault(adapter.lora_int_id, digest) != digest:
+                raise ValueError(
+                    f"the files of the LoRA adapter {adapter.lora_name} are not those that number "
+                    f"{adapter.lora_int_id} stands for: load it in place, or with a number of its own"
+                )
+            request.lora_request = _identified(adapter, digest, load_inplace=False)
+            request.cache_salt = " ".join(filter(None, (digest, request.cache_salt)))
+        return preprocess(self, request)
+
+    return preprocess_add_request
+
+
+def _told_apart(add: Callable[..., bool]) -> Callable[..., bool]:
+    """vLLM's method that loads an adapter.
+
+    It then raises:
+        NotCovered: another adapter with that number is there and shall not be replaced, or requests have it.
+    """
+
+    @wraps(add)
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        try:
+            digest = digest_of(lora_request.lora_path)
+        except ValueError:
+            return add(self, lora_request)  # vLLM says what is missing
+        held, number = beside(self).adapters, lora_request.lora_int_id
+        if held.get(number, digest) != digest:
+            if not lora_request.load_inplace:
+                raise NotCovered(
+                    f"another LoRA adapter with the number {number}",
+                    "the number stands for one that was loaded before",
+                    "load it in place, or with a number of its own",
+                )
+            if _is_asked(self, number):
+                raise NotCovered(
+                    f"to replace the LoRA adapter {lora_request.lora_name} while requests have it",
+                    "their answers would be of both",
+                    "wait for them, or load it by another name",
+                )
+        loaded = add(self, _identified(lora_request, digest, lora_request.load_inplace))
+        held[number] = digest
+        return loaded
+
+    return add_lora
+
+
+def _forgotten(remove: Callable[..., bool]) -> Callable[..., bool]:
+    """vLLM's method that lets an adapter go; its number is free where no request has it."""
+
+    @wraps(remove)
+    def remove_lora(self: Any, lora_id: int) -> bool:
+        removed = remove(self, lora_id)
+        if not _is_asked(self, lora_id):
+            beside(self).adapters.pop(lora_id, None)
+        return removed
+
+    return remove_lora
+
+
+def _is_asked(core: Any, number: int) -> bool:
+    """Whether a request that has not ended has the adapter of a number."""
+    asked = (request.lora_request for request in core.scheduler.requests.values())
+    return any(adapter is not None and adapter.lora_int_id == number for adapter in asked)
+
+
+def _verified(load: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method that reads an adapter's files.
+
+    It then raises:
+        RuntimeError: they are not those that the engine has seen.
+    """
+
+    @wraps(load)
+    def _load_adapter(self: Any, lora_request: Any) -> Any:
+        loaded = load(self, lora_request)
+        if getattr(lora_request, "digest", None) != digest_of(lora_request.lora_path):
+            raise RuntimeError(
+                f"the files of the LoRA adapter {lora_request.lora_name} changed while requests have it: answers would "
+                "be of both"
+            )
+        return loaded
+
+    return _load_adapter
+
+
+def _by_prompts(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method that computes logprobs of prompts, whose logits are of rows that are not sampled."""
+
+    @wraps(compute)
+    def _get_prompt_logprobs_dict(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = getattr(self, "lora_manager", None)
+        wrappers = manager._adapter_manager.punica_wrapper_mapping.values() if manager else ()
+        for wrapper in wrappers:
+            wrapper.hidden_states = hidden_states
+        try:
+            return compute(self, hidden_states, *args, **kwargs)
+        finally:
+            for wrapper in wrappers:
+                wrapper.hidden_states = None
+
+    return _get_prompt_logprobs_dict

@@ -1,0 +1,129 @@
+"""Adapters of low rank (LoRA), by the operation.
+
+vLLM puts a layer around each that may have adapters, and all of them call one object for the rows of a step. vLLM's own
+for CPUs copies an adapter for each row, and takes -1, a row without one, for the last slot: beside others such a row
+gets the adapter that is there. Its own for GPUs splits K by the number of rows, and adds by atomics.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import NotCovered
+from ...ops.lora import LoraReduction, add_adapters, add_expanded
+from ..reviews import patch_points
+
+NONE = -1
+"""In the place of a slot: the row has no adapter."""
+_Base: Any = patch_points.PUNICA_WRAPPER.get()
+
+
+class Adapters(_Base):
+    """In the place of vLLM's, on every device. Slots of a step's rows lie where a CUDA graph finds them again; those
+    behind a step's rows are of none.
+    """
+
+    def __init__(self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: object) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device)
+        self._token_lora_indices.fill_(NONE)
+        self._sampler_indices.fill_(NONE)
+        self._embeddings_indices.zero_()
+        self.indices_len[:] = [0] * len(self.indices_len)
+        self._in_use = False
+        """Whether a row of the step has an adapter."""
+        self.hidden_states: torch.Tensor | None = None
+        """[tokens, K] of the step, while logits are computed of some of its prompts."""
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
+    ) -> None:
+        """Take the adapters of a step's rows."""
+        self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        self.is_prefill = mapping.is_prefill
+        tokens, samples, *_padded, embedded = self.indices_len
+        self._token_lora_indices[tokens:] = NONE
+        self._sampler_indices[samples:] = NONE
+        self._embeddings_indices[embedded:] = 0
+        self._in_use = any(number > 0 for number in (*mapping.index_mapping, *mapping.prompt_mapping))
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        add_inputs: bool = True,
+        **_: object,
+    ) -> None:
+        """Of a linear layer, whose result y [tokens, N] is changed in place."""
+        if scale != 1.0 or not add_inputs or output_slices != tuple(b.shape[2] for b in lora_b_stacked):
+            _refuse("a layer whose adapters are not added to its result as they are stored")
+        self._add(y, x, lora_a_stacked, lora_b_stacked, self._token_lora_indices[: len(x)])
+
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: object
+    ) -> None:
+        """Of an embedding, whose result y [tokens, N] is changed in place; x has the rows of A."""
+        if not add_inputs:
+            _refuse("an embedding whose adapters are not added to it")
+        if not self._is_idle(x):
+            reduction = LoraReduction.of_device(x.device.type, x.shape[1], x.dtype)
+            add_expanded(y, x, lora_b_stacked, self._token_lora_indices[: len(x)], reduction)
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **_: object,
+    ) -> None:
+        """Of an output embedding, whose result y [rows, N or more] is changed in place."""
+        if scale != 1.0:
+            _refuse("an output embedding with scaled adapters")
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        columns = y[:, : lora_b_stacked.shape[2]]
+        self._add(columns, x, (lora_a_stacked,), (lora_b_stacked,), self._slots_of_logits(x))
+
+    def _slots_of_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Of rows [rows, K]: those that are sampled, or neighbours among the step's, of a prompt."""
+        states, samples = self.hidden_states, self.indices_len[1]
+        if states is not None and x.untyped_storage().data_ptr() == states.untyped_storage().data_ptr():
+            first = (x.storage_offset() - states.storage_offset()) // states.stride(0)
+            return self._token_lora_indices[first : first + len(x)]
+        if len(x) != samples and self._in_use:
+            raise RuntimeError(f"logits of {len(x)} rows, whose adapters nobody knows: {samples} are sampled")
+        return self._sampler_indices[: len(x)]
+
+    def _add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: tuple[torch.Tensor, ...],
+        b: tuple[torch.Tensor, ...],
+        slots: torch.Tensor,
+    ) -> None:
+        if not self._is_idle(x):
+            add_adapters(y, x, a, b, slots, LoraReduction.of_device(x.device.type, x.shape[1], x.dtype))
+
+    def _is_idle(self, x: torch.Tensor) -> bool:
+        """Whether nothing is to be added. A CUDA graph launches what a later step may need."""
+        return not self._in_use and x.device.type == "cpu"
+
+    def add_shrink(self, *_: object, **__: object) -> NoReturn:
+        """Of layers that are refused: sharded adapters, and experts."""
+        _refuse("a layer that adds parts of its adapters by itself")
+
+    add_expand = add_shrink
+
+    def apply_lora_full_linear(self, *_: object, **__: object) -> NoReturn:
+        """Of pooling models, which are refused beside LoRA."""
+        _refuse("a classification head of an adapter's own")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotCovered(what, "it has not been compared", "serve the model without LoRA")
