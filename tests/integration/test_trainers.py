@@ -24,7 +24,7 @@ CHANGED = {
     "no_such_argument": (1, "no_such_argument"),
 }
 """Arguments that no example has -> a value, and what the check or vLLM says to it."""
-OF_ITSELF = re.compile(r"LoRA adapters|image and video inputs of \w+ with tensor parallelism 2")
+OF_ITSELF = re.compile(r"LoRA adapters on a GPU|image and video inputs of \w+ with tensor parallelism 2")
 """Why an example of verl's may be refused, though its model is covered and two GPUs are enough: what it serves is more
 than the model, or images by both of them.
 """

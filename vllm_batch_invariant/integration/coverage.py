@@ -322,6 +322,82 @@ def _beside_a_connector(config: Config) -> str | None:
     return _when(first, f"the KV connector {connectors.name(config)} beside {first}")
 
 
+DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
+"""vLLM's variable that has adapters computed beside their layer, and rounded before they are added."""
+_LAYERS_WITH_ADAPTERS = (
+    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_mixed_moe_lora_format"),
+    "enable_moe_shared_loras",
+)
+"""Fields of vLLM's configuration of LoRA that have other layers computed."""
+
+
+def _adapters_elsewhere(config: Config) -> str | None:
+    if config.lora_config is None:
+        return None
+    ops, version = devices.of_config(config).ops, patch_points.installed_version()
+    if ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus):
+        return None
+    ran = RAN.lora.get(ops.type)
+    if ran is not None and version.startswith(ran):
+        return None
+    return f"LoRA adapters on {ops.name}" + ("" if ran is None else f" with vLLM {version}")
+
+
+def _other_adapters(config: Config) -> str | None:
+    """Adapters that have not been run, by their settings or their model."""
+    lora, model, device = config.lora_config, config.model_config, devices.of_config(config)
+    if lora is None or _adapters_elsewhere(config):
+        return None
+    of_model = str(model.dtype).removeprefix("torch.")
+    dtype, of_head = (
+        str(one).removeprefix("torch.") for one in (lora.lora_dtype, getattr(model, "head_dtype", of_model))
+    )
+    setting = next((name for name in _LAYERS_WITH_ADAPTERS if getattr(lora, name, None)), "")
+    packed, known = model.quantization, (None, *RAN.lora_quantised.get(device.ops.type, ()))
+    found = {
+        f"quantisation {packed}": packed not in known,
+        "quantised activations": packed in known[1:] and schemes.quantises_activations(model, config.quant_config),
+        "a mixture of experts": model.is_moe,
+        "pooling": _pools(config),
+        "a multimodal model": model.is_multimodal_model,
+        "layers that keep states": _has_states(model),
+        f"--{setting.replace('_', '-')}": bool(setting),
+        f"--lora-dtype {dtype} of a model in {of_model}": dtype not in ("auto", of_model),
+        f"logits in {of_head} of a model in {of_model}": of_head != of_model,
+        f"{DUAL_STREAM}={os.environ.get(DUAL_STREAM)}": os.environ.get(DUAL_STREAM, "0").lower() not in _OFF,
+    }
+    first = _first(found)
+    return _when(first, f"LoRA adapters with {first}")
+
+
+def _beside_adapters(config: Config) -> str | None:
+    """What has not been run beside them."""
+    model, device = config.model_config, devices.of_config(config)
+    if config.lora_config is None or _adapters_elsewhere(config):
+        return None
+    several, workers = _several(config), config.parallel_config.tensor_parallel_size
+    if workers in RAN.lora_workers.get(device.ops.type, ()):
+        del several[f"tensor parallelism {workers}"]
+    method, drafters = getattr(config.speculative_config, "method", None), RAN.lora_drafters.get(device.ops.type, ())
+    found = {
+        **several,
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        f"speculative decoding with {method}": config.speculative_config is not None and method not in drafters,
+        "exact arithmetic": device.is_exact,
+        "FlexAttention": envs.ATTENTION.read() == "flex",
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        "embeddings as prompts": model.enable_prompt_embeds,
+        "sleep": model.enable_sleep_mode,
+        "a KV connector": bool(connectors.name(config)),
+    }
+    first = _first(found)
+    return _when(first, f"LoRA adapters beside {first}")
+
+
+_OFF = ("0", "", "false")
+"""Of a variable of vLLM's."""
+
+
 def _logits_processors(config: Config) -> str | None:
     if getattr(config.model_config, "logits_processors", None):
         return "custom logits processors"
@@ -903,6 +979,12 @@ COVERED = (
         "a GPU with 0.33; states in fp32",
     ),
     Feature(
+        "LoRA adapters",
+        "of dense models, also beside quantised weights of compressed-tensors, on a CPU with vLLM 0.32, by one worker "
+        "or two, with drafts of n-grams: a request has the bits that it has where its adapter is alone, one without an "
+        "adapter those of a server without LoRA; not those of merged weights, which are rounded",
+    ),
+    Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
         drawn={"policy": {"priority": ("--scheduling-policy", "priority")}},
@@ -1144,10 +1226,25 @@ REFUSED = (
         _kv_cache_of_another_dtype,
     ),
     Feature(
-        "LoRA",
-        "its shrink kernel splits K by the batch",
-        "merge the adapter into the weights",
-        lambda config: _when(config.lora_config, "LoRA adapters"),
+        "LoRA adapters on a GPU, on other devices and with another vLLM than 0.32 on a CPU",
+        "they have not been run there",
+        f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        _adapters_elsewhere,
+    ),
+    Feature(
+        "LoRA adapters of experts, of models that pool, take images, keep states, quantise activations, or weights but "
+        "by compressed-tensors; in another dtype than the model, fully sharded, or by two streams",
+        "these have not been run",
+        "leave --enable-lora out, or merge the adapter into the weights",
+        _other_adapters,
+    ),
+    Feature(
+        "LoRA adapters beside over 2 workers, their tree, stages, several engines, drafts but n-grams, exact "
+        "arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "these have not been run together",
+        "leave one of the two out, or merge the adapter into the weights",
+        _beside_adapters,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, envs.TP_TREE.name),
     ),
     Feature(
         "Speculative decoding on other devices than CPUs and GPUs",

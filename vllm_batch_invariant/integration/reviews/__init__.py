@@ -233,6 +233,10 @@ class Ran:
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
+        lora: versions whose engines have served LoRA adapters, by device.
+        lora_workers: numbers of workers above 1 that have served them, by device.
+        lora_drafters: methods of speculative decoding that have been run beside them, by device.
+        lora_quantised: methods of quantisation whose weights have been served with them, by device.
         encoding: versions whose engines have encoded images, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
@@ -257,6 +261,10 @@ class Ran:
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
+    lora: Mapping[str, str]
+    lora_workers: Mapping[str, tuple[int, ...]]
+    lora_drafters: Mapping[str, tuple[str, ...]]
+    lora_quantised: Mapping[str, tuple[str, ...]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]

@@ -253,6 +253,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
+        lora_config=None,
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
     )
