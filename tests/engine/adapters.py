@@ -1,0 +1,202 @@
+"""LoRA adapters of small models, as PEFT writes them, and what an engine with some is asked."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Of models that store these as one, such as Phi-3."""
+EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+def written(
+    folder: Path, model: Path, rank: int, seed: int, targets: Sequence[str] = (*ATTENTION, *MLP), alpha: int = 16
+) -> Path:
+    """A random adapter in bf16 for some of a model's linear layers and embeddings, so large that it changes answers."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    sides = {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+    }
+    sides |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+    for layer in range(config["num_hidden_layers"]):
+        for name in targets:
+            if name in sides:
+                k, n = sides[name]
+                part = "self_attn" if name in (*ATTENTION, "qkv_proj") else "mlp"
+                path = f"base_model.model.model.layers.{layer}.{part}.{name}"
+                tensors |= {f"{path}.lora_A.weight": draw(rank, k), f"{path}.lora_B.weight": draw(n, rank)}
+    if "lm_head" in targets:
+        path = "base_model.model.lm_head"
+        tensors |= {f"{path}.lora_A.weight": draw(rank, hidden), f"{path}.lora_B.weight": draw(vocabulary, rank)}
+    if "embed_tokens" in targets:
+        path = "base_model.model.model.embed_tokens"
+        tensors |= {f"{path}.lora_embedding_A": draw(rank, vocabulary) * vocabulary**0.5}
+        tensors |= {f"{path}.lora_embedding_B": draw(hidden, rank) * 0.02}
+    said: Mapping[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "r": rank,
+        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(targets),
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def step(
+    llm: Any,
+    requests: Sequence[Mapping[str, Any]],
+    adapters: Mapping[str, Sequence[Any]],
+    reset: bool = True,
+    preempt_after: int = 0,
+    then_load: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """Send requests together; runs in the engine's process.
+
+    Args:
+        requests: each with the name of its adapter, or None.
+        adapters: number and folder of each name.
+        reset: whether the prefix cache is emptied first.
+        preempt_after: after so many steps what runs is preempted; 0: never.
+        then_load: after the first step, arguments of :func:`load`.
+
+    Returns:
+        What each request got, how many of its tokens the prefix cache had, preemptions, and what loading said.
+    """
+    from vllm.lora.request import LoRARequest
+
+    from vllm_batch_invariant.verify.harness.drive import add_request, describe, drive
+    from vllm_batch_invariant.verify.harness.engine import request_params
+    from vllm_batch_invariant.verify.harness.worker_main import preemptions
+
+    engine, before, said = llm.llm_engine, preemptions(llm), ""
+    if reset:
+        assert llm.reset_prefix_cache()
+    done: dict[str, Any] = {}
+    for number, request in enumerate(requests):
+        name = request["adapter"]
+        lora = None if name is None else LoRARequest(name, *adapters[name])
+        prompt = {"prompt_token_ids": request["prompt"]}
+        add_request(engine, str(number), prompt, request_params(request["params"]), lora_request=lora)
+    for number, outputs in enumerate(drive(engine), 1):
+        if number == preempt_after:
+            engine.reset_prefix_cache(reset_running_requests=True)
+        if number == 1 and then_load:
+            said = load(llm, *then_load)
+        done |= {output.request_id: describe(output) for output in outputs if output.finished}
+    answers = [done[str(number)] for number in range(len(requests))]
+    return {
+        "answers": [[one["completions"], one["prompt_logprobs"]] for one in answers],
+        "cached": [one["cached"] for one in answers],
+        "preemptions": preemptions(llm) - before,
+        "said": said,
+    }
+
+
+def load(llm: Any, name: str, number: int, folder: str, in_place: bool) -> str:
+    """Have the engine load an adapter; returns what it said against that."""
+    from vllm.lora.request import LoRARequest
+
+    try:
+        llm.llm_engine.add_lora(LoRARequest(name, number, folder, load_inplace=in_place))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusal(llm: Any, request: Mapping[str, Any], name: str, number: int, folder: str) -> str:
+    """What the engine says against a request with an adapter."""
+    try:
+        step(llm, [{**request, "adapter": name}], {name: [number, folder]}, reset=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def forget_digests(llm: Any) -> None:
+    """Have prompts found by the name and the path of an adapter alone, as vLLM does; the engine is in this process."""
+    from vllm.v1.request import Request
+
+    of_client = Request.from_engine_core_request.__func__
+
+    def from_engine_core_request(cls: type, request: Any, *args: Any) -> Any:
+        request.cache_salt = None
+        return of_client(cls, request, *args)
+
+    Request.from_engine_core_request = classmethod(from_engine_core_request)
+
+
+def plant(llm: Any, fault: str) -> None:
+    """Have the workers compute adapters as one of :data:`FAULTS`; without one as ever."""
+    llm.apply_model(_Planted(fault))
+
+
+class _Planted:
+    """A function that travels to the workers."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        from vllm_batch_invariant.ops.lora import cpu
+
+        if not hasattr(cpu, "_right"):
+            cpu._right = cpu._by_slot, cpu._shrink
+        cpu._by_slot, cpu._shrink = cpu._right
+        if self.fault:
+            FAULTS[self.fault](cpu)
+
+
+def _none_is_the_last(cpu: Any) -> None:
+    def by_slot(slots: torch.Tensor) -> Any:
+        for slot in slots.unique().tolist():
+            yield slot, (slots == slot).nonzero()[:, 0]
+
+    cpu._by_slot = by_slot
+
+
+def _next_row(cpu: Any) -> None:
+    right = cpu._by_slot
+
+    def by_slot(slots: torch.Tensor) -> Any:
+        return right(slots.roll(1) if len(slots) > 1 else slots)
+
+    cpu._by_slot = by_slot
+
+
+def _halves_by_rows(cpu: Any) -> None:
+    right = cpu._shrink
+
+    def shrink(x: torch.Tensor, a: torch.Tensor, reduction: Any) -> torch.Tensor:
+        if len(x) == 1:
+            return right(x, a, reduction)
+        half = x.shape[1] // 2
+        parts = (slice(half), slice(half, None))
+        first, second = ((x[:, part].float() @ a[:, part].float().t()).to(x.dtype) for part in parts)
+        return first + second
+
+    cpu._shrink = shrink
+
+
+FAULTS = {
+    "no adapter is the last slot": _none_is_the_last,
+    "a row has its neighbour's adapter": _next_row,
+    "K is added in halves, each rounded, for several rows": _halves_by_rows,
+}
+"""What would have an adapter's bits follow from the company."""

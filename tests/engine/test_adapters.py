@@ -1,0 +1,247 @@
+"""LoRA adapters: a request has the bits of an engine where its adapter is alone, and one without an adapter those of an
+engine without LoRA: in any company, slot, order and room, from chunks, after a preemption and from the prefix cache.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.adapters import ATTENTION, EMBEDDINGS, FAULTS, FUSED, written
+from tests.engine.engines import request, run, tokens
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.quantised_model import quantise
+
+COVERED = reviews.ran().lora["cpu"]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
+]
+IN_ENGINE = "tests.engine.adapters"
+LIMITS = {"max_model_len": 512, "max_num_seqs": 16, "skip_tokenizer_init": True}
+FEW = LIMITS | {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60}
+"""Prompts come in chunks, and some requests are preempted."""
+ROOM = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}
+"""For fewer adapters than are asked for: each takes the room of others."""
+TARGETS = [
+    request(tokens(70, 1), max_tokens=8, prompt_logprobs=2),
+    request(tokens(150, 2), max_tokens=12, temperature=1.0, seed=7),
+]
+"""vLLM computes a prompt anew where its logprobs are asked for."""
+NAMES = ("A", "B", "C", None)
+NUMBERS = {"A": 1, "B": 2, "C": 3}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of rank 8 for all linear layers, of rank 16 for parts of fused ones, and of rank 64 with both embeddings."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "A": written(folder / "A", checkpoint, 8, 1),
+        "B": written(folder / "B", checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj")),
+        "C": written(folder / "C", checkpoint, 64, 3, (*ATTENTION, *EMBEDDINGS)),
+    }
+
+
+def asked(
+    engine: Engine,
+    folders: Mapping[str, Path],
+    requests: Sequence[Any],
+    numbers: Mapping[str, int] = NUMBERS,
+    **how: Any,
+) -> dict[str, Any]:
+    """What requests, each with the name of its adapter, get together."""
+    known = {name: [number, str(folders[name])] for name, number in numbers.items()}
+    sent = [{**one, "adapter": name} for one, name in requests]
+    options = {"reset": True, "preempt_after": 0, "then_load": ()} | how
+    return engine.call(f"{IN_ENGINE}:step", sent, known, *options.values())
+
+
+def alone(engine: Engine, folders: Mapping[str, Path], names: Sequence[str | None] = NAMES) -> dict[str, Any]:
+    """Answers to the targets, one at a time, by adapter."""
+    return {str(name): [asked(engine, folders, [(one, name)])["answers"][0] for one in TARGETS] for name in names}
+
+
+def among(engine: Engine, folders: Mapping[str, Path], order: Sequence[str | None], **how: Any) -> dict[str, Any]:
+    """The same where they are sent together with others, adapters in an order; and what more was said of them."""
+    company = [(request(tokens(20 + 7 * i, 9 + i), max_tokens=10), NAMES[i % 4]) for i in range(6)]
+    mine = [(one, name) for name in order for one in TARGETS]
+    got = asked(engine, folders, [*company, *mine], **how)
+    answers = got.pop("answers")[len(company) :]
+    return got | {str(name): answers[2 * i : 2 * i + 2] for i, name in enumerate(order)}
+
+
+def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
+    found = {"alone": alone(engine, folders), "among others": among(engine, folders, NAMES)}
+    found["warm"] = among(engine, folders, NAMES, reset=False)
+    found["preempted"] = among(engine, folders, NAMES, preempt_after=9)
+    found["in another order"] = among(engine, folders, ("C", None, "B", "A"))
+    found["by other numbers"] = among(engine, folders, NAMES, numbers={"A": 13, "B": 12, "C": 11})
+    for fault in FAULTS:
+        engine.call(f"{IN_ENGINE}:plant", fault)
+        found[fault] = among(engine, folders, NAMES)
+    engine.call(f"{IN_ENGINE}:plant", "")
+    return found | {"no fault": among(engine, folders, NAMES)}
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: Path, folders: dict[str, Path]) -> dict[str, Any]:
+    settings = {"model": str(checkpoint), **FEW, **ROOM}
+    return run(settings, [], "1", afterwards=partial(in_company, folders=folders)).afterwards
+
+
+def differing(found: Mapping[str, Any], where: str) -> list[str]:
+    """Adapters whose requests have other bits there than alone."""
+    return [name for name, answers in found["alone"].items() if found[where][name] != answers]
+
+
+@pytest.mark.parametrize(
+    "where", ["among others", "warm", "preempted", "in another order", "by other numbers", "no fault"]
+)
+def test_a_request_has_the_same_bits_in_any_company(found: dict[str, Any], where: str) -> None:
+    assert differing(found, where) == []
+
+
+def test_the_company_was_there(found: dict[str, Any]) -> None:
+    answers = [*found["alone"].values()]
+    assert all(one != other for number, one in enumerate(answers) for other in answers[:number])
+    assert found["among others"]["preemptions"] + found["preempted"]["preemptions"] > 0
+    assert max(found["warm"]["cached"]) >= 128
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows(found: dict[str, Any], fault: str) -> None:
+    assert differing(found, fault)
+
+
+def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_lora(
+    found: dict[str, Any], checkpoint: Path
+) -> None:
+    def without(engine: Engine) -> Any:
+        return [engine.step(f"{i}", [one], True).requests[0] for i, one in enumerate(TARGETS)]
+
+    answers = run({"model": str(checkpoint), **LIMITS}, [], "1", afterwards=without).afterwards
+    assert [[one["completions"], one["prompt_logprobs"]] for one in answers] == found["alone"]["None"]
+
+
+def test_bits_do_not_follow_from_the_room_for_adapters(
+    found: dict[str, Any], checkpoint: Path, folders: dict[str, Path]
+) -> None:
+    room = ROOM | {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 256}
+    settings = {"model": str(checkpoint), **LIMITS, **room}
+    other = run(settings, [], "1", afterwards=partial(alone, folders=folders)).afterwards
+    assert [name for name, answers in other.items() if answers != found["alone"][name]] == []
+
+
+def beside(checkpoint: Path, folders: Mapping[str, Path], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Answers of an engine with other settings: alone, and among others."""
+
+    def ask(engine: Engine) -> Any:
+        return [alone(engine, folders), among(engine, folders, NAMES)]
+
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in more else {}
+    settings = {"model": str(checkpoint), **FEW, **ROOM, **more}
+    by_itself, together = run(settings, [], "1", afterwards=ask, **variables).afterwards
+    return by_itself, together
+
+
+def test_two_workers_keep_a_requests_bits(checkpoint: Path, folders: dict[str, Path]) -> None:
+    by_itself, together = beside(checkpoint, folders, tensor_parallel_size=2)
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+
+
+def test_drafts_change_no_bit(found: dict[str, Any], checkpoint: Path, folders: dict[str, Path]) -> None:
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    by_itself, together = beside(checkpoint, folders, speculative_config=json.dumps(ngrams))
+    for answers in (by_itself, together):
+        assert [name for name, right in found["alone"].items() if answers[name] != right] == []
+
+
+def test_a_model_with_one_adapter_for_a_fused_layer_keeps_its_bits(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2, "vocab_size": 4096, **heads}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, **special, max_position_embeddings=1024))
+    model.bfloat16().save_pretrained(tmp_path / "phi3")
+    ranks = {"A": 8, "B": 16, "C": 64}
+    made = {name: written(tmp_path / name, tmp_path / "phi3", rank, rank, FUSED) for name, rank in ranks.items()}
+    by_itself, together = beside(tmp_path / "phi3", made)
+    assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+
+
+def test_quantised_weights_have_the_bits_of_their_matrices(
+    checkpoint: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    packed, matrices = shutil.copytree(checkpoint, tmp_path / "packed"), tmp_path / "matrices"
+    quantise(packed, "w4a16-g128", matrices)
+    by_itself, together = beside(packed, folders)
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+    settings = {"model": str(matrices), **LIMITS, **ROOM}
+    assert run(settings, [], "1", afterwards=partial(alone, folders=folders)).afterwards == by_itself
+
+
+def replaced(engine: Engine, folders: Mapping[str, Path], checkpoint: Path, at: Path) -> dict[str, Any]:
+    """Another adapter is written where one is that serves, and loaded in place."""
+    of_a, mine = str(at), partial(asked, engine, {"A": at}, numbers={"A": 1})
+    written(at, checkpoint, 8, 1)
+    sent = [(TARGETS[1], "A")]
+    found = {"before": mine(sent), "warm": mine(sent, reset=False)}
+    written(at, checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj"))
+    found["changed"] = engine.call(f"{IN_ENGINE}:refusal", TARGETS[1], "A", 1, of_a)
+    found["not in place"] = engine.call(f"{IN_ENGINE}:load", "A", 1, of_a, False)
+    written(at, checkpoint, 8, 1)
+    found["restored"] = mine(sent, reset=False)
+    other = written(at.with_name("other"), checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj"))
+    found["while it serves"] = mine(sent, then_load=("A", 1, str(other), True))
+    written(at, checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj"))
+    found["in place"] = engine.call(f"{IN_ENGINE}:load", "A", 1, of_a, True)
+    found["after"] = mine(sent, reset=False)
+    engine.call(f"{IN_ENGINE}:forget_digests")
+    mine(sent)
+    written(at, checkpoint, 8, 1)
+    engine.call(f"{IN_ENGINE}:load", "A", 1, of_a, True)
+    return found | {"by path alone": mine(sent, reset=False)}
+
+
+def test_an_adapter_that_is_loaded_in_place_finds_nothing_of_the_one_before(
+    found: dict[str, Any], checkpoint: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {"model": str(checkpoint), **LIMITS, **ROOM}
+    afterwards = partial(replaced, folders=folders, checkpoint=checkpoint, at=tmp_path / "adapter")
+    seen = run(settings, [], "1", afterwards=afterwards, **IN_PROCESS).afterwards
+    of_a, of_b = found["alone"]["A"][1], found["alone"]["B"][1]
+    assert seen["before"]["answers"] == seen["warm"]["answers"] == seen["restored"]["answers"] == [of_a]
+    assert seen["warm"]["cached"][0] >= 128
+    assert "the files of the LoRA adapter A are not those" in seen["changed"]
+    assert "another LoRA adapter with the number 1" in seen["not in place"]
+    assert "while requests have it" in seen["while it serves"]["said"]
+    assert seen["while it serves"]["answers"] == [of_a]
+    assert seen["in place"] == ""
+    assert seen["after"]["answers"] == [of_b]
+    assert seen["after"]["cached"] == [0]
+    assert seen["by path alone"]["answers"] != [of_a]  # a fault, which is vLLM's
+
+
+def test_plain_vllm_fails_the_same_comparison(checkpoint: Path, folders: dict[str, Path]) -> None:
+    """A request without an adapter has that of the last slot."""
+    one = request(tokens(37, 2), max_tokens=8)
+
+    def plain(engine: Engine) -> Any:
+        pair = [(request(tokens(30, 3), max_tokens=8), "A"), (request(tokens(30, 4), max_tokens=8), "B"), (one, None)]
+        return [asked(engine, folders, [(one, None)])["answers"][0], asked(engine, folders, pair)["answers"][2]]
+
+    room = ROOM | {"enforce_eager": True}
+    first, second = run({"model": str(checkpoint), **LIMITS, **room}, [], "0", afterwards=plain).afterwards
+    assert first != second
