@@ -1,4 +1,4 @@
-"""LoRA adapters of a small Qwen3, as PEFT writes them, and what an engine with some is asked."""
+"""LoRA adapters of small models, as PEFT writes them, and what an engine with some is asked."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Of models that store these as one, such as Phi-3."""
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
@@ -19,7 +21,8 @@ def written(
     """A random adapter in bf16 for some of a model's linear layers and embeddings, so large that it changes answers."""
     config = json.loads((model / "config.json").read_text())
     hidden, inner, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
-    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
     sides = {
         "q_proj": (hidden, queries),
         "k_proj": (hidden, keys),
@@ -36,7 +39,7 @@ def written(
         for name in targets:
             if name in sides:
                 k, n = sides[name]
-                part = "self_attn" if name in ATTENTION else "mlp"
+                part = "self_attn" if name in (*ATTENTION, "qkv_proj") else "mlp"
                 path = f"base_model.model.model.layers.{layer}.{part}.{name}"
                 tensors |= {f"{path}.lora_A.weight": draw(rank, k), f"{path}.lora_B.weight": draw(n, rank)}
     if "lm_head" in targets:

@@ -3,6 +3,7 @@ engine without LoRA: in any company, slot, order and room, from chunks, after a 
 """
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from tests.engine.adapters import ATTENTION, EMBEDDINGS, FAULTS, written
+from tests.engine.adapters import ATTENTION, EMBEDDINGS, FAULTS, FUSED, written
 from tests.engine.engines import OF_DEVICE, request, run, tokens
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.quantised_model import quantise
 
 ON_GPU = torch.cuda.is_available()
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().lora["cpu"]
@@ -163,6 +166,31 @@ def test_drafts_change_no_bit(found: dict[str, Any], checkpoint: Path, folders: 
     by_itself, together = beside(checkpoint, folders, speculative_config=json.dumps(ngrams))
     for answers in (by_itself, together):
         assert [name for name, right in found["alone"].items() if answers[name] != right] == []
+
+
+def test_a_model_with_one_adapter_for_a_fused_layer_keeps_its_bits(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2, "vocab_size": 4096, **heads}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, **special, max_position_embeddings=1024))
+    model.bfloat16().save_pretrained(tmp_path / "phi3")
+    ranks = {"A": 8, "B": 16, "C": 64}
+    made = {name: written(tmp_path / name, tmp_path / "phi3", rank, rank, FUSED) for name, rank in ranks.items()}
+    by_itself, together = beside(tmp_path / "phi3", made)
+    assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+
+
+def test_quantised_weights_have_the_bits_of_their_matrices(
+    checkpoint: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    packed, matrices = shutil.copytree(checkpoint, tmp_path / "packed"), tmp_path / "matrices"
+    quantise(packed, "w4a16-g128", matrices)
+    by_itself, together = beside(packed, folders)
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+    settings = {"model": str(matrices), **LIMITS, **ROOM}
+    assert run(settings, [], "1", afterwards=partial(alone, folders=folders)).afterwards == by_itself
 
 
 def replaced(engine: Engine, folders: Mapping[str, Path], checkpoint: Path, at: Path) -> dict[str, Any]:

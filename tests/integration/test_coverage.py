@@ -474,9 +474,10 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
         "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
         "cache_config": {"cache_dtype": "auto"},
     }
-    connector = changes.pop("kv_connector", None)
+    connector, activations = changes.pop("kv_connector", None), changes.pop("activations", ())
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
+        quant_config=None,
         speculative_config=changes.pop("speculative_config", None),
         kv_transfer_config=connector and SimpleNamespace(kv_connector=connector),
         **{
@@ -486,9 +487,10 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
     )
     assert not changes
     rows = [row for name, row in ROWS.items() if name.startswith("LoRA adapters")]
-    assert len(rows) == 2
+    assert len(rows) == 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patch_points, "installed_version", lambda: version)
+        patch.setattr(coverage.schemes, "quantises_activations", lambda *_: bool(activations))
         return [what for row in rows if (what := row.found(config))]
 
 
@@ -496,6 +498,7 @@ def test_adapters_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusals_of_adapters() == refusals_of_adapters(lora_dtype="torch.bfloat16") == []
     ngrams = SimpleNamespace(method="ngram")
     assert refusals_of_adapters(tensor_parallel_size=2) == refusals_of_adapters(speculative_config=ngrams) == []
+    assert refusals_of_adapters(quantization="compressed-tensors") == []
     assert refusals_of_adapters("0.31.0") == ["LoRA adapters on a CPU with vLLM 0.31.0"]
     assert refusals_of_adapters("0.33.0", "cuda") == ["LoRA adapters on a GPU"]
     monkeypatch.setenv(UNTRIED.name, "1")
@@ -506,46 +509,47 @@ def test_adapters_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
-        ({"data_parallel_size": 2}, "data parallelism 2"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative decoding with eagle"),
-        ({"cache_dtype": "fp8"}, "a KV cache in fp8"),
-        ({"quantization": "gptq"}, "quantisation gptq"),
-        ({"is_moe": True}, "a mixture of experts"),
-        ({"runner_type": "pooling"}, "pooling"),
-        ({"is_multimodal_model": True}, "a multimodal model"),
-        ({"is_hybrid": True}, "layers that keep states"),
-        ({"enable_prompt_embeds": True}, "embeddings as prompts"),
-        ({"enable_sleep_mode": True}, "sleep"),
-        ({"kv_connector": "ExampleConnector"}, "a KV connector"),
-        ({"fully_sharded_loras": True}, "--fully-sharded-loras"),
-        ({"default_mm_loras": {"image": "path"}}, "--default-mm-loras"),
-        ({"enable_tower_connector_lora": True}, "--enable-tower-connector-lora"),
-        ({"enable_mixed_moe_lora_format": True}, "--enable-mixed-moe-lora-format"),
-        ({"enable_moe_shared_loras": True}, "--enable-moe-shared-loras"),
-        ({"lora_dtype": "float16"}, "--lora-dtype float16 of a model in bfloat16"),
-        ({"head_dtype": "torch.float32"}, "logits in float32 of a model in bfloat16"),
+        ({"tensor_parallel_size": 4}, "beside tensor parallelism 4"),
+        ({"pipeline_parallel_size": 2}, "beside pipeline parallelism 2"),
+        ({"data_parallel_size": 2}, "beside data parallelism 2"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "beside speculative decoding with eagle"),
+        ({"cache_dtype": "fp8"}, "beside a KV cache in fp8"),
+        ({"quantization": "gptq"}, "with quantisation gptq"),
+        ({"quantization": "compressed-tensors", "activations": ("int8",)}, "with quantised activations"),
+        ({"is_moe": True}, "with a mixture of experts"),
+        ({"runner_type": "pooling"}, "with pooling"),
+        ({"is_multimodal_model": True}, "with a multimodal model"),
+        ({"is_hybrid": True}, "with layers that keep states"),
+        ({"enable_prompt_embeds": True}, "beside embeddings as prompts"),
+        ({"enable_sleep_mode": True}, "beside sleep"),
+        ({"kv_connector": "ExampleConnector"}, "beside a KV connector"),
+        ({"fully_sharded_loras": True}, "with --fully-sharded-loras"),
+        ({"default_mm_loras": {"image": "path"}}, "with --default-mm-loras"),
+        ({"enable_tower_connector_lora": True}, "with --enable-tower-connector-lora"),
+        ({"enable_mixed_moe_lora_format": True}, "with --enable-mixed-moe-lora-format"),
+        ({"enable_moe_shared_loras": True}, "with --enable-moe-shared-loras"),
+        ({"lora_dtype": "float16"}, "with --lora-dtype float16 of a model in bfloat16"),
+        ({"head_dtype": "torch.float32"}, "with logits in float32 of a model in bfloat16"),
     ],
 )
 def test_what_has_not_run_with_adapters_is_refused(changes: dict[str, Any], said: str) -> None:
-    assert refusals_of_adapters(**changes) == [f"LoRA adapters with {said}"]
+    assert refusals_of_adapters(**changes) == [f"LoRA adapters {said}"]
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        (TP_TREE, "2", f"{TP_TREE.name}=2"),
-        (ARITHMETIC, "exact", "exact arithmetic"),
-        (ATTENTION, "flex", "FlexAttention"),
-        (SimpleNamespace(name=coverage.DUAL_STREAM), "1", f"{coverage.DUAL_STREAM}=1"),
+        (TP_TREE, "2", f"beside {TP_TREE.name}=2"),
+        (ARITHMETIC, "exact", "beside exact arithmetic"),
+        (ATTENTION, "flex", "beside FlexAttention"),
+        (SimpleNamespace(name=coverage.DUAL_STREAM), "1", f"with {coverage.DUAL_STREAM}=1"),
     ],
 )
 def test_variables_that_have_not_run_with_adapters_are_refused(
     variable: Any, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable.name, value)
-    assert refusals_of_adapters() == [f"LoRA adapters with {said}"]
+    assert refusals_of_adapters() == [f"LoRA adapters {said}"]
 
 
 def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,9 @@ def test_every_operation_with_row_kernels_is_looked_at():
         operation: [name for module in modules_of(operation) for name in kernels_of(module)] for operation in OPERATIONS
     }
     assert found.keys() >= {"attention_backward", "norm", "norm_rotary", "reduce", "softmax", "ranking", "top_k_top_p"}
-    assert {operation for operation, kernels in found.items() if not kernels} == {"pointwise"}
+    without = {operation for operation, kernels in found.items() if not kernels}
+    assert "pointwise" in without
+    assert without <= {"pointwise", "lora"}  # the latter has none where it is computed on a CPU alone
     assert {"_rms_norm_kernel", "_load_rows"} <= set(found["norm"])
     shared = {
         name: set().union(*kernels_of(importlib.import_module(f"{ops.__name__}.common.{name}")).values())

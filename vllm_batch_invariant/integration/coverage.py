@@ -341,8 +341,8 @@ def _adapters_elsewhere(config: Config) -> str | None:
     return f"LoRA adapters on {ops.name}" + ("" if ran is None else f" with vLLM {version}")
 
 
-def _beside_adapters(config: Config) -> str | None:
-    """What has not been run with LoRA adapters."""
+def _other_adapters(config: Config) -> str | None:
+    """Adapters that have not been run, by their settings or their model."""
     lora, model, device = config.lora_config, config.model_config, devices.of_config(config)
     if lora is None or _adapters_elsewhere(config):
         return None
@@ -351,6 +351,28 @@ def _beside_adapters(config: Config) -> str | None:
         str(one).removeprefix("torch.") for one in (lora.lora_dtype, getattr(model, "head_dtype", of_model))
     )
     setting = next((name for name in _LAYERS_WITH_ADAPTERS if getattr(lora, name, None)), "")
+    packed, known = model.quantization, (None, *RAN.lora_quantised.get(device.ops.type, ()))
+    found = {
+        f"quantisation {packed}": packed not in known,
+        "quantised activations": packed in known[1:] and schemes.quantises_activations(model, config.quant_config),
+        "a mixture of experts": model.is_moe,
+        "pooling": _pools(config),
+        "a multimodal model": model.is_multimodal_model,
+        "layers that keep states": _has_states(model),
+        f"--{setting.replace('_', '-')}": bool(setting),
+        f"--lora-dtype {dtype} of a model in {of_model}": dtype not in ("auto", of_model),
+        f"logits in {of_head} of a model in {of_model}": of_head != of_model,
+        f"{DUAL_STREAM}={os.environ.get(DUAL_STREAM)}": os.environ.get(DUAL_STREAM, "0").lower() not in _OFF,
+    }
+    first = _first(found)
+    return _when(first, f"LoRA adapters with {first}")
+
+
+def _beside_adapters(config: Config) -> str | None:
+    """What has not been run beside them."""
+    model, device = config.model_config, devices.of_config(config)
+    if config.lora_config is None or _adapters_elsewhere(config):
+        return None
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
     if workers in RAN.lora_workers.get(device.ops.type, ()):
         del several[f"tensor parallelism {workers}"]
@@ -362,21 +384,12 @@ def _beside_adapters(config: Config) -> str | None:
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
-        f"quantisation {model.quantization}": model.quantization is not None,
-        "a mixture of experts": model.is_moe,
-        "pooling": _pools(config),
-        "a multimodal model": model.is_multimodal_model,
-        "layers that keep states": _has_states(model),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": model.enable_sleep_mode,
         "a KV connector": bool(connectors.name(config)),
-        f"--{setting.replace('_', '-')}": bool(setting),
-        f"--lora-dtype {dtype} of a model in {of_model}": dtype not in ("auto", of_model),
-        f"logits in {of_head} of a model in {of_model}": of_head != of_model,
-        f"{DUAL_STREAM}={os.environ.get(DUAL_STREAM)}": os.environ.get(DUAL_STREAM, "0").lower() not in _OFF,
     }
     first = _first(found)
-    return _when(first, f"LoRA adapters with {first}")
+    return _when(first, f"LoRA adapters beside {first}")
 
 
 _OFF = ("0", "", "false")
@@ -1010,9 +1023,9 @@ COVERED = (
     ),
     Feature(
         "LoRA adapters",
-        "of dense models, on a CPU with vLLM 0.32, by one worker or two, with drafts of n-grams: a request has the "
-        "bits that it has where its adapter is alone, one without an adapter those of a server without LoRA; not those "
-        "of merged weights, which are rounded",
+        "of dense models, also beside quantised weights of compressed-tensors, on a CPU with vLLM 0.32, by one worker "
+        "or two, with drafts of n-grams: a request has the bits that it has where its adapter is alone, one without an "
+        "adapter those of a server without LoRA; not those of merged weights, which are rounded",
     ),
     Feature(
         "Scheduling",
@@ -1261,9 +1274,15 @@ REFUSED = (
         _adapters_elsewhere,
     ),
     Feature(
-        "LoRA adapters of experts, of models that pool, take images, keep states or are quantised, in another dtype "
-        "than the model, fully sharded, or by two streams; beside over 2 workers, their tree, stages, several engines, "
-        "drafts but n-grams, exact arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "LoRA adapters of experts, of models that pool, take images, keep states, quantise activations, or weights but "
+        "by compressed-tensors; in another dtype than the model, fully sharded, or by two streams",
+        "these have not been run",
+        "leave --enable-lora out, or merge the adapter into the weights",
+        _other_adapters,
+    ),
+    Feature(
+        "LoRA adapters beside over 2 workers, their tree, stages, several engines, drafts but n-grams, exact "
+        "arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
         "these have not been run together",
         "leave one of the two out, or merge the adapter into the weights",
         _beside_adapters,

@@ -238,6 +238,7 @@ class Ran:
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
+        lora_quantised: methods of quantisation whose weights have been served with them, by device.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         text_of: multimodal models that are served as text, with what else they take.
@@ -267,6 +268,7 @@ class Ran:
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
+    lora_quantised: Mapping[str, tuple[str, ...]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     text_of: Mapping[str, tuple[str, ...]]
