@@ -592,6 +592,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
             "quantization": None,
             "enable_prompt_embeds": False,
             "enable_sleep_mode": False,
+            "is_moe": False,
         },
         "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
         "cache_config": {
@@ -701,33 +702,19 @@ def test_gated_delta_rules_pass_where_they_have_run(monkeypatch: pytest.MonkeyPa
     assert found_of_rules(device="cuda") == "gated delta rules with vLLM 0.32.0"
 
 
-def test_state_spaces_pass_on_a_cpu_and_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_spaces_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found_of_spaces() == "state spaces of Mamba-2 with vLLM 0.33.0"
-    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on a GPU"
+    on_gpus, said = partial(found_of_spaces, device="cuda"), "state spaces of Mamba-2 with"
+    assert found_of_spaces() == f"{said} vLLM 0.33.0"
+    assert on_gpus() is None
+    assert on_gpus(use_v2_model_runner=False) == f"{said} the first model runner"
+    assert on_gpus(architecture="FalconH1ForCausalLM") == f"{said} FalconH1ForCausalLM on a GPU"
+    assert on_gpus(is_moe=True) == f"{said} experts on a GPU"
+    assert on_gpus(dtype="torch.float16") == f"{said} float16 on a GPU"
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found_of_spaces(device="cuda") is None
-    assert found_of_spaces() == "state spaces of Mamba-2 with vLLM 0.33.0"
-    first_runner = found_of_spaces(device="cuda", use_v2_model_runner=False)
-    assert first_runner == "state spaces of Mamba-2 with the first model runner"
+    assert on_gpus(architecture="FalconH1ForCausalLM") is on_gpus(is_moe=True) is on_gpus(dtype="torch.float16") is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found_of_spaces(device="cuda") == "state spaces of Mamba-2 on a GPU"
-
-
-def test_experts_without_a_gate_are_refused_but_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    [row] = [feature for name, feature in ROWS.items() if name.startswith("Experts without a gate")]
-
-    def found(pattern: str, device: str, architecture: str = "NemotronHForCausalLM") -> str | None:
-        text = SimpleNamespace(hybrid_override_pattern=pattern)
-        model = SimpleNamespace(architecture=architecture, hf_text_config=text)
-        return row.found(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device)))
-
-    for device in ("cpu", "cuda"):
-        assert found("M-M*", device) is found("M-M*E", device, "Qwen3ForCausalLM") is None
-        assert found("MEM*", device) == "experts without a gate"
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert found("MEM*", "cpu") == "experts without a gate"
-    assert found("MEM*", "cuda") is None
+    assert on_gpus() == f"{said} vLLM 0.32.0"
 
 
 def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:

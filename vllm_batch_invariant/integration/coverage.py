@@ -588,6 +588,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
     ran_on = "cpu" if ops.type == "cuda" and envs.starts_untried() else ops.type
     numbers, slices = kept.workers.get(ran_on, ()), tensor_tree.k_slices()
+    only_run = ops.type == "cuda" and not envs.starts_untried()
     several = _several(config)
     workers = config.parallel_config.tensor_parallel_size
     if workers in numbers:
@@ -607,10 +608,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
-        f"{of_model} on a GPU": kept.of_rules
-        and ops.type == "cuda"
-        and of_model != "bfloat16"
-        and not envs.starts_untried(),
+        f"{of_model} on a GPU": kept.of_rules and only_run and of_model != "bfloat16",
+        "experts on a GPU": kept is _STATE_SPACES and only_run and model.is_moe,
+        f"{model.architecture} on a GPU": only_run and model.architecture in RAN.mamba2_on_cpus_alone,
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
@@ -1018,8 +1018,8 @@ COVERED = (
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H without experts, Granite 4 H also with them, and Falcon-H1: on a CPU with vLLM 0.32, by one "
-        "worker; states in fp32",
+        "Nemotron-H and Granite 4 H without experts, by one worker: on a CPU with vLLM 0.32, in bf16 on a GPU with "
+        "0.33; on a CPU also Falcon-H1, and Granite 4 H with experts; states in fp32",
     ),
     Feature(
         "LoRA adapters",
@@ -1460,11 +1460,10 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 (Nemotron-H, Granite 4 H, Falcon-H1) on a GPU, by several workers or engines, beside "
-        "drafts, quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32 or within pages",
+        "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, quantisation, FP8 caches, "
+        "prompt embeddings, sleep, states not in fp32; on GPUs Falcon-H1, experts, or not in bf16",
         "these have not been run",
-        "serve them by one worker, on a CPU with vLLM 0.32, with --mamba-ssm-cache-dtype float32; "
-        f"{envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
