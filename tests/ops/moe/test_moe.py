@@ -209,7 +209,7 @@ def test_a_planted_fault_fails_the_same_sweep(fault: str) -> None:
     [
         ({"dtype": torch.float64}, "a mixture of experts in float64: it is defined for float32, bfloat16, float16"),
         ({"scoring": "sqrtsoftplus"}, "experts chosen by sqrtsoftplus"),
-        ({"activation": "relu2_no_mul"}, "experts with the activation relu2_no_mul"),
+        ({"activation": "gelu_no_mul"}, "experts with the activation gelu_no_mul"),
     ],
 )
 def test_what_has_no_definition_is_refused_by_name(fields: dict[str, object], said: str) -> None:
