@@ -1297,7 +1297,7 @@ OTHERS = {
     "Hopper's narrow matmuls": (lambda: narrow_gemms(HALVES), narrow_codes),
     EXACT: (*EVERY_KIND.values(), every_code),
     "experts": (every_expert,),
-    "adapters": (every_adapter,),
+    "adapters": (partial(adapters, 3, ranks=(16, 64)), partial(adapters, 300)),
     "all_reduce": (every_all_reduce,),
     "gradients of attention": (every_gradient_of_attention,),
 }
