@@ -6,57 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-"""Of models that store these as one, such as Phi-3."""
-EMBEDDINGS = ("embed_tokens", "lm_head")
+from vllm_batch_invariant.verify.harness import adapters
 
 
 def written(
-    folder: Path, model: Path, rank: int, seed: int, targets: Sequence[str] = (*ATTENTION, *MLP), alpha: int = 16
+    folder: Path, model: Path, rank: int, seed: int, targets: Sequence[str] = (*adapters.ATTENTION, *adapters.MLP)
 ) -> Path:
-    """A random adapter in bf16 for some of a model's linear layers and embeddings, so large that it changes answers."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, inner, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
-    size = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
-    sides = {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-    }
-    sides |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
-
-    for layer in range(config["num_hidden_layers"]):
-        for name in targets:
-            if name in sides:
-                k, n = sides[name]
-                part = "self_attn" if name in (*ATTENTION, "qkv_proj") else "mlp"
-                path = f"base_model.model.model.layers.{layer}.{part}.{name}"
-                tensors |= {f"{path}.lora_A.weight": draw(rank, k), f"{path}.lora_B.weight": draw(n, rank)}
-    if "lm_head" in targets:
-        path = "base_model.model.lm_head"
-        tensors |= {f"{path}.lora_A.weight": draw(rank, hidden), f"{path}.lora_B.weight": draw(vocabulary, rank)}
-    if "embed_tokens" in targets:
-        path = "base_model.model.model.embed_tokens"
-        tensors |= {f"{path}.lora_embedding_A": draw(rank, vocabulary) * vocabulary**0.5}
-        tensors |= {f"{path}.lora_embedding_B": draw(hidden, rank) * 0.02}
-    said: Mapping[str, Any] = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "r": rank,
-        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(targets),
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(said))
-    return folder
+    """A random adapter for a model of a folder."""
+    return adapters.write(folder, json.loads((model / "config.json").read_text()), rank, seed, targets)
 
 
 def step(

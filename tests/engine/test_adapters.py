@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.adapters import ATTENTION, EMBEDDINGS, FAULTS, FUSED, written
+from tests.engine.adapters import FAULTS, written
 from tests.engine.engines import OF_DEVICE, request, run, tokens
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, FUSED
 from vllm_batch_invariant.verify.harness.worker import Engine
 from vllm_batch_invariant.verify.quantised_model import quantise
 

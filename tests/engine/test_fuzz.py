@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.adapters import FAULTS as ADAPTER_FAULTS
 from tests.engine.engines import ROOT, some_exhaustive
 from tests.faults.fuzz import FAULTS
 from vllm_batch_invariant.cli import main
@@ -161,6 +162,29 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
         assert fuzzed.trial().look(read.schedule, read.target)[0] == finding.text
     finally:
         fuzzed.engine.call(INJECT, "")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="LoRA adapters are refused there")
+def test_adapters_are_drawn_and_one_that_follows_from_a_rows_place_is_found(checkpoint: Path) -> None:
+    settings = replace(SETTINGS, options={"adapters": "on", "policy": "priority"})
+    with started(str(checkpoint), (), "1", settings) as engine:
+        found = {}
+        for fault in ("", *ADAPTER_FAULTS):
+            engine.call("tests.engine.adapters:plant", fault)
+            trial = Trial(engine, Row("checkpoint", "1", settings.label, 0))
+            drawn = enumerate(draw_targets(0, 8, trial.accepts, CONTEXT))
+            targets = {number: target for number, target in drawn if trial.take(target) is not None}
+            schedules = [
+                draw_schedule(f"adapters {number}", settings, targets, trial.accepts, 12) for number in range(4)
+            ]
+            found[fault] = [trial.fuzz(schedule)[0] for schedule in schedules]
+            assert not trial.refused
+        engine.call("tests.engine.adapters:plant", "")
+    used = {item.adapter for schedule in schedules for item in schedule.items}
+    assert used == {0, 1, 2, 3}
+    assert found.pop("") == [""] * 4
+    assert all(map(any, found.values())), found
 
 
 def test_a_request_that_the_core_refuses_is_not_waited_for_and_one_that_is_has_a_name(fuzzed: Fuzzed) -> None:

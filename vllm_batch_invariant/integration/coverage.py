@@ -19,7 +19,7 @@ from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
-KV_CACHE = "--kv-cache-dtype"
+KV_CACHE, ADAPTERS = "--kv-cache-dtype", "--enable-lora"
 HEAD_SIZES = tuple(range(64, 257, 16))
 ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
@@ -1272,6 +1272,7 @@ REFUSED = (
         "they have not been run there",
         f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
         _adapters_elsewhere,
+        arguments=(ADAPTERS,),
     ),
     Feature(
         "LoRA adapters of experts, of models that pool, take images, keep states, quantise activations, or weights but "
@@ -1279,6 +1280,7 @@ REFUSED = (
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
+        arguments=(ADAPTERS,),
     ),
     Feature(
         "LoRA adapters beside over 2 workers, their tree, stages, several engines, drafts but n-grams, exact "
@@ -1286,7 +1288,10 @@ REFUSED = (
         "these have not been run together",
         "leave one of the two out, or merge the adapter into the weights",
         _beside_adapters,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, envs.TP_TREE.name),
+        arguments=(
+            *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP),
+            *(envs.TP_TREE.name, envs.ARITHMETIC.name),
+        ),
     ),
     Feature(
         "Speculative decoding on other devices than CPUs and GPUs",

@@ -18,7 +18,7 @@ from ...envs import is_exact
 from ...integration.parallel.tensor_tree import k_slices
 from ..harness import images, pooling
 from ..harness.drive import add_request, bits, described, drive, is_pooled
-from ..harness.engine import request_params, sampling_params
+from ..harness.engine import adapter_request, request_params, sampling_params
 from ..harness.requests import BUDGET, EVERY_KIND, NOT_BESIDE_DRAFTS, OF_TEXT
 from ..printing import one_line
 from .compare import DIGEST
@@ -109,7 +109,8 @@ def run_schedule(llm: Any, schedule: dict[str, Any]) -> dict[str, Any]:
             item = arrivals.pop(0)
             try:
                 params, prompt = request_params(item["params"]), prompts[item["name"]]
-                add_request(engine, item["name"], prompt, params, priority=item.get("priority", 0))
+                with_adapter = {"lora_request": adapter_request(llm, item["adapter"])} if item.get("adapter") else {}
+                add_request(engine, item["name"], prompt, params, priority=item.get("priority", 0), **with_adapter)
                 there.add(item["name"])
             except Exception as error:  # vLLM refuses a request by any exception
                 refused[item["name"]] = one_line(error)

@@ -166,7 +166,8 @@ class Finding:
             leaves = "" if item.leaves is None else f", aborted at step {item.leaves}"
             mark = "the target " if item.name == self.target else ""
             asks = in_words(item.params)
-            how = f"{' as embeddings' * item.embeds}, {f'priority {item.priority}, ' * bool(item.priority)}{asks}"
+            how = f"{' as embeddings' * item.embeds}{f', adapter {item.adapter}' * bool(item.adapter)}, "
+            how += f"{f'priority {item.priority}, ' * bool(item.priority)}{asks}"
             lines.append(f"{mark}{item.name} at step {item.at}{leaves}: {len(item.prompt)} tokens{seen_in(item)}{how}")
         return [*lines, *map(str, self.schedule.events)]
 
@@ -184,6 +185,7 @@ class Finding:
             and not item.embeds
             and not item.images
             and not item.priority
+            and not item.adapter
             and not item.params.get("temperature")
             and not item.params.keys() - _ALONE_SAYS - {"temperature"}
             for item in self.schedule.items

@@ -17,6 +17,7 @@ from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
 from ...ops.exact.definition import segments
+from ..harness import adapters
 from ..harness.engine import argument_of, text_config
 from ..harness.requests import BUDGET
 
@@ -245,6 +246,9 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
                 enable_mm_embeds=False, get_limit_per_prompt=lambda _: 0 if settings.text else 1
             ),
             quantization=None,
+            is_attention_free=False,
+            is_hybrid=False,
+            has_inner_state=False,
             enable_prompt_embeds="embeds" in options,
             enable_sleep_mode=options.get("sleep") == "on",
         ),
@@ -253,7 +257,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
-        lora_config=None,
+        lora_config=SimpleNamespace(lora_dtype="auto") if "adapters" in options else None,
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
     )
@@ -357,6 +361,7 @@ class Option:
             :data:`NONE`.
         decides: kinds of requests whose tokens follow from it.
         of_pooling: whether models that pool have it, too.
+        is_first: whether it is drawn before all fields: of what few of them are open beside.
     """
 
     name: str
@@ -366,6 +371,7 @@ class Option:
     beside: Callable[[Any], bool] | None = None
     decides: frozenset[str] = frozenset()
     of_pooling: bool = False
+    is_first: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -387,13 +393,33 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
     return in_vllm("v1/engine/__init__.py", '"keep"')
 
 
+def _takes_adapters(place: Place) -> bool:
+    """Whether adapters have run there, and the model has the layers that those to draw are for, not quantised."""
+    architecture = next(iter(place.model.get("architectures") or ()), "")
+    quantised = place.model.get("quantization_config") or not place.is_open("--quantization")
+    return _has_run(coverage.RAN.lora, place) and architecture in adapters.MODELS and not quantised
+
+
+def _has_no_adapters(settings: Any) -> bool:
+    return "adapters" not in settings.options
+
+
+def _has_run(versions: Mapping[str, str], place: Place) -> bool:
+    """Whether the installed version is among those that have run on a device."""
+    ran = versions.get(place.device)
+    return ran is not None and coverage.patch_points.installed_version().startswith(ran)
+
+
 def _has_fp8_caches(place: Place) -> bool:
     """Whether a KV cache in fp8 has run there, and no checkpoint says what it is."""
-    ran = coverage.RAN.fp8_kv_cache.get(place.device)
     says = (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
-    return ran is not None and coverage.patch_points.installed_version().startswith(ran) and not says
+    return _has_run(coverage.RAN.fp8_kv_cache, place) and not says
 
 
+_ADAPTERS = (
+    *(coverage.ADAPTERS, "--max-lora-rank", str(adapters.MOST_RANK)),
+    *("--max-loras", "2", "--max-cpu-loras", "2"),  # fewer than there are
+)
 OPTIONS = (
     # the end of "phrase" has several tokens, that of "marker" one
     Option(
@@ -410,6 +436,8 @@ OPTIONS = (
         lambda place: place.encodes,
         lambda settings: not settings.text,
     ),
+    # a server with adapters neither reads weights again nor sleeps
+    Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
     Option(
         "cache",
@@ -434,11 +462,26 @@ OPTIONS = (
         {"on": (coverage.SLEEP,)},
         (NONE, "on"),
         lambda place: place.device == "cuda" and _keeps_requests(place),
+        _has_no_adapters,
         of_pooling=True,
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
-    Option("sleep", {}, ("cache",), lambda place: place.device == "cpu" and _keeps_requests(place), of_pooling=True),
-    Option("updates", {}, (NONE, "on", NONE), lambda place: place.is_open("--load-format"), of_pooling=True),
+    Option(
+        "sleep",
+        {},
+        ("cache",),
+        lambda place: place.device == "cpu" and _keeps_requests(place),
+        _has_no_adapters,
+        of_pooling=True,
+    ),
+    Option(
+        "updates",
+        {},
+        (NONE, "on", NONE),
+        lambda place: place.is_open("--load-format"),
+        _has_no_adapters,
+        of_pooling=True,
+    ),
     Option(
         "experts",
         {"whole": ("--enable-expert-parallel",)},

@@ -12,10 +12,10 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
-from ..harness import images, pooling
+from ..harness import adapters, images, pooling
 from ..harness.engine import pages_of_states
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
-from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Place, starts
+from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Option, Place, starts
 
 BORDERS = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 """Prompt lengths around pages, small chunks and splits of attention."""
@@ -199,6 +199,16 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         pooler = take("pooler", place.poolers)
         whole = place.pools_whole or place.pools != "decoder" or pooler != "own"
         settings = replace(settings, pooler=pooler, whole=whole, prefix_cache=settings.prefix_cache and not whole)
+
+    def choose(option: Option) -> Settings:
+        if not option.is_in(place) or (option.beside is not None and not option.beside(settings)):
+            return settings
+        value = take(option.name, option.values)
+        tried = replace(settings, options={**settings.options, option.name: value})
+        return tried if value != NONE and starts(tried, place, *option.names) else settings
+
+    for option in OPTIONS:
+        settings = choose(option) if option.is_first else settings
     for row in FIELDS:
         if place.pools and not row.of_pooling:
             continue
@@ -206,10 +216,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
             tried = replace(settings, **{row.name: take(row.drawn_as or row.name, row.values(place))})
             settings = tried if starts(tried, place, row.argument) else settings
     for option in OPTIONS:
-        if option.is_in(place) and (option.beside is None or option.beside(settings)):
-            value = take(option.name, option.values)
-            tried = replace(settings, options={**settings.options, option.name: value})
-            settings = tried if value != NONE and starts(tried, place, *option.names) else settings
+        settings = settings if option.is_first else choose(option)
     return settings
 
 
@@ -236,6 +243,7 @@ class Item:
         leaves: the engine step before which it is aborted; None if it is not.
         embeds: the prompt is sent as the embeddings of its tokens.
         priority: where the engine schedules by it, the lowest number first.
+        adapter: the number of its LoRA adapter, see :func:`..harness.engine.adapter_request`.
         images: each with the place in the prompt before which it stands, see :data:`..harness.images.Item`.
     """
 
@@ -247,6 +255,7 @@ class Item:
     leaves: int | None = None
     embeds: bool = False
     priority: int = 0
+    adapter: int = 0
     images: tuple[Mapping[str, Any], ...] = ()
 
 
@@ -428,9 +437,11 @@ def _update(chance: random.Random, last: int) -> Update:
 def _as_drawn(chance: random.Random, settings: Settings, item: Item) -> Item:
     """A request in one of the ways in which an engine of these settings takes it."""
     embeds, priority = chance.random() < 0.3, chance.choice((0, 0, 1, 5))
+    adapter = chance.randint(0, len(adapters.DRAWN)) if "adapters" in settings.options else 0
     # vLLM has no tokens of which it could list logprobs
     embeds = embeds and "embeds" in settings.options and "prompt_logprobs" not in item.params and not item.images
-    return replace(item, embeds=embeds, priority=priority if "policy" in settings.options else 0)
+    priority = priority if "policy" in settings.options else 0
+    return replace(item, embeds=embeds, priority=priority, adapter=adapter)
 
 
 def _concurrent_item(

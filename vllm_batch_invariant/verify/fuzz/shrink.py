@@ -106,6 +106,8 @@ def _simpler_items(item: Item) -> Iterator[Item]:
         yield replace(item, images=())
     for place in range(len(item.images) if len(item.images) > 1 else 0):
         yield replace(item, images=(*item.images[:place], *item.images[place + 1 :]))
+    if item.adapter:
+        yield replace(item, adapter=0)
     if item.priority:
         yield replace(item, priority=0)
     extra = {name: value for name, value in item.params.items() if name not in _NEEDED}

@@ -144,4 +144,4 @@ class Trial:
 
 def _key(item: Item) -> str:
     [one] = alone(item).items
-    return json.dumps([one.prompt, one.embeds, dict(one.params), [*map(dict, one.images)]])
+    return json.dumps([one.prompt, one.embeds, one.adapter, dict(one.params), [*map(dict, one.images)]])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from ..answers import Answer, RequestSpec, answer_of
 from ..outcome import NoTestError
 from ..printing import one_line, shortened
-from . import images, pooling
+from . import adapters, images, pooling
 from .drive import add_request, completions_of, drive
 from .load import Arrival, Kind, Run
 from .metrics import BatchLog, Reading
@@ -206,6 +206,15 @@ def request_params(params: Mapping[str, Any]) -> Any:
     from vllm import PoolingParams
 
     return PoolingParams(**params)
+
+
+def adapter_request(llm: Any, number: int) -> Any:
+    """vLLM's request for an adapter of :data:`.adapters.DRAWN`, counted from 1, of an engine in this process."""
+    from vllm.lora.request import LoRARequest
+
+    config = llm.llm_engine.model_config.hf_text_config.to_dict()
+    folder = adapters.folder_of(json.dumps(config, sort_keys=True, default=str), number)
+    return LoRARequest(f"adapter {number}", number, folder)
 
 
 def sampling_params(params: Mapping[str, Any]) -> Any:
