@@ -5,10 +5,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save_file
+if TYPE_CHECKING:
+    import torch
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -44,6 +44,9 @@ def write(
     Returns:
         The folder.
     """
+    import torch
+    from safetensors.torch import save_file
+
     hidden, inner, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
