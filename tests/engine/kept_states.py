@@ -237,6 +237,14 @@ def started(
     return run({"model": str(checkpoint), **LIMITS, **more}, [], flag, afterwards=afterwards, **environment).afterwards
 
 
+def check_company(found: dict[str, Any]) -> None:
+    """Of what :func:`ask` finds: a request had the same bits in any company, at any cut and in any page."""
+    assert found["preemptions"] > 0
+    assert found["pages"] > 0
+    assert found["cached"][0] >= 256
+    assert [name for name in SAME if found[name] != found["alone"]] == []
+
+
 def decodes_as_it_prefills(found: dict[str, Any]) -> bool:
     """Whether the logprobs of decoded tokens have the bits of the same tokens' at the end of a prompt."""
     made = found["alone"][0][0][0]["logprobs"]
