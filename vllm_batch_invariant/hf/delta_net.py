@@ -89,13 +89,6 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
     return _GatedNorm.apply(x, gate, weight, eps)
 
 
-def _of_sequences(batch: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Where the states of sequences are that begin, a page for each; see :class:`DeltaStates`."""
-    pages = torch.arange(len(batch.lengths), dtype=torch.int32, device=batch.cu_seqlens.device)
-    longest = max((rows.stop - rows.start for rows in batch.sequences), default=0)
-    return pages, batch.cu_seqlens, torch.zeros_like(pages), longest
-
-
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,7 +97,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.batch = batch
         held = x.new_zeros(len(batch.lengths), weight.shape[1] - 1, x.shape[1])
-        return causal_conv(x, weight, None, ConvStates(held, *_of_sequences(batch)))
+        return causal_conv(x, weight, None, ConvStates(held, *batch.states))
 
     @staticmethod
     @once_differentiable
@@ -141,7 +134,7 @@ class _Rule(torch.autograd.Function):
         rows = reduction.rows(0)
         size = reduction.page_bytes(key_heads, len(a_log), rows)
         held = torch.zeros(len(batch.lengths), size, dtype=torch.uint8, device=mixed.device)
-        return delta_rule(*operands, DeltaStates(held, *_of_sequences(batch), rows), reduction)
+        return delta_rule(*operands, DeltaStates(held, *batch.states, rows), reduction)
 
     @staticmethod
     @once_differentiable

@@ -71,6 +71,15 @@ class Packed:
         return [slice(start, stop) for start, stop in pairwise(cu_seqlens)]
 
     @cached_property
+    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Pages, starts, context_lens and longest of states of sequences that begin, a page for each; see
+        :class:`..ops.delta_rule.DeltaStates`.
+        """
+        pages = torch.arange(len(self.lengths), dtype=torch.int32, device=self.cu_seqlens.device)
+        longest = max((rows.stop - rows.start for rows in self.sequences), default=0)
+        return pages, self.cu_seqlens, torch.zeros_like(pages), longest
+
+    @cached_property
     def _page_counts(self) -> list[int]:
         return [-(-(rows.stop - rows.start) // PAGE_SIZE) for rows in self.sequences]
 

@@ -30,7 +30,9 @@ class Adapters(_Base):
         self._embeddings_indices.zero_()
         self.indices_len[:] = [0] * len(self.indices_len)
         self._in_use = False
-        """Whether a row of the step has an adapter."""
+        """Whether a row of the step has an adapter. A step without launches nothing, as with vLLM's own: it has CUDA
+        graphs of its own, or those of steps with adapters, whose rows have none then.
+        """
         self.hidden_states: torch.Tensor | None = None
         """[tokens, K] of the step, while logits are computed of some of its prompts."""
 
@@ -69,7 +71,7 @@ class Adapters(_Base):
         """Of an embedding, whose result y [tokens, N] is changed in place; x has the rows of A."""
         if not add_inputs:
             _refuse("an embedding whose adapters are not added to it")
-        if not self._is_idle(x):
+        if self._in_use:
             reduction = LoraReduction.of_device(x.device.type, x.shape[1], x.dtype)
             add_expanded(y, x, lora_b_stacked, self._token_lora_indices[: len(x)], reduction)
 
@@ -107,12 +109,8 @@ class Adapters(_Base):
         b: tuple[torch.Tensor, ...],
         slots: torch.Tensor,
     ) -> None:
-        if not self._is_idle(x):
+        if self._in_use:
             add_adapters(y, x, a, b, slots, LoraReduction.of_device(x.device.type, x.shape[1], x.dtype))
-
-    def _is_idle(self, x: torch.Tensor) -> bool:
-        """Whether nothing is to be added. A CUDA graph launches what a later step may need."""
-        return not self._in_use and x.device.type == "cpu"
 
     def add_shrink(self, *_: object, **__: object) -> NoReturn:
         """Of layers that are refused: sharded adapters, and experts."""

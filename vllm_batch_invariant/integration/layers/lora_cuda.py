@@ -35,7 +35,7 @@ class GpuAdapters(Adapters):
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **named: object
     ) -> None:
         """Of an embedding, whose result y [tokens, N] is changed in place; x has the rows of A."""
-        if not self._is_idle(x):
+        if self._in_use:
             _certify(x.shape[1], tuple(lora_b_stacked.shape[2:3]), x.shape[1], x.dtype, x.device)
         super().add_lora_embedding(y, x, lora_b_stacked, add_inputs, **named)
 
@@ -47,7 +47,7 @@ class GpuAdapters(Adapters):
         b: tuple[torch.Tensor, ...],
         slots: torch.Tensor,
     ) -> None:
-        if self._is_idle(x):
+        if not self._in_use:
             return
         _certify(x.shape[1], tuple(one.shape[2] for one in b), b[0].shape[3], x.dtype, x.device)
         if not self._are_all(slots):
@@ -59,12 +59,6 @@ class GpuAdapters(Adapters):
     def _are_all(self, slots: torch.Tensor) -> bool:
         """Whether slots are those of all rows of a step, and perhaps of padding behind them."""
         return slots.data_ptr() == self._token_lora_indices.data_ptr() and len(slots) >= self.indices_len[0]
-
-    def _is_idle(self, x: torch.Tensor) -> bool:
-        """Whether nothing is to be added. As vLLM's own, such a step launches nothing: it has CUDA graphs of its own,
-        or the graphs of steps with adapters, whose rows have none then.
-        """
-        return not self._in_use
 
 
 @cache

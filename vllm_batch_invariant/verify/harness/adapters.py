@@ -81,15 +81,16 @@ def write(
     return folder
 
 
-@cache
 def folder_of(config: str, number: int) -> str:
     """Of an adapter of :data:`DRAWN`, counted from 1, for a model with a config.json; written once, and kept until the
     process ends.
     """
+    return _kept(config, number).name
+
+
+@cache
+def _kept(config: str, number: int) -> Any:
     rank, targets = DRAWN[number - 1]
-    kept = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
-    _KEPT.append(kept)
-    return str(write(Path(kept.name), json.loads(config), rank, number, targets))
-
-
-_KEPT: list[Any] = []
+    folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
+    write(Path(folder.name), json.loads(config), rank, number, targets)
+    return folder
