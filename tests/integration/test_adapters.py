@@ -1,5 +1,6 @@
 """Rows of a step have the adapters of their requests, and an adapter's number stands for what is in its files."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.engine import adapters
 from vllm_batch_invariant.integration.engine.adapter_request import AdapterRequest
 from vllm_batch_invariant.integration.layers.lora import Adapters
+from vllm_batch_invariant.integration.reviews import patch_points
 
 SLOTS = [7, None, 9]
 """Numbers of the adapters that are there; the last slot is that of number 9."""
@@ -76,7 +78,16 @@ def test_an_embedding_takes_the_rows_of_a() -> None:
     assert not y[1].any()
 
 
-def test_logits_have_the_adapters_of_what_is_sampled_or_of_a_prompt() -> None:
+@dataclass
+class Model:
+    """As vLLM's, with what manages its adapters."""
+
+    lora_manager: Any
+
+    def compute_logits(self) -> None: ...
+
+
+def test_logits_have_the_adapters_of_what_is_sampled_or_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper, states = wrapped(), draw(4, K, seed=6)
     wide = torch.zeros(3, N + 8)
     wrapper.add_lora_logits(wide, states[[0, 1, 3]], A, B, 1.0)
@@ -86,17 +97,24 @@ def test_logits_have_the_adapters_of_what_is_sampled_or_of_a_prompt() -> None:
         wrapper.add_lora_logits(torch.zeros(2, N), states[1:3], A, B, 1.0)
     seen: list[torch.Tensor] = []
 
-    def compute(runner: Any, hidden_states: torch.Tensor) -> None:
+    def of_prompts(hidden_states: torch.Tensor) -> None:
         for rows in (slice(1, 3), slice(0, 4)):
             seen.append(torch.zeros(len(hidden_states[rows]), N))
             wrapper.add_lora_logits(seen[-1], hidden_states[rows], A, B, 1.0)
 
-    manager = SimpleNamespace(_adapter_manager=SimpleNamespace(punica_wrapper_mapping={"": wrapper}))
-    adapters._by_prompts(compute)(SimpleNamespace(lora_manager=manager), states)
+    model = Model(SimpleNamespace(punica_wrapper_mapping={"": wrapper}))
+    adapters._by_prompts(lambda _runner, hidden_states: of_prompts(hidden_states), lambda runner: runner)(model, states)
     assert wrapper.hidden_states is None
     assert not seen[0][0].any()
     assert_near(seen[0][1:], added(states[2:3], [2]), 4)
     assert_near(seen[1][[0, 2, 3]], added(states[[0, 2, 3]], [0, 2, 2]), 4)
+    worker = type("Worker", (), {"compute_prompt_logprobs": lambda _self, _logits, states: of_prompts(states)})
+    monkeypatch.setattr(patch_points.PROMPT_LOGPROBS.module(), "PromptLogprobsWorker", worker)
+    adapters.install_second_runner()
+    worker().compute_prompt_logprobs(model.compute_logits, states)
+    assert all(torch.equal(one, other) for one, other in zip(seen[2:], seen[:2], strict=True))
+    with pytest.raises(RuntimeError, match="logits of 2 rows"):
+        of_prompts(states)
 
 
 def test_a_step_without_adapters_adds_nothing_whatever_its_rows_are() -> None:

@@ -12,7 +12,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionReduction
 from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
-from ..engine import cuda_graphs, draft_graphs
+from ..engine import adapters, cuda_graphs, draft_graphs
 from ..layers import (
     activation,
     delta_rule,
@@ -97,6 +97,7 @@ class Cuda(VllmDevice):
         delta_rule.install_cuda()
         external_ops = super().install_worker()
         sampler.install_second_runner()
+        adapters.install_second_runner()
         return external_ops
 
     def check_gpu(self) -> None:

@@ -10,6 +10,7 @@ other files for it.
 from collections.abc import Callable
 from functools import wraps
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,15 @@ def install_in_worker() -> None:
     manager = patch_points.LORA_WORKER.get()
     manager._load_adapter = _verified(manager._load_adapter)
     runner = patch_points.MODEL_RUNNER.get()
-    runner._get_prompt_logprobs_dict = _by_prompts(runner._get_prompt_logprobs_dict)
+    runner._get_prompt_logprobs_dict = _by_prompts(runner._get_prompt_logprobs_dict, lambda runner: runner.get_model())
+
+
+def install_second_runner() -> None:
+    """The same of prompts in the second model runner, which is told how to compute logits by a method of the model."""
+    worker = patch_points.PROMPT_LOGPROBS.get()
+    for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
+        if (compute := getattr(worker, name, None)) is not None:  # newer ones alone score a prompt by given tokens
+            setattr(worker, name, _by_prompts(compute, lambda _, logits: logits.__self__))
 
 
 def digest_of(path: str) -> str:
@@ -169,19 +178,25 @@ def _verified(load: Callable[..., Any]) -> Callable[..., Any]:
     return _load_adapter
 
 
-def _by_prompts(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's method that computes logprobs of prompts, whose logits are of rows that are not sampled."""
+def _by_prompts(compute: Callable[..., Any], model_of: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method that computes logprobs of prompts, whose logits are of rows that are not sampled.
+
+    Args:
+        compute: the method; the states [tokens, K] of the step follow the arguments that ``model_of`` takes.
+        model_of: gives the model, which knows what adds its adapters, of the method's first arguments.
+    """
+    of_states = len(signature(model_of).parameters)
 
     @wraps(compute)
-    def _get_prompt_logprobs_dict(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        manager = getattr(self, "lora_manager", None)
-        wrappers = manager._adapter_manager.punica_wrapper_mapping.values() if manager else ()
+    def by_prompts(*args: Any, **kwargs: Any) -> Any:
+        manager = getattr(model_of(*args[:of_states]), "lora_manager", None)
+        wrappers = manager.punica_wrapper_mapping.values() if manager else ()
         for wrapper in wrappers:
-            wrapper.hidden_states = hidden_states
+            wrapper.hidden_states = args[of_states]
         try:
-            return compute(self, hidden_states, *args, **kwargs)
+            return compute(*args, **kwargs)
         finally:
             for wrapper in wrappers:
                 wrapper.hidden_states = None
 
-    return _get_prompt_logprobs_dict
+    return by_prompts

@@ -282,6 +282,8 @@ TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_s
 """Lists logprobs in the second model runner, under the names that it has there."""
 TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
 TOPK_SCORES_OF_PROMPT = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+PROMPT_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "PromptLogprobsWorker")
+"""Computes logprobs of prompts there."""
 COPY_PAGES = PatchPoint(("vllm.v1.worker.gpu.model_runner",), "copy_kv_cache_blocks_inplace")
 """Copies pages of the cache there, before a step whose prefix is found in a part of one."""
 LOGPROBS_TENSORS = PatchPoint(("vllm.v1.outputs",), "LogprobsTensors")
@@ -371,6 +373,7 @@ MEMBERS = {
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
+    "PROMPT_LOGPROBS": ("compute_prompt_logprobs",),
     "MODEL_RUNNER": (
         *("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
         *("_get_prompt_logprobs_dict", "_execute_mm_encoder"),
