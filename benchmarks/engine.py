@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks import engine_online
 from benchmarks.engine_online import LOADS, Latencies
 from benchmarks.engine_worker import ENDED, POLL, STARTED
-from benchmarks.engine_workloads import WORKLOADS
+from benchmarks.engine_workloads import WORKLOADS, most_adapters
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG, TP_TREE, UNTRIED
@@ -303,14 +303,20 @@ def options_of(
     together = "engines that share the GPU, where it has memory for so many; they start, and are timed, one by one"
     parser.add_argument("--together", type=at_least(1), default=1, help=together)
     parser.add_argument("--tensor-parallel-size", type=at_least(1), default=1, help="GPUs of an engine")
+    rank = "of the adapters (LoRA) that requests of the workloads with adapters have"
+    parser.add_argument("--rank", type=at_least(1), default=16, help=rank)
     parser.add_argument("--keys", default="", help="what each case in the data says, too, such as 'model=30b-a3b'")
     return parser
 
 
 def keys_of(options: argparse.Namespace) -> str:
-    """What every case says: what the user told, and how many GPUs an engine has, if more than one."""
+    """What every case says: what the user told, how many GPUs an engine has, if more than one, and the rank of its
+    adapters, if it takes any.
+    """
     size = options.tensor_parallel_size
-    return " ".join(filter(None, (options.keys, case_text(tp=size) if size > 1 else "")))
+    more = {"tp": size} if size > 1 else {}
+    more |= {"rank": options.rank} if most_adapters(options.workloads) else {}
+    return " ".join(filter(None, (options.keys, case_text(**more))))
 
 
 def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
@@ -324,6 +330,8 @@ def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "load_format": options.load_format,
     }
+    if most := most_adapters(options.workloads):
+        arguments |= {"enable_lora": True, "max_loras": most, "max_lora_rank": options.rank}
     return {
         "engine": arguments | engine,
         "concurrent": CONCURRENT,
@@ -337,7 +345,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "benchmarks.engine",
         "Check that a request has the same bits alone and with concurrent requests, then time engines.",
         list(PROVIDERS),
-        [*LOADS, "short", "prefill"],
+        [*LOADS, "short", "prefill", "adapters", "adapters-small"],
         max_model_len=40_000,
         kv_cache_gib=48,
     )

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_workloads import WORKLOADS, target_bits
+from benchmarks.engine_workloads import WORKLOADS, most_adapters, target_bits
 from vllm_batch_invariant.verify.harness.mode import of_engine
 
 STARTED, ENDED = ".started", ".ended"
@@ -76,7 +76,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     startup = time.perf_counter() - started
     turn = Turns(plan.get("turn"))
     with turn:
-        alone, among = target_bits(llm, plan["concurrent"])
+        alone, among = target_bits(llm, plan["concurrent"], most_adapters(plan["workloads"]))
     drafts = drafts_of if plan["engine"].get("speculative_config") else lambda _: (0.0, 0.0)
     samples, tokens = [], []
     for workload in WORKLOADS[plan["workloads"]]:

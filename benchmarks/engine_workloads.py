@@ -1,11 +1,16 @@
 """What the engine benchmark has an engine do, and how it is timed."""
 
+import json
 import random
+import tempfile
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.record import case_text
+from vllm_batch_invariant.verify.harness.adapters import write
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -36,13 +41,34 @@ def _prompts(llm: "LLM", count: int, length: int, seed: int, run: int = 0) -> li
     return [{"prompt_token_ids": (one * -(-length // len(one)))[:length]} for one in runs]
 
 
-def _seconds(llm: "LLM", prompts: list[dict], tokens: list[int]) -> float:
+def _seconds(llm: "LLM", prompts: list[dict], tokens: list[int], adapters: int = 0) -> float:
     from vllm import SamplingParams
 
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in tokens]
+    used = _adapters(llm, len(prompts), adapters)
     started = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
+    llm.generate(prompts, params, use_tqdm=False, lora_request=used)
     return time.perf_counter() - started
+
+
+def _adapters(llm: "LLM", requests: int, adapters: int) -> list[Any] | None:
+    """So many adapters in turn, for requests of an engine that has as much room, of the largest rank that it takes."""
+    if not adapters:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    config = llm.llm_engine.vllm_config
+    folders = [_written(config.model_config.model, config.lora_config.max_lora_rank, one) for one in range(adapters)]
+    return [
+        LoRARequest(str(one % adapters), 1 + one % adapters, folders[one % adapters].name) for one in range(requests)
+    ]
+
+
+@cache
+def _written(model: str, rank: int, seed: int) -> Any:
+    folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
+    write(Path(folder.name), json.loads(Path(model, "config.json").read_text()), rank, seed)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -81,21 +107,24 @@ class TokenTime:
     tokens: int
     run: int = 0
     """Tokens that a prompt repeats; 0 if it repeats none."""
+    adapters: int = 0
+    """Of LoRA, which the requests have in turn."""
     metric = "tpot"
     unit = "ms"
 
     @property
     def case(self) -> str:
-        repeats = {"run": self.run} if self.run else {}
-        return case_text(workload="tpot", batch=self.batch, context=self.context, **repeats)
+        more = {name: value for name in ("run", "adapters") if (value := getattr(self, name))}
+        return case_text(workload="tpot", batch=self.batch, context=self.context, **more)
 
     def sample(self, llm: "LLM") -> float:
         prompts = _prompts(llm, self.batch, self.context, self.context, self.run)
         # The prompts are in the prefix cache from the first run on, and what is left of prefill is in both times. A
         # machine that stalls during a run of one token would make the others look shorter, or negative: hence two.
-        _seconds(llm, prompts, [1] * self.batch)
-        first = min(_seconds(llm, prompts, [1] * self.batch) for _ in range(2))
-        return 1e3 * (_seconds(llm, prompts, [1 + self.tokens] * self.batch) - first) / self.tokens
+        of_first, adapters = [1] * self.batch, self.adapters
+        _seconds(llm, prompts, of_first, adapters)
+        first = min(_seconds(llm, prompts, of_first, adapters) for _ in range(2))
+        return 1e3 * (_seconds(llm, prompts, [1 + self.tokens] * self.batch, adapters) - first) / self.tokens
 
 
 @dataclass(frozen=True)
@@ -104,17 +133,19 @@ class Prefill:
 
     prompts: int
     tokens: int
+    adapters: int = 0
     metric = "throughput"
     unit = "tokens/s"
 
     @property
     def case(self) -> str:
-        return case_text(workload="prefill", prompts=self.prompts, input=self.tokens)
+        more = {"adapters": self.adapters} if self.adapters else {}
+        return case_text(workload="prefill", prompts=self.prompts, input=self.tokens, **more)
 
     def sample(self, llm: "LLM") -> float:
         prompts = _prompts(llm, self.prompts, self.tokens, seed=2)
         llm.reset_prefix_cache()
-        return self.prompts * self.tokens / _seconds(llm, prompts, [1] * self.prompts)
+        return self.prompts * self.tokens / _seconds(llm, prompts, [1] * self.prompts, self.adapters)
 
 
 @dataclass(frozen=True)
@@ -154,6 +185,11 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
     "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
     "prefill": (Prefill(16, 4096),),
+    "adapters": (
+        *(TokenTime(batch, 64, 128, adapters=used) for used in (0, 1, 8) for batch in (1, 8, 64)),
+        *(Prefill(16, 4096, adapters=used) for used in (0, 1)),
+    ),
+    "adapters-small": (*(TokenTime(3, 32, 4, adapters=used) for used in (0, 2)), Prefill(2, 128, adapters=1)),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
     "speculation-small-repeats": (TokenTime(1, 32, 8, run=4), TokenTime(3, 32, 8, run=4)),
     "none": (),
@@ -162,7 +198,12 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 """By name: for a model of 8 B weights on a large GPU, and, small, to try the benchmark anywhere."""
 
 
-def target_bits(llm: "LLM", concurrent: int) -> list[str]:
+def most_adapters(workloads: str) -> int:
+    """Of the requests of workloads, by their name."""
+    return max((getattr(one, "adapters", 0) for one in WORKLOADS[workloads]), default=0)
+
+
+def target_bits(llm: "LLM", concurrent: int, adapters: int = 0) -> list[str]:
     """Exact tokens and logprobs of a target request, alone and with so many others: two equal texts if invariant."""
     from vllm import SamplingParams
 
@@ -171,8 +212,9 @@ def target_bits(llm: "LLM", concurrent: int) -> list[str]:
     for others in (0, concurrent):
         llm.reset_prefix_cache()
         prompts = [target, *_prompts(llm, others, 30, seed=4)]
-        answer = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, logprobs=5), use_tqdm=False)[0]
-        [completion] = answer.outputs
+        params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
+        used = _adapters(llm, len(prompts), adapters)
+        [completion] = llm.generate(prompts, params, use_tqdm=False, lora_request=used)[0].outputs
         numbers = [
             [(token, entry[token].logprob.hex()) for token in sorted(entry)] for entry in completion.logprobs or []
         ]

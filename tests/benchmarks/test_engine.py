@@ -32,7 +32,7 @@ def result(factor: float, same_bits: bool = True) -> dict:
 def test_a_token_takes_no_less_because_a_run_of_one_token_stalled(stalls, monkeypatch) -> None:
     asked = []
 
-    def seconds(llm: object, prompts: list, tokens: list[int]) -> float:
+    def seconds(llm: object, prompts: list, tokens: list[int], adapters: int) -> float:
         asked.append(tokens)
         return 1.0 + 0.25 * max(tokens) + 60.0 * (len(asked) - 1 == stalls)
 
