@@ -1,13 +1,15 @@
 """LoRA adapters of small models, as PEFT writes them, and what an engine with some is asked."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_batch_invariant.verify.harness import adapters
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def written(
@@ -112,13 +114,30 @@ class _Planted:
         self.fault = fault
 
     def __call__(self, model: torch.nn.Module) -> None:
-        from vllm_batch_invariant.ops.lora import cpu
-
-        if not hasattr(cpu, "_right"):
-            cpu._right = cpu._by_slot, cpu._shrink
-        cpu._by_slot, cpu._shrink = cpu._right
+        owner, *names = _PLACES[DEVICE]()
+        if not hasattr(owner, "_right"):
+            owner._right = [getattr(owner, name) for name in names]
+        for name, right in zip(names, owner._right, strict=True):
+            setattr(owner, name, right)
         if self.fault:
-            FAULTS[self.fault](cpu)
+            FAULTS[self.fault](owner)
+
+
+def _on_a_cpu() -> tuple[Any, ...]:
+    from vllm_batch_invariant.ops.lora import cpu
+
+    return cpu, "_by_slot", "_shrink"
+
+
+def _on_a_gpu() -> tuple[Any, ...]:
+    """Where rows are grouped, before any CUDA graph."""
+    from vllm_batch_invariant.ops.lora import cuda
+
+    return cuda.RowGroups, "set"
+
+
+_PLACES = {"cpu": _on_a_cpu, "cuda": _on_a_gpu}
+"""What has the functions in whose place faults are, and their names."""
 
 
 def _none_is_the_last(cpu: Any) -> None:
@@ -152,9 +171,34 @@ def _halves_by_rows(cpu: Any) -> None:
     cpu._shrink = shrink
 
 
-FAULTS = {
-    "no adapter is the last slot": _none_is_the_last,
-    "a row has its neighbour's adapter": _next_row,
-    "K is added in halves, each rounded, for several rows": _halves_by_rows,
+def _grouped_as(slots_of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    """Rows are grouped by other slots than theirs."""
+
+    def plant(groups: Any) -> None:
+        right = groups.set
+        groups.set = lambda self, slots: right(self, slots_of(slots))
+
+    return plant
+
+
+def _none_is_the_first(slots: torch.Tensor) -> torch.Tensor:
+    return slots.clamp_min(0)
+
+
+def _rolled(slots: torch.Tensor) -> torch.Tensor:
+    return slots.roll(1)
+
+
+_FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
+    "cpu": {
+        "no adapter is the last slot": _none_is_the_last,
+        "a row has its neighbour's adapter": _next_row,
+        "K is added in halves, each rounded, for several rows": _halves_by_rows,
+    },
+    "cuda": {
+        "no adapter is the first slot": _grouped_as(_none_is_the_first),
+        "a row has its neighbour's adapter": _grouped_as(_rolled),
+    },
 }
+FAULTS = _FAULTS[DEVICE]
 """What would have an adapter's bits follow from the company."""
