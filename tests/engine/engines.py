@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.docs.documents import blocks
-from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.envs import FLAG, UNTRIED
 from vllm_batch_invariant.integration.engine.endpoint import METHOD
 from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 from vllm_batch_invariant.verify.check.engine import EngineRun
@@ -23,9 +23,9 @@ from vllm_batch_invariant.verify.harness.requests import concurrent_requests, re
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 __all__ = [
-    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "EngineFailed", "Result", "arguments_of",
-    "certified", "check_of", "concurrent_requests", "differing_answers", "request", "run", "run_example", "selected",
-    "some_exhaustive", "tokens",
+    "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "UNTRIED_THERE", "EngineFailed", "Result",
+    "arguments_of", "certified", "check_of", "concurrent_requests", "differing_answers", "request", "run",
+    "run_example", "selected", "some_exhaustive", "tokens",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,8 @@ PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 SETTINGS = {"PYTHONPATH": PATHS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if torch.cuda.is_available() else {}
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
+UNTRIED_THERE = {UNTRIED.name: "1"} if torch.cuda.is_available() else {}
+"""Variables of engines with settings that start on a GPU only so, such as states beside other dtypes than bf16."""
 EAGER_ON_GPU = {"enforce_eager": True} if torch.cuda.is_available() else {}
 """For a bisection, whose hooks see nothing inside CUDA graphs."""
 CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)

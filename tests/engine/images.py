@@ -42,9 +42,9 @@ def qwen2_5_vl() -> transformers.PretrainedConfig:
     return config
 
 
-def qwen3_vl() -> transformers.PretrainedConfig:
+def qwen3_vl(made: Callable[[], transformers.PretrainedConfig] = multimodal.qwen3_vl) -> transformers.PretrainedConfig:
     """A tower with two heads of 72, interpolated positions, two layers that add to the decoder's, and layer norms."""
-    config = multimodal.qwen3_vl()
+    config = made()
     vision = {"depth": 3, "hidden_size": 144, "intermediate_size": 320, "num_heads": 2, "out_hidden_size": 512}
     config.vision_config = type(config.vision_config)(
         **vision, deepstack_visual_indexes=[0, 1], num_position_embeddings=64
@@ -79,9 +79,9 @@ def mistral3() -> transformers.PretrainedConfig:
     )
 
 
-def qwen3_5() -> transformers.PretrainedConfig:
+def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.PretrainedConfig:
     """The tower of Qwen3-VL, of which nothing is added to the decoder, whose layers have states but one."""
-    made = multimodal.qwen3_5(kept_states.QWEN3_5 | {"vocab_size": multimodal.TEXT["vocab_size"]})
+    made = multimodal.qwen3_5(text | {"vocab_size": multimodal.TEXT["vocab_size"]})
     vision = {"depth": 3, "hidden_size": 144, "intermediate_size": 320, "num_heads": 2, "out_hidden_size": 256}
     made.vision_config = type(made.vision_config)(**vision, num_position_embeddings=64)
     made.image_token_id, made.video_token_id = IMAGE, VIDEO
@@ -128,6 +128,12 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         processor = {"processor_class": "PixtralProcessor"} | merged | names
         (folder / "processor_config.json").write_text(json.dumps(processor))
         return made
+    if config.model_type == "qwen3_vl_moe":
+        file = folder / "model.safetensors"
+        tensors = {  # as published: inputs first
+            name: one.mT.contiguous() if ".experts." in name else one for name, one in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
     sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}
     videos = "Qwen2VLVideoProcessor" if config.model_type == "qwen2_5_vl" else "Qwen3VLVideoProcessor"

@@ -52,6 +52,13 @@ QWEN3_5 = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+QWEN3_5_MOE = QWEN3_5 | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+"""Each layer has experts, and one that all tokens share."""
 AS_PUBLISHED = QWEN3_5 | {
     "hidden_size": 512,
     "num_hidden_layers": 4,

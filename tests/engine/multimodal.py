@@ -50,6 +50,21 @@ def qwen3_vl() -> transformers.PretrainedConfig:
     )
 
 
+def qwen3_vl_moe() -> transformers.PretrainedConfig:
+    """The same with experts on every layer."""
+    of_experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1}
+    of_experts["norm_topk_prob"] = True  # as published
+    made = qwen3_vl()
+    text, vision = (one.to_dict() for one in (made.text_config, made.vision_config))
+    return transformers.Qwen3VLMoeConfig(
+        architectures=["Qwen3VLMoeForConditionalGeneration"],
+        text_config={name: value for name, value in text.items() if name != "model_type"} | of_experts,
+        vision_config={name: value for name, value in vision.items() if name != "model_type"},
+        vision_end_token_id=4003,
+        **_QWEN_TOKENS,
+    )
+
+
 def qwen3_5(text: dict[str, Any]) -> transformers.PretrainedConfig:
     """Around a text model, with experts or without, whose rotary embedding turns 16 elements of a head, by interleaved
     sections.

@@ -14,10 +14,10 @@ import transformers
 
 from tests.engine import kept_states, multimodal
 from tests.engine.drafters import ANSWERS, KINDS, add_mtp
-from tests.engine.engines import differing_answers, request, tokens
+from tests.engine.engines import UNTRIED_THERE, differing_answers, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
-from vllm_batch_invariant.envs import TP_TREE, UNTRIED
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -42,16 +42,8 @@ IN_FP32 = UNCACHED | {"num_gpu_blocks_override": 16}
 LENGTH = 250
 """Of prompts that need a page of keys more than they begin with."""
 STATES = ("ConvStates", "DeltaStates")
-UNTRIED_THERE = {UNTRIED.name: "1"} if ON_GPU else {}
-"""On a GPU other dtypes than bf16, published checkpoints, workers and drafts start only so."""
 TRITON_ALONE = {"gdn_prefill_backend": "triton"} if ON_GPU else {}
 """Of plain vLLM, for which FlashInfer need not be installed."""
-OF_EXPERTS = kept_states.QWEN3_5 | {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-}
 WITH_EXPERTS = {
     "Qwen3.5-MoE": (transformers.Qwen3_5MoeForCausalLM, transformers.Qwen3_5MoeTextConfig),
     "Qwen3-Next": (transformers.Qwen3NextForCausalLM, transformers.Qwen3NextConfig),
@@ -164,7 +156,7 @@ def test_other_dtypes_keep_their_bits(
 def test_a_family_with_experts_keeps_its_bits(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
     """Near Transformers' in fp32: in bf16 a token may have other experts."""
     model, config = WITH_EXPERTS[family]
-    folder = written(model(config(**OF_EXPERTS)), tmp_path)
+    folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
     other = started(folder, **DEFAULT)
     assert other["preemptions"] > 0
     assert other["cached"][0] >= 256
@@ -180,7 +172,7 @@ def test_a_family_with_experts_keeps_its_bits(started: Callable[..., Any], famil
 def test_plain_vllm_fails_the_comparison_with_experts(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
     model, config = WITH_EXPERTS[family]
     plain = started(
-        written(model(config(**OF_EXPERTS)), tmp_path),
+        written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path),
         afterwards=partial(kept_states.in_company, length=LENGTH),
         flag="0",
         enforce_eager=True,
@@ -198,7 +190,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
     folder, sizes = checkpoint, kept_states.QWEN3_5
     if family in WITH_EXPERTS:
         model, config = WITH_EXPERTS[family]
-        folder, sizes = written(model(config(**OF_EXPERTS)), tmp_path / "text"), OF_EXPERTS
+        folder, sizes = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path / "text"), kept_states.QWEN3_5_MOE
     text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     whole = transformers.AutoModelForImageTextToText.from_config(multimodal.qwen3_5(sizes)).bfloat16()
     whole.model.language_model.load_state_dict(text.model.state_dict())
@@ -228,7 +220,7 @@ def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoin
 def test_two_workers_share_experts_too(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
     """With bits of their own: of experts there is no tree."""
     model, config = WITH_EXPERTS[family]
-    folder = written(model(config(**OF_EXPERTS)), tmp_path)
+    folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
     settings = {"max_num_batched_tokens": 61, "tensor_parallel_size": 2}
     two = started(folder, afterwards=kept_states.ask_briefly, variables=UNTRIED_THERE | {CORES: "0|1"}, **settings)
     assert two["among others"] == two["alone"]
@@ -298,7 +290,7 @@ def test_n_grams_leave_answers_alone(
     folder = checkpoint
     if family in WITH_EXPERTS:
         model, config = WITH_EXPERTS[family]
-        folder = written(model(config(**OF_EXPERTS)), tmp_path)
+        folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
 
     def plain(engine: Engine) -> list[dict[str, Any]]:
         return engine.step("plain", REPEATING).requests
@@ -320,7 +312,7 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     """Of random weights; three drafts run it three times."""
     model, config, sizes = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, kept_states.QWEN3_5
     if family in WITH_EXPERTS:
-        (model, config), sizes = WITH_EXPERTS[family], OF_EXPERTS
+        (model, config), sizes = WITH_EXPERTS[family], kept_states.QWEN3_5_MOE
     folder = add_mtp(written(model(config(**sizes)), tmp_path))
     few = drafted_requests()[::3]
 

@@ -5,7 +5,7 @@ others with other images, from the caches, in chunks and after preemption; and i
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import images, multimodal
+from tests.engine import images, kept_states, multimodal
 from tests.engine.engines import (
     CHECK,
     OF_DEVICE,
     PATHS,
     SETTINGS,
+    UNTRIED_THERE,
     Engine,
     arguments_of,
     differing_answers,
@@ -41,8 +42,15 @@ from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
 pytestmark = pytest.mark.engine
 
-MODELS = {"qwen2.5-vl": images.qwen2_5_vl, "qwen3-vl": images.qwen3_vl, "qwen3.5": images.qwen3_5}
-FURTHER = {"qwen3.5": {"enable_prefix_caching": False}}
+MODELS = {
+    "qwen2.5-vl": images.qwen2_5_vl,
+    "qwen3-vl": images.qwen3_vl,
+    "qwen3-vl with experts": partial(images.qwen3_vl, multimodal.qwen3_vl_moe),
+    "qwen3.5": images.qwen3_5,
+    "qwen3.5 with experts": partial(images.qwen3_5, kept_states.QWEN3_5_MOE),
+}
+_UNCACHED = {"enable_prefix_caching": False}
+FURTHER = {"qwen3.5": _UNCACHED, "qwen3.5 with experts": _UNCACHED}
 """Arguments of some: a state is found in the prefix cache behind hundreds of tokens alone."""
 QUICK = ("qwen3-vl",)
 """That run also where each minute counts."""
@@ -133,14 +141,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     @cache
     def serve(name: str, dtype: str = "float32", budget: int = BUDGET) -> Served:
-        if torch.cuda.is_available() and name == "qwen3.5" and "cuda" not in RAN.delta_rules:
-            pytest.skip("its layers with states have not run here")
         config, folder = MODELS[name](), tmp_path_factory.mktemp("model")
         model = images.save(config, torch.float32, folder)
         asked = {"dtype": dtype, "max_num_batched_tokens": budget} | FURTHER.get(name, {})
         arguments = arguments_of(LIMITS | OF_DEVICE | asked)
         patch = config.vision_config.patch_size
-        with Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400) as engine:
+        variables = SETTINGS | {"PYTHONPATH": path} | (UNTRIED_THERE if name in FURTHER else {})
+        with Engine(str(folder), arguments, "1", variables, patience=400) as engine:
             runs = {
                 run: engine.call("tests.engine.images:answers", requests, patch, reset)
                 for run, (requests, _, reset) in RUNS.items()
@@ -246,7 +253,7 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, served: Callab
 @pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
 def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[..., Served]) -> None:
     found = served(name)
-    model = found.model.double().eval()
+    model = exact(found.model)
     for number, target in enumerate(TARGETS):
         [answer] = found.given("together")[number]["completions"]
         ends = [place for place, token in enumerate(answer["tokens"]) if token in images.SPECIAL]  # to be an image
@@ -265,9 +272,15 @@ def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[.
 def test_the_tolerance_tells_a_picture_from_another(name: str, served: Callable[..., Served]) -> None:
     """The negative control: the same words about another picture are further away."""
     found = served(name)
-    model, prompt = found.model.double().eval(), found.given("together")[3]["prompt"]
+    model, prompt = exact(found.model), found.given("together")[3]["prompt"]
     one, other = (by_transformers(model, TARGETS[number], prompt, [7]) for number in (3, 4))
     assert (one - other).abs().max() > 10 * TOLERANCE
+
+
+def exact(model: Any) -> Any:
+    """The model in float64; of experts Transformers has one implementation that knows it."""
+    model.set_experts_implementation("eager")
+    return model.double().eval()
 
 
 def by_transformers(model: Any, target: dict[str, Any], prompt: list[int], answer: list[int]) -> torch.Tensor:

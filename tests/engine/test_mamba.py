@@ -12,9 +12,9 @@ import pytest
 import transformers
 
 from tests.engine import kept_states
+from tests.engine.engines import UNTRIED_THERE
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 
@@ -26,8 +26,6 @@ pytestmark = [
 ]
 NEAR = 0.25
 """Of logprobs in bf16."""
-UNTRIED_THERE = {UNTRIED.name: "1"} if ON_GPU else {}
-"""A GPU serves them only so."""
 PAGES = {"block_size": 128} if ON_GPU else {}
 """Of keys, of which vLLM makes one page as large as a state: a CPU's."""
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 18}
