@@ -2,9 +2,9 @@
 
 It takes three minutes. Four engines, with each of vLLM's model runners, eager and in CUDA graphs, start with one
 checkpoint or another; with ``--gpus 2`` four that have two workers or two stages, and where Ray is installed one whose
-workers Ray starts. What an engine answers after its weights were replaced must have the bits of an engine that was
-started with them. Each line says what was done, whether the answers agree, and how many tokens of the first were found
-in the prefix cache.
+workers Ray starts; with ``--models hybrids`` those of models whose layers keep states. What an engine answers after its
+weights were replaced must have the bits of an engine that was started with them. Each line says what was done, whether
+the answers agree, and how many tokens of the first were found in the prefix cache.
 """
 
 import argparse
@@ -22,13 +22,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tests.engine.engines import ROOT
+from tests.engine.engines import ROOT, UNTRIED_THERE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 
 RELOADS = "tests.engine.reloads"
-SHAPE = Shape(hidden=896, intermediate=2432, layers=3, heads=14, kv_heads=2, head_size=64, max_length=4096)
+SHAPES = {
+    "": Shape(hidden=896, intermediate=2432, layers=3, heads=14, kv_heads=2, head_size=64, max_length=4096),
+    "convolutions": Shape(layers=4, hybrid="conv", dtype="bfloat16", max_length=4096),
+    "delta rules": Shape(layers=4, hybrid="delta", experts=8, dtype="bfloat16", max_length=4096),
+    "state spaces": Shape(layers=4, hybrid="mamba2", dtype="bfloat16", max_length=4096),
+}
+"""By what layers keep states of."""
 LENGTHS = (5, 45, 300, 3000)
 """Of prompts that are asked together, so that keys are shared, split and merged."""
 ARGUMENTS = (
@@ -44,7 +50,9 @@ PATIENCE = 170
 
 @dataclass
 class Case:
-    """One engine: ``runner`` is vLLM's first or second, ``first`` the checkpoint that it is started with."""
+    """One engine: ``runner`` is vLLM's first or second, ``first`` the checkpoint that it is started with, ``model`` one
+    of :data:`SHAPES`.
+    """
 
     runner: int
     eager: bool
@@ -52,6 +60,7 @@ class Case:
     workers: int = 1
     stages: int = 1
     executor: str = ""
+    model: str = ""
     answers: dict[int, Any] = field(default_factory=dict)
     """By checkpoint, of the fresh engine at first."""
 
@@ -60,25 +69,30 @@ class Case:
         words = [f"model runner {self.runner}", "eager" if self.eager else "graphs"]
         words += [f"{self.workers} workers"] if self.workers > 1 else []
         words += [f"{self.stages} stages"] if self.stages > 1 else []
+        words += [self.model] if self.model else []
         return ", ".join([*words, *([self.executor] if self.executor else [])])
 
     @property
-    def bits(self) -> tuple[int, int]:
+    def bits(self) -> tuple[int, int, str]:
         """What decides them: cases for which it is equal answer equally."""
-        return self.runner, self.workers
+        return self.runner, self.workers, self.model
+
+    @property
+    def gpus(self) -> int:
+        return self.workers * self.stages
 
 
 CASES = {
-    1: (Case(1, True, 0), Case(1, False, 1), Case(2, True, 1), Case(2, False, 0)),
-    2: (
+    "one GPU": (Case(1, True, 0), Case(1, False, 1), Case(2, True, 1), Case(2, False, 0)),
+    "two GPUs": (
         Case(2, True, 1, workers=2),
         Case(2, False, 0, workers=2),
         Case(2, True, 0, stages=2),
         Case(2, False, 1, stages=2),
         *((Case(2, False, 1, workers=2, executor="ray"),) if find_spec("ray") else ()),
     ),
+    "hybrids": tuple(Case(2, False, 0, model=model) for model in SHAPES if model),
 }
-"""By the number of GPUs."""
 
 
 def transfer() -> str:
@@ -100,10 +114,12 @@ def start(case: Case, folders: Sequence[str], backend: str) -> Engine:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-    }
+    } | (UNTRIED_THERE if case.model else {})
     arguments = [*ARGUMENTS, *graphs, f'--weight-transfer-config={{"backend": "{backend}"}}']
     arguments += [f"--tensor-parallel-size={case.workers}", f"--pipeline-parallel-size={case.stages}"]
     arguments += [f"--distributed-executor-backend={case.executor}"] if case.executor else []
+    if case.model:
+        arguments += ["--mamba-ssm-cache-dtype=float32"]
     return Engine(folders[case.first], arguments, "1", settings, PATIENCE)
 
 
@@ -193,15 +209,18 @@ TAKE_FOLDERS = ("by_reload_weights", "by_transfer", "by_ipc", "by_buckets", "by_
 BEGIN = time.monotonic()
 
 
-def differences(cases: Sequence[Case] = CASES[1]) -> list[str]:
+def differences(cases: Sequence[Case]) -> list[str]:
     """What went wrong, in lines; nothing is good."""
     import vllm
 
     print(f"vLLM {vllm.__version__}", flush=True)
     backend = transfer()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, ThreadPoolExecutor(len(cases)) as pool:
-        folders = [str(make_checkpoint(Path(folder) / str(seed), SHAPE, seed)) for seed in (0, 1)]
-        engines = [start(case, folders, backend) for case in cases]
+        folders = {
+            model: [str(make_checkpoint(Path(folder, model, str(seed)), SHAPES[model], seed)) for seed in (0, 1)]
+            for model in {case.model for case in cases}
+        }
+        engines = [start(case, folders[case.model], backend) for case in cases]
         started = [pool.submit(engine.__enter__) for engine in engines]
         wrong, up = [], []
         for case, engine, one in zip(cases, engines, started, strict=True):
@@ -215,7 +234,7 @@ def differences(cases: Sequence[Case] = CASES[1]) -> list[str]:
                 up.append((case, engine))
                 print(f"{time.monotonic() - BEGIN:6.1f} s  {case.name}: started", flush=True)
         for case, engine in up:
-            wrong += run(case, engine, folders, backend)
+            wrong += run(case, engine, folders[case.model], backend)
     for (one, _), (other, _) in combinations(up, 2):
         both = one.answers.keys() & other.answers.keys() if one.bits == other.bits else ()
         wrong += [f"{one.name} and {other.name} differ for checkpoint {which}" for which in both
@@ -228,8 +247,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runner", type=int, choices=(1, 2), help="only this model runner")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="of each engine")
+    parser.add_argument("--models", choices=("dense", "hybrids"), default="dense", help="which")
     options = parser.parse_args(argv)
-    wrong = differences([case for case in CASES[options.gpus] if options.runner in (None, case.runner)])
+    name = "hybrids" if options.models == "hybrids" else ("one GPU", "two GPUs")[options.gpus - 1]
+    wrong = differences([case for case in CASES[name] if options.runner in (None, case.runner)])
     print(*(wrong or [f"all equal, in {time.monotonic() - BEGIN:.0f} s"]), sep="\n")
     return int(bool(wrong))
 
