@@ -333,8 +333,6 @@ def _adapters_elsewhere(config: Config) -> str | None:
     if config.lora_config is None:
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    if ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus):
-        return None
     ran = RAN.lora.get(ops.type)
     if ran is not None and version.startswith(ran):
         return None
@@ -605,12 +603,10 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"quantisation {quantised}": bool(quantised),
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype.startswith("fp8"),
         "embeddings as prompts": model.enable_prompt_embeds,
-        "sleep": getattr(model, "enable_sleep_mode", False),
+        "sleep": getattr(model, "enable_sleep_mode", False) and not untried,
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": kept.of_rules and only_run and of_model != "bfloat16",
-        "experts on a GPU": kept is _STATE_SPACES and only_run and model.is_moe,
-        f"{model.architecture} on a GPU": only_run and model.architecture in RAN.mamba2_on_cpus_alone,
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
@@ -620,9 +616,8 @@ def _experts_without_a_gate(config: Config) -> str | None:
     """Of Nemotron-H: vLLM builds no layer of them on a CPU."""
     if not _keeps(config, _STATE_SPACES):
         return None
-    untried = devices.of_config(config).ops.type == "cuda" and envs.starts_untried()
     pattern = getattr(config.model_config.hf_text_config, "hybrid_override_pattern", None) or ""
-    return _when("E" in pattern and not untried, "experts without a gate")
+    return _when("E" in pattern, "experts without a gate")
 
 
 def _latent_attention(config: Config) -> str | None:
@@ -947,10 +942,10 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL and Qwen3-VL, and images of Gemma 3 and Mistral 3, any number and sizes of them: on a CPU with "
-        "vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5, and those of Qwen3-VL and Gemma 3 by "
-        "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
-        "(--mm-encoder-tp-mode data)",
+        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also with experts, and images of Gemma 3 and Mistral 3, any "
+        "number and sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also those of "
+        "Qwen3-VL without experts and Gemma 3 by two workers, which share each layer of the encoder, or of Qwen3-VL "
+        "the images of a step (--mm-encoder-tp-mode data)",
     ),
     Feature(
         "Audio",
@@ -1013,19 +1008,19 @@ COVERED = (
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; text models in bf16 also on "
-        "a GPU with 0.33; states in fp32",
+        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; in bf16 on a GPU with 0.33, "
+        "by one worker and without drafts; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H and Granite 4 H without experts, by one worker: on a CPU with vLLM 0.32, in bf16 on a GPU with "
-        "0.33; on a CPU also Falcon-H1, and Granite 4 H with experts; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, in bf16 on "
+        "a GPU with 0.33, there also Nemotron-H with experts; states in fp32",
     ),
     Feature(
         "LoRA adapters",
-        "of dense models, also beside quantised weights of compressed-tensors, on a CPU with vLLM 0.32, by one worker "
-        "or two, with drafts of n-grams: a request has the bits that it has where its adapter is alone, one without an "
-        "adapter those of a server without LoRA; not those of merged weights, which are rounded",
+        "of dense models, also beside quantised weights of compressed-tensors, with drafts of n-grams, on a CPU with "
+        "vLLM 0.32 by one worker or two, on one GPU with 0.33: a request has the bits that it has where its adapter is "
+        "alone, one without an adapter those of a server without LoRA; not those of merged weights, which are rounded",
     ),
     Feature(
         "Scheduling",
@@ -1268,9 +1263,9 @@ REFUSED = (
         _kv_cache_of_another_dtype,
     ),
     Feature(
-        "LoRA adapters on a GPU, on other devices and with another vLLM than 0.32 on a CPU",
+        "LoRA adapters with another vLLM than 0.32 on a CPU and 0.33 on a GPU, and on other devices",
         "they have not been run there",
-        f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        "install one of these, or merge the adapter into the weights",
         _adapters_elsewhere,
         arguments=(ADAPTERS,),
     ),
@@ -1283,8 +1278,8 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters beside over 2 workers, their tree, stages, several engines, drafts but n-grams, exact "
-        "arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "LoRA adapters beside over 2 workers on a CPU, several GPUs, the tree, stages, several engines, drafts but "
+        "n-grams, exact arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
         "these have not been run together",
         "leave one of the two out, or merge the adapter into the weights",
         _beside_adapters,
@@ -1363,14 +1358,14 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Qwen3-ASR, Whisper, and checkpoints of Qwen3.5 that see images, on a GPU",
+        "Qwen3-ASR and Whisper on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU, or a text model; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
+        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-ASR and Whisper as text",
+        "Mistral 3, Qwen3-VL with experts, Qwen3-ASR and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1466,18 +1461,18 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, quantisation, FP8 caches, "
-        "prompt embeddings, sleep, states not in fp32; on GPUs Falcon-H1, experts, or not in bf16",
+        "prompt embeddings, sleep, states not in fp32; on GPUs not in bf16",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Experts without a gate (Nemotron 3 Nano)",
-        "vLLM has none on a CPU, and no GPU has run ours",
-        f"serve a Nemotron-H without experts; {envs.UNTRIED.name}=1 starts them on a GPU with vLLM 0.33",
+        "Experts without a gate (Nemotron 3 Nano) on a CPU",
+        "vLLM has none there",
+        "serve a Nemotron-H without experts, or this one on a GPU",
         _experts_without_a_gate,
-        ("cpu", "cuda"),
+        ("cpu",),
     ),
     Feature(
         "MLA (DeepSeek)",
