@@ -609,6 +609,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
         device_config=SimpleNamespace(device_type=device),
         speculative_config=changes.pop("speculative_config", None),
         use_v2_model_runner=changes.pop("use_v2_model_runner", device == "cuda"),
+        quant_config=changes.pop("quant_config", None),
         **{
             name: SimpleNamespace(**{key: changes.pop(key, value) for key, value in part.items()})
             for name, part in parts.items()
@@ -678,6 +679,34 @@ def test_drafts_beside_gated_delta_rules_are_those_that_have_run(monkeypatch: py
         "state spaces of Mamba-2 with speculative decoding"
     )
     assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
+
+
+BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dynamic group 128 activations"
+
+
+def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    rules, convolutions, spaces = (
+        partial(of, quantization="fp8") for of in (found_of_rules, found_of_convolutions, found_of_spaces)
+    )
+    assert rules() == "gated delta rules with quantisation fp8"  # of which nothing is known
+    by.append(BLOCKS)
+    assert rules() is rules(tensor_parallel_size=2) is None
+    assert convolutions() == f"short convolutions with quantisation {BLOCKS}"
+    by.append("modelopt with float4 weights")
+    assert rules() == f"gated delta rules with quantisation {by[1]}"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    del by[1]
+    assert rules(device="cuda") == f"gated delta rules with quantisation {BLOCKS}"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert rules(device="cuda") is None
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    by[0] = "compressed-tensors with int4 weights"
+    assert rules(is_moe=True) is convolutions() is spaces() is None
+    assert convolutions(is_moe=True) == "short convolutions with quantised experts"
+    assert spaces(is_moe=True) == "state spaces of Mamba-2 with quantised experts"
 
 
 def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

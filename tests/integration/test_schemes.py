@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine import quantised_layers
 from tests.fp8_checkpoints import FORMS, GROUP, compressed
 from tests.quantised_checkpoints import FORMATS
 from vllm_batch_invariant.envs import ARITHMETIC, UNTRIED
@@ -71,11 +72,28 @@ def test_a_checkpoint_whose_layers_are_known_passes(config: dict[str, Any]) -> N
     assert found(config) == []
 
 
+@pytest.mark.parametrize("name", quantised_layers.FORMS)
+def test_what_has_run_beside_other_layers_is_what_checkpoints_are(name: str) -> None:
+    config = quantised_layers.config_of(quantised_layers.FORMS[name], ["lm_head"])
+    named = NAMES.get(config["quant_method"], config["quant_method"])
+    read = get_quantization_config(named).from_config(config)
+    [kind] = schemes.kinds(SimpleNamespace(quantization=named), read)
+    assert kind in coverage.RAN.delta_rule_quantised["cpu"]
+
+
 @pytest.mark.parametrize("change", [{}, {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}])
 def test_a_cache_with_a_given_scale_a_tensor_passes_and_no_other(change: dict[str, Any]) -> None:
     scheme = FLOAT | {"strategy": "tensor", "dynamic": False} | change
     said = [f"{CT} with this scheme for the KV cache"] if change else []
     assert found(W4A16 | {"kv_cache_scheme": scheme}) == said
+
+
+@pytest.mark.parametrize(("pattern", "has"), [(None, True), ("M-M*-E", True), ("M-M*-", False)])
+def test_a_model_whose_layers_have_no_experts_has_none(pattern: str | None, has: bool) -> None:
+    """Nemotron-H's configuration has a number of them, whatever its layers are."""
+    model = SimpleNamespace(is_moe=True, hf_text_config=SimpleNamespace(hybrid_override_pattern=pattern))
+    assert schemes.has_experts(model) is has
+    assert bool(found(FORMS["compressed-tensors by rows"].config, **vars(model))) is has
 
 
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}

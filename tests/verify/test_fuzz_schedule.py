@@ -443,6 +443,16 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     assert plain.state_pages == 0
 
 
+def test_two_workers_share_no_block_of_gated_delta_rules() -> None:
+    """Neither of their keys nor of their values."""
+    whole = {"num_attention_heads": 4, "head_dim": 128, "hidden_size": 512, "intermediate_size": 512}
+    whole |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for of, size, holds in (((4, 8), 64, True), ((2, 8), 64, False), ((4, 6), 64, False)):
+        rules = dict(zip(("linear_num_key_heads", "linear_num_value_heads"), of, strict=True))
+        rules |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size)
+        assert Place("cpu", 4, model=whole | rules).has_groups is holds
+
+
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_model_with_states_is_drawn_on_a_gpu_with_the_runner_that_serves_it(
     ran: bool, monkeypatch: pytest.MonkeyPatch

@@ -239,6 +239,13 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     return _when(first, f"{where} {first}")
 
 
+def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
+    """Of a quantised model what is none of the kinds that have run beside other layers; None: nothing."""
+    name = getattr(config.model_config, "quantization", None)
+    kinds = schemes.kinds(config.model_config, getattr(config, "quant_config", None)) if name else ()
+    return next((kind for kind in kinds if kind not in ran), None if kinds else name)
+
+
 def _cache_dtype(config: Config) -> str:
     """Of the KV cache: a layer takes that of its checkpoint where nobody has chosen one."""
     dtype = str(config.cache_config.cache_dtype)
@@ -513,6 +520,7 @@ class _Kept(NamedTuple):
         ran: versions whose engines have served them, by device.
         workers: numbers of workers above 1 that have shared them, by device.
         drafters: methods of speculative decoding that have been run beside them, without a prefix cache, by device.
+        quantised: kinds of quantised weights that have been served beside them, by device.
     """
 
     name: str
@@ -521,9 +529,16 @@ class _Kept(NamedTuple):
     ran: Mapping[str, str]
     workers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     drafters: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    quantised: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
-_CONVOLUTIONS = _Kept("short convolutions", "", RAN.convolution_models, RAN.short_convolutions)
+_CONVOLUTIONS = _Kept(
+    "short convolutions",
+    "",
+    RAN.convolution_models,
+    RAN.short_convolutions,
+    quantised=RAN.short_convolution_quantised,
+)
 _DELTA_RULES = _Kept(
     "gated delta rules",
     "rules",
@@ -531,10 +546,17 @@ _DELTA_RULES = _Kept(
     RAN.delta_rules,
     RAN.delta_rule_workers,
     RAN.delta_rule_drafters,
+    RAN.delta_rule_quantised,
 )
 
 
-_STATE_SPACES = _Kept("state spaces of Mamba-2", "state spaces", RAN.mamba2_models, RAN.mamba2)
+_STATE_SPACES = _Kept(
+    "state spaces of Mamba-2",
+    "state spaces",
+    RAN.mamba2_models,
+    RAN.mamba2,
+    quantised=RAN.mamba2_quantised,
+)
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -581,7 +603,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         return f"{kept.name} with vLLM {version}"
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
-    quantised, of_model = getattr(model, "quantization", None), str(model.dtype).removeprefix("torch.")
+    of_model = str(model.dtype).removeprefix("torch.")
     setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
     ran_on = "cpu" if ops.type == "cuda" and envs.starts_untried() else ops.type
@@ -592,6 +614,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
+    other = _other_quantisation(config, kept.quantised.get(ran_on, ()))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -600,8 +623,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
-        f"quantisation {quantised}": bool(quantised),
-        f"a KV cache in {cache.cache_dtype}": cache.cache_dtype.startswith("fp8"),
+        f"quantisation {other}": other,
+        "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and not untried,
         setting: bool(setting),
@@ -1015,6 +1039,12 @@ COVERED = (
         "State spaces of Mamba-2",
         "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, in bf16 on "
         "a GPU with 0.33, there also Nemotron-H with experts; states in fp32",
+    ),
+    Feature(
+        "Quantised weights beside these",
+        "FP8 by rows with activations by tokens and INT4 of compressed-tensors, without experts; beside gated "
+        "delta rules also INT4 of AWQ and GPTQ, and FP8 in blocks of 128 x 128 (fp8, compressed-tensors), INT4 and "
+        "blocks with experts, too: on a CPU with vLLM 0.32",
     ),
     Feature(
         "LoRA adapters",
@@ -1443,8 +1473,8 @@ REFUSED = (
         _states,
     ),
     Feature(
-        "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, quantisation, FP8 caches, "
-        "embeddings as prompts, sleep, states of another dtype or within pages",
+        "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
+        "FP8 caches, prompt embeddings, sleep, states of another dtype or within pages; on GPUs quantised",
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
@@ -1452,18 +1482,18 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over 2 workers or several engines, with drafts but "
-        "n-grams and MTP or with a prefix cache, quantisation, FP8 caches, prompt embeddings, sleep, states not in "
-        "fp32 or within pages; on GPUs not in bf16",
+        "n-grams and MTP or a prefix cache, other quantisation, FP8 caches, prompt embeddings, sleep, states not in "
+        "fp32; on GPUs not in bf16, or quantised",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, quantisation, FP8 caches, "
-        "prompt embeddings, sleep, states not in fp32; on GPUs not in bf16",
+        "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, other quantisation, FP8 "
+        "caches, prompt embeddings, sleep, states not in fp32; on GPUs not in bf16, or quantised",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last two",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

@@ -67,7 +67,7 @@ def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, .
         *parts, z, b, a = layer.fix_query_key_value_ordering(mixed_and_z, b_and_a)
         return torch.cat([part.flatten(1) for part in parts], dim=-1), z, b, a
     mixed, z = mixed_and_z.split([layer.conv_dim // layer.tp_size, layer.value_dim // layer.tp_size], dim=-1)
-    return mixed, z.unflatten(-1, (-1, layer.head_v_dim)), *b_and_a.chunk(2, dim=-1)
+    return mixed, z.unflatten(-1, (-1, layer.head_v_dim)), *layer.split_ba(b_and_a)
 
 
 RECURRENCE = Recurrence(

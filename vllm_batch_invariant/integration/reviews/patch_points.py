@@ -386,7 +386,7 @@ MEMBERS = {
     "ENCODER_STATE": ("prepare_inputs",),
     "SHORT_CONV": ("forward_native", "forward_cuda"),
     "SHORT_CONV_BACKEND": ("get_builder_cls",),
-    "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "_output_projection"),
+    "DELTA_RULE": ("forward_cpu", "forward_cuda", "get_state_shape", "split_ba", "_output_projection"),
     "DELTA_RULE_BACKEND": ("get_builder_cls",),
     "DELTA_RULE_BUILDER": ("build", "build_for_cudagraph_capture"),
     "MAMBA2": ("forward", "get_state_shape", "get_kv_cache_spec"),

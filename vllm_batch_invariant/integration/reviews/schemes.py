@@ -59,6 +59,13 @@ class Scheme:
         activations = f" and {self.activations} activations" if self.activations else ""
         return f"{self.method} with {self.weights} weights (one scale a {self.shared}{size}){zeros}{activations}"
 
+    @property
+    def kind(self) -> str:
+        """What ``ran.toml`` calls it beside other layers: of weights alone their method and codes, as a layer then
+        multiplies with a matrix.
+        """
+        return str(self) if self.activations else f"{self.method} with {self.weights} weights"
+
 
 _ONLINE = {
     "fp8_per_block_static": Scheme("online", "float8", "block", (128, 128), False, "float8 dynamic group 128"),
@@ -171,10 +178,21 @@ def refused(model: Any, config: Any) -> str | None:
     of_fp4 = next((scheme for scheme in schemes if scheme in _WITHOUT_FP4), None)
     if of_fp4 and device_multiplies_fp4():
         return f"quantisation {of_fp4} on a GPU that multiplies FP4, for which vLLM quantises activations"
-    if not model.is_moe and any(scheme in _INT8_EXPERTS for scheme in schemes):
+    if not has_experts(model) and any(scheme in _INT8_EXPERTS for scheme in schemes):
         return f"quantisation {name} of a model without experts, which alone it is for"
     of_experts = next((one for one in schemes if not _is_integers(one) and one not in _FP8_OF_EXPERTS), None)
-    return f"quantisation {of_experts} of a mixture of experts" if of_experts and model.is_moe else None
+    return f"quantisation {of_experts} of a mixture of experts" if of_experts and has_experts(model) else None
+
+
+def has_experts(model: Any) -> bool:
+    """Whether a model has experts. vLLM looks at their number, which a Nemotron-H without any has, too."""
+    pattern = getattr(getattr(model, "hf_text_config", None), "hybrid_override_pattern", None)
+    return bool(model.is_moe) and (pattern is None or "E" in pattern)
+
+
+def kinds(model: Any, config: Any) -> tuple[str, ...]:
+    """How the layers of a quantised model are, as :attr:`Scheme.kind` calls it; empty if that is not known."""
+    return tuple(dict.fromkeys(one.kind for one in _of_model(model, config)))
 
 
 def of_the_batch(model: Any, config: Any) -> str | None:

@@ -184,17 +184,26 @@ class Place:
 
     @property
     def _shared_outputs(self) -> tuple[int, ...]:
-        """Outputs of the layers whose outputs workers share: queries, keys or values, and a half of an MLP's first."""
+        """Outputs of the layers whose outputs workers share: queries, keys or values, also of gated delta rules, and a
+        half of an MLP's first.
+        """
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
         size = self.model.get("head_dim") or hidden // heads
         kv_heads = self.model.get("num_key_value_heads") or heads
-        return heads * size, kv_heads * size, *self._intermediate
+        return heads * size, kv_heads * size, *self._of_rules, *self._intermediate
 
     @property
     def _shared_inputs(self) -> tuple[int, ...]:
         """Inputs of the layers whose inputs workers share."""
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
-        return heads * (self.model.get("head_dim") or hidden // heads), *self._intermediate
+        return heads * (self.model.get("head_dim") or hidden // heads), *self._of_rules[1:], *self._intermediate
+
+    @property
+    def _of_rules(self) -> tuple[int, ...]:
+        """Keys and values of gated delta rules; none of another model."""
+        names = ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim")
+        has_rules = self.model.get("linear_num_key_heads")
+        return tuple(self.model.get(of, 1) * self.model.get(size, 1) for of, size in names if has_rules)
 
     @property
     def _intermediate(self) -> tuple[int, ...]:

@@ -1,0 +1,85 @@
+"""Checkpoints whose linear layers are stored in a format, whatever their names, each with that of the matrices that it
+stands for.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import fp8_checkpoints, quantised_checkpoints
+from tests.fp8_checkpoints import Form
+from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
+
+KEPT = (
+    r"(^|\.)(lm_head|embed_tokens|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|in_proj_(a|b|ba)|mtp\.fc|"
+    r"(visual|vision_tower|multi_modal_projector)\..*)$"
+)
+"""Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+FORMS: dict[str, Form | Stored] = {
+    "fp8 by blocks": fp8_checkpoints.FORMS["fp8 by blocks"],
+    "compressed-tensors by blocks": fp8_checkpoints.FORMS["compressed-tensors by blocks"],
+    "compressed-tensors by rows": fp8_checkpoints.FORMS["compressed-tensors by rows"],
+    "w4a16 of 128": quantised_checkpoints.FORMATS["w4a16 of 128"],
+    "awq": quantised_checkpoints.FORMATS["awq"],
+    "gptq": Stored(gptq, Integers(4, 128, False), _GPTQ),
+}
+"""By a name; with those of the first kind activations are codes too."""
+
+
+def parts_of(form: Form | Stored, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Tensors of a linear layer by their names in it, and the matrix in bf16 that they stand for."""
+    if isinstance(form, Stored):
+        return form.layer(weight)
+    return form.layer(weight), quantised_checkpoints.fp8(form.shared, weight)[1]
+
+
+def config_of(form: Form | Stored, kept: Sequence[str]) -> dict[str, Any]:
+    """``quantization_config`` of a checkpoint whose ``kept`` linear layers have 16 bits."""
+    config = dict(form.config)
+    match config["quant_method"]:
+        case "compressed-tensors":
+            group = config["config_groups"]["group_0"] | {"targets": ["Linear"]}
+            return config | {"ignore": list(kept), "config_groups": {"group_0": group}}
+        case "gptq":
+            return config | {"dynamic": {rf"-:.*\.(in_proj_ba|gate|{'|'.join(re.escape(one) for one in kept)})$": {}}}
+    return config | {"modules_to_not_convert": list(kept)}
+
+
+def write(source: Path, form: Form | Stored, packed: Path, unpacked: Path | None = None, kept: str = KEPT) -> Path:
+    """Write a checkpoint in bf16 with its linear layers as they are stored, and the matrices of that in bf16.
+
+    Args:
+        source: the folder of the checkpoint.
+        packed: a new folder.
+        unpacked: a new folder.
+        kept: by what the names of layers end that keep 16 bits.
+
+    Returns:
+        ``packed``.
+    """
+    made: Tensors = {}
+    matrices: Tensors = {}
+    names = []
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer == name or tensor.dim() != 2 or re.search(kept, layer):
+            made[name] = matrices[name] = tensor
+            names += [layer] * (layer != name and tensor.dim() > 1)
+            continue
+        parts, matrices[name] = parts_of(form, tensor)
+        made |= {f"{layer}.{part}": of_layer for part, of_layer in parts.items()}
+    for folder, weights in ((packed, made), (unpacked, matrices)):
+        if folder is not None:
+            shutil.copytree(source, folder)
+            whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+            save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((packed / "config.json").read_text()) | {"quantization_config": config_of(form, names)}
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed

@@ -1,0 +1,253 @@
+"""Quantised weights beside layers that keep a state: a request has the same bits alone and among others, from chunks of
+any size, after a preemption, from the prefix cache, and in a page that another has left; of weights alone that are
+quantised those of the matrices that they stand for.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
+from tests.engine.drafters import add_mtp
+from tests.engine.engines import UNTRIED_THERE, differing_answers
+from tests.engine.kept_states import ON_GPU, SAME, TARGETS, decodes_as_it_prefills, distance_from_float64, written
+from tests.engine.quantised_layers import FORMS, write
+from tests.engine.test_delta_rule import (
+    DEFAULT,
+    LENGTH,
+    PAGES,
+    REPEATING,
+    UNCACHED,
+    WITH_EXPERTS,
+    drafted_requests,
+)
+from tests.quantised_checkpoints import Stored
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.coverage import CORES
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+COVERED = reviews.ran().quantised["cuda" if ON_GPU else "cpu"]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
+]
+NEAR = 0.25
+"""Of logprobs in bf16."""
+NEAR_IN_CODES = 1.5
+"""The same where activations have codes of three bits behind the first."""
+BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
+
+
+class Family(NamedTuple):
+    """Models, and how an engine serves them so that some requests are preempted."""
+
+    model: type[transformers.PreTrainedModel]
+    config: type[transformers.PreTrainedConfig]
+    sizes: dict[str, Any]
+    write: Callable[[transformers.PreTrainedModel, Path], Path] = written
+    settings: dict[str, Any] = DEFAULT
+    length: int = LENGTH
+    """Of prompts that need a page of keys more than they begin with."""
+
+    def source(self, folder: Path) -> Path:
+        """A checkpoint in bf16."""
+        return self.write(self.model(self.config(**self.sizes)), folder)
+
+
+FAMILIES = {
+    "Qwen3.5": Family(transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, kept_states.QWEN3_5),
+    **{name: Family(*classes, kept_states.QWEN3_5_MOE) for name, classes in WITH_EXPERTS.items()},
+    **{name: Family(*of[:3]) for name, of in test_mamba.FAMILIES.items()},
+    "LFM2": Family(
+        *(transformers.Lfm2ForCausalLM, transformers.Lfm2Config, kept_states.LFM2),
+        *(test_short_conv.written, test_short_conv.DEFAULT, test_short_conv.LENGTH),
+    ),
+}
+WIDE = FAMILIES["Qwen3.5"]._replace(
+    sizes=kept_states.QWEN3_5
+    | dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 128)
+    | {"intermediate_size": 512}
+)
+"""Of which two workers have whole blocks."""
+CASES = [
+    *(("Qwen3.5", form) for form in FORMS),
+    *(("Qwen3.5-MoE", form) for form in FORMS if form != ROWS),
+    *(("Qwen3-Next", form) for form in (BLOCKS, INTEGERS)),
+    *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
+]
+"""Experts in FP8 with a scale a row are refused."""
+
+
+class Case(NamedTuple):
+    """Checkpoints of one model: its quantised weights, the matrices that these stand for, and what an engine gave."""
+
+    name: str
+    of_weights_alone: bool
+    packed: Path
+    unpacked: Path
+    found: dict[str, Any]
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.name]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """With what vLLM's files of the models import for images."""
+    path = multimodal.python_path(tmp_path_factory.mktemp("path"))
+    return partial(kept_states.started, path=path, **PAGES)
+
+
+def ask(engine: Engine, length: int, of_weights_alone: bool) -> dict[str, Any]:
+    """What :func:`kept_states.ask` finds; and where activations are quantised, as "one scale", answers alone and among
+    others when all rows of a step share one.
+    """
+    found = kept_states.ask(engine, (), length)
+    if not of_weights_alone:
+        engine.call("tests.engine.quantisers:one_scale_a_step")
+        among = engine.step("one scale among others", [*kept_states.others(length), *TARGETS], True)
+        found["one scale"] = kept_states.alone(engine, "one scale"), kept_states.seen(among.requests)
+    return found
+
+
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
+def case(request: pytest.FixtureRequest, started: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, form = request.param
+    family, root = FAMILIES[name], tmp_path_factory.mktemp("hybrid")
+    packed, unpacked = root / "packed", root / "unpacked"
+    write(family.source(root / "source"), FORMS[form], packed, unpacked)
+    alone = isinstance(FORMS[form], Stored)
+    asked = partial(ask, length=family.length, of_weights_alone=alone)
+    found = started(packed, afterwards=asked, variables=UNTRIED_THERE, **family.settings)
+    return Case(name, alone, packed, unpacked, found)
+
+
+def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(case: Case) -> None:
+    kept_states.check_company(case.found)
+    assert decodes_as_it_prefills(case.found)
+
+
+def test_weights_alone_that_are_quantised_have_the_bits_of_their_matrices(
+    case: Case, started: Callable[..., Any]
+) -> None:
+    if not case.of_weights_alone:
+        pytest.skip("activations are quantised too")
+    settings = {"afterwards": kept_states.alone, "variables": UNTRIED_THERE} | case.family.settings
+    assert case.found["alone"] == started(case.unpacked, **settings)
+
+
+def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
+    """So the comparison of companies sees what depends on them."""
+    if case.of_weights_alone:
+        pytest.skip("activations are not quantised")
+    alone, among_others = case.found["one scale"]
+    assert alone != among_others
+
+
+def test_logprobs_are_near_those_of_transformers_in_float64(case: Case) -> None:
+    """With the matrices that codes stand for."""
+    if "num_experts" in case.family.sizes:
+        pytest.skip("in bf16 a token may have other experts")
+    near = NEAR if case.of_weights_alone else NEAR_IN_CODES
+    assert distance_from_float64(case.unpacked, case.found["alone"]) < near
+
+
+def quantised(form: str, folder: Path, source: Path | None = None) -> Path:
+    """A checkpoint in a form, of Qwen3.5 or of another source."""
+    return write(source or FAMILIES["Qwen3.5"].source(folder / "source"), FORMS[form], folder / "packed")
+
+
+def test_one_element_of_one_matrix_shows(started: Callable[..., Any], tmp_path: Path) -> None:
+    """So the comparison with matrices would see a wrong code."""
+    source, settings = FAMILIES["Qwen3.5"].source(tmp_path / "source"), {"variables": UNTRIED_THERE} | DEFAULT
+    write(source, FORMS[INTEGERS], tmp_path / "packed", tmp_path / "unpacked")
+    given = started(tmp_path / "packed", afterwards=kept_states.alone, **settings)
+    file = tmp_path / "unpacked" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    tensors["model.layers.0.linear_attn.out_proj.weight"][5, 7] += 2
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert started(tmp_path / "unpacked", afterwards=kept_states.alone, **settings) != given
+
+
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
+    started: Callable[..., Any], tmp_path: Path, form: str
+) -> None:
+    """As Qwen3.5 is published, with an encoder that keeps 16 bits."""
+    source = FAMILIES["Qwen3.5"].source(tmp_path / "source")
+    text = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    config = multimodal.qwen3_5(kept_states.QWEN3_5)
+    whole = transformers.AutoModelForImageTextToText.from_config(config).bfloat16()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    seeing = write(tmp_path / "whole", FORMS[form], tmp_path / "seeing")
+    settings = {"afterwards": kept_states.alone, "max_num_batched_tokens": 61, "variables": UNTRIED_THERE}
+    as_text = started(seeing, language_model_only=True, **settings)
+    assert as_text == started(quantised(form, tmp_path, source), **settings)
+
+
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path: Path, form: str) -> None:
+    """By a tree, which is another order of sums than one worker has without it."""
+    folder, tree = quantised(form, tmp_path, WIDE.source(tmp_path / "source")), UNTRIED_THERE | {TP_TREE.name: "2"}
+    one = started(folder, afterwards=kept_states.alone, variables=tree, **DEFAULT)
+    asked = partial(kept_states.ask, of=(), length=LENGTH)
+    two = started(folder, afterwards=asked, variables=tree | {CORES: "0|1"}, tensor_parallel_size=2, **DEFAULT)
+    assert [name for name in ("alone", *SAME) if two[name] != one] == []
+    assert decodes_as_it_prefills(two)
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path, method: str) -> None:
+    """Also those of a layer for more tokens that is quantised, too."""
+    source = FAMILIES["Qwen3.5"].source(tmp_path / "source")
+    folder = quantised(BLOCKS, tmp_path, add_mtp(source) if method == "mtp" else source)
+    requests = REPEATING if method == "ngram" else drafted_requests()[::3]
+    drafts = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method] | {"num_speculative_tokens": 3}
+
+    def plain(engine: Engine) -> list[dict[str, Any]]:
+        return engine.step("plain", requests).requests
+
+    def drafted(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return engine.step("drafted", requests).requests, engine.call("tests.engine.drafters:counts")
+
+    settings = UNCACHED | {"variables": UNTRIED_THERE}
+    answers, counted = started(folder, afterwards=drafted, speculative_config=json.dumps(drafts), **settings)
+    assert differing_answers(answers, started(folder, afterwards=plain, **settings)) == []
+    assert counted["drafts"] > 0
+
+
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Path, form: str) -> None:
+    """As those of an engine that was started with them."""
+    first = quantised(form, tmp_path / "first")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "source", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            weight.mul_(0.75 if "proj" in name else 1)
+    other.save_pretrained(tmp_path / "other")
+    second = quantised(form, tmp_path / "second", tmp_path / "other")
+
+    def replaced(engine: Engine) -> list[Any]:
+        found = [kept_states.alone(engine)]
+        for folder in (second, first):
+            engine.call("tests.engine.reloads:by_reload_weights", str(folder))
+            found.append(kept_states.alone(engine, folder.parent.name))
+        return found
+
+    settings = {"variables": UNTRIED_THERE} | DEFAULT
+    before, changed, back = started(first, afterwards=replaced, **settings)
+    assert before == back != changed == started(second, afterwards=kept_states.alone, **settings)
