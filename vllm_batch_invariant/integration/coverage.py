@@ -734,15 +734,17 @@ def _beside_encoded(config: Config) -> str | None:
     named = _encoded(config)
     if not named:
         return None
-    model, attention = config.model_config, envs.ATTENTION.read()
+    model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
+    ran_on = "cpu" if on == "cuda" and envs.starts_untried() else on
+    other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         "speculative decoding": config.speculative_config is not None,
-        f"quantisation {model.quantization}": model.quantization is not None,
+        f"quantisation {other}": other,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
-        "the first model runner": devices.of_config(config).ops.type == "cuda" and not config.use_v2_model_runner,
+        "the first model runner": on == "cuda" and not config.use_v2_model_runner,
     }
     first = _first(found)
     return _when(first, f"{named} with {first}")
@@ -975,6 +977,12 @@ COVERED = (
         "vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5, and those of Qwen3-VL and Gemma 3 by "
         "two workers, which share each layer of the encoder, or of Qwen3-VL the images of a step "
         "(--mm-encoder-tp-mode data)",
+    ),
+    Feature(
+        "Quantised text models beside images and videos",
+        "FP8 by rows with activations by tokens and INT4 of compressed-tensors, of Qwen2.5-VL, Qwen3-VL, Gemma 3 and "
+        "Mistral 3; FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, and INT4 of the latter; "
+        "encoders in 16 bits: on a CPU with vLLM 0.32",
     ),
     Feature(
         "Audio",
@@ -1444,10 +1452,11 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
-        "Images, videos and audio with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
-        "arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
+        "Images, videos and audio with stages or engines, speculative decoding, other quantisation, a KV cache in fp8, "
+        "exact arithmetic, FlexAttention; on a GPU vLLM's first model runner, or quantised",
         "these have not been run together",
-        "leave one of the two out, or serve text only, with --language-model-only",
+        "leave one of the two out, or serve text only, with --language-model-only; "
+        f"{envs.UNTRIED.name}=1 starts the last",
         _beside_encoded,
         arguments=(PIPELINE, SPECULATION, KV_CACHE, envs.ATTENTION.name),
     ),

@@ -245,6 +245,8 @@ class Ran:
         lora_quantised: methods of quantisation whose weights have been served with them, by device.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
+        encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
+            and device.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
     """
@@ -279,6 +281,7 @@ class Ran:
     lora_quantised: Mapping[str, tuple[str, ...]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
+    encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 
