@@ -199,6 +199,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
     assert as_text == started(quantised(form, tmp_path, source), **settings)
 
 
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
 def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path: Path, form: str) -> None:
     """By a tree, which is another order of sums than one worker has without it."""

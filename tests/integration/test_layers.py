@@ -296,6 +296,20 @@ def test_an_encoder_is_refused_unless_vllm_has_not_built_it(later: Callable[[str
     assert list(model.parameters()) == []
 
 
+def test_an_encoder_with_quantised_layers_is_refused(later: Callable[[str], ModuleType]) -> None:
+    kind, plain = later(BLOCK + "    _tower_model_names = ['visual']\n").LaterBlock, patch_points.LINEAR_METHOD.get()
+    kind.__name__ = "Qwen3VLForConditionalGeneration"
+    for method in (plain, type("UnpackingMethod", (plain,), {"unpacks": True})):
+        linear = bare(named(f"{LAYERS}.linear.RowParallelLinear"), quant_method=object.__new__(method))
+        model = bare(kind)
+        model.visual = torch.nn.ModuleList([torch.nn.Linear(1, 1), linear])
+        if method is plain:
+            review.check(model)
+            continue
+        with pytest.raises(NotCovered, match=r"quantised weights of the encoder visual: .*--language-model-only"):
+            review.check(model)
+
+
 def test_a_model_from_elsewhere_is_refused() -> None:
     kind = type("Model", (torch.nn.Module,), {"__module__": "somebody.model"})
     with pytest.raises(NotCovered, match=r"the model itself \(somebody\.model\.Model\): this version"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def test_layers_that_vllm_fuses_have_scales_of_their_own(tmp_path: Path) -> None
         packed = load_file(make_checkpoint(tmp_path, SMALL, form=name) / "model.safetensors")
         assert len({packed[f"model.layers.0.self_attn.{part}_proj.{scale}"].item() for part in "qkv"}) == 3
         assert len({packed[f"model.layers.0.mlp.{part}_proj.{scale}"].item() for part in ("gate", "up")}) == 2
+
+
+@pytest.mark.parametrize("name", ["w8a8-fp8-block", "w4a16-g128", "awq-g128", "gptq-g128"])
+def test_gates_and_convolutions_of_a_hybrid_keep_16_bits(tmp_path: Path, name: str) -> None:
+    hybrid = replace(SMALL, layers=2, hybrid="delta")
+    folder = make_checkpoint(tmp_path, hybrid, form=name)
+    plain = {name for name, tensor in load_file(folder / "model.safetensors").items() if tensor.dtype == torch.bfloat16}
+    layer = "model.layers.0.linear_attn."
+    assert {f"{layer}{part}.weight" for part in ("in_proj_a", "in_proj_b", "conv1d", "norm")} <= plain
+    assert not plain & {f"{layer}{part}.weight" for part in ("in_proj_qkv", "in_proj_z", "out_proj")}
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    told = config.get("ignore") or config.get("modules_to_not_convert") or list(config["dynamic"])
+    assert any(f"{layer}in_proj_b" in one or "in_proj_ba" in one for one in told)
 
 
 def test_groups_of_32_take_a_k_that_is_no_multiple_of_128_and_others_refuse_it() -> None:

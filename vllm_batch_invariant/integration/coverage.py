@@ -627,7 +627,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "embeddings as prompts": model.enable_prompt_embeds,
-        "sleep": getattr(model, "enable_sleep_mode", False) and not untried,
+        "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": kept.of_rules and only_run and of_model != "bfloat16",
@@ -703,8 +703,11 @@ def _encoded_elsewhere(config: Config) -> str | None:
     if not named:
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
+    model = config.model_config.architecture
     if ops.type not in RAN.encoding:
         return f"{named} on {ops.name}"
+    if ops.type == "cuda" and model in RAN.encoded_on_cpus_alone and not envs.starts_untried():
+        return f"{named} of {model} on {ops.name}"
     return _when(not version.startswith(RAN.encoding[ops.type]), f"{named} with vLLM {version}")
 
 
@@ -729,15 +732,17 @@ def _beside_encoded(config: Config) -> str | None:
     named = _encoded(config)
     if not named:
         return None
-    model, attention = config.model_config, envs.ATTENTION.read()
+    model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
+    ran_on = "cpu" if on == "cuda" and envs.starts_untried() else on
+    other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         "speculative decoding": config.speculative_config is not None,
-        f"quantisation {model.quantization}": model.quantization is not None,
+        f"quantisation {other}": other,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
-        "the first model runner": devices.of_config(config).ops.type == "cuda" and not config.use_v2_model_runner,
+        "the first model runner": on == "cuda" and not config.use_v2_model_runner,
     }
     first = _first(found)
     return _when(first, f"{named} with {first}")
@@ -966,10 +971,16 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last two also with experts, and images of Gemma 3 and Mistral 3, any "
-        "number and sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also those of "
-        "Qwen3-VL without experts and Gemma 3 by two workers, which share each layer of the encoder, or of Qwen3-VL "
-        "the images of a step (--mm-encoder-tp-mode data)",
+        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5, and images of Gemma 3 and Mistral 3, any number and "
+        "sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5-MoE, and "
+        "those of Qwen3-VL without experts and Gemma 3 by two workers, which share each layer of the encoder, or of "
+        "Qwen3-VL the images of a step (--mm-encoder-tp-mode data)",
+    ),
+    Feature(
+        "Quantised text models beside images and videos",
+        "FP8 by rows with activations by tokens and INT4 of compressed-tensors, of Qwen2.5-VL, Qwen3-VL, Gemma 3 and "
+        "Mistral 3; FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, and INT4 of the latter; "
+        "encoders in 16 bits: on a CPU with vLLM 0.32",
     ),
     Feature(
         "Audio",
@@ -1044,13 +1055,15 @@ COVERED = (
         "Quantised weights beside these",
         "FP8 by rows with activations by tokens and INT4 of compressed-tensors, without experts; beside gated "
         "delta rules also INT4 of AWQ and GPTQ, and FP8 in blocks of 128 x 128 (fp8, compressed-tensors), INT4 and "
-        "blocks with experts, too: on a CPU with vLLM 0.32",
+        "blocks with experts, too: on a CPU with vLLM 0.32; FP8 by rows beside these but short convolutions, and by "
+        "blocks (fp8) beside gated delta rules, on a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
-        "of dense models, also beside quantised weights of compressed-tensors, with drafts of n-grams, on a CPU with "
-        "vLLM 0.32 by one worker or two, on one GPU with 0.33: a request has the bits that it has where its adapter is "
-        "alone, one without an adapter those of a server without LoRA; not those of merged weights, which are rounded",
+        "of dense models, on a CPU with vLLM 0.32 by one worker or two, also beside quantised weights of "
+        "compressed-tensors and with drafts of n-grams, on one GPU with 0.33: a request has the bits that it has where "
+        "its adapter is alone, one without an adapter those of a server without LoRA; not those of merged weights, "
+        "which are rounded",
     ),
     Feature(
         "Scheduling",
@@ -1301,7 +1314,7 @@ REFUSED = (
     ),
     Feature(
         "LoRA adapters of experts, of models that pool, take images, keep states, quantise activations, or weights but "
-        "by compressed-tensors; in another dtype than the model, fully sharded, or by two streams",
+        "by compressed-tensors on a CPU; in another dtype than the model, fully sharded, or by two streams",
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
@@ -1309,7 +1322,7 @@ REFUSED = (
     ),
     Feature(
         "LoRA adapters beside over 2 workers on a CPU, several GPUs, the tree, stages, several engines, drafts but "
-        "n-grams, exact arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "n-grams on a CPU, exact arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
         "these have not been run together",
         "leave one of the two out, or merge the adapter into the weights",
         _beside_adapters,
@@ -1439,10 +1452,11 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
-        "Images, videos and audio with stages or engines, speculative decoding, quantisation, a KV cache in fp8, exact "
-        "arithmetic, FlexAttention, or vLLM's first model runner on a GPU",
+        "Images, videos and audio with stages or engines, speculative decoding, other quantisation, a KV cache in fp8, "
+        "exact arithmetic, FlexAttention; on a GPU vLLM's first model runner, or quantised",
         "these have not been run together",
-        "leave one of the two out, or serve text only, with --language-model-only",
+        "leave one of the two out, or serve text only, with --language-model-only; "
+        f"{envs.UNTRIED.name}=1 starts the last",
         _beside_encoded,
         arguments=(PIPELINE, SPECULATION, KV_CACHE, envs.ATTENTION.name),
     ),
@@ -1454,7 +1468,8 @@ REFUSED = (
         _encoder,
     ),
     Feature(
-        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
+        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices; those of "
+        "Qwen3.5-MoE on a GPU",
         "encoders have not been run there",
         "serve text only, with --language-model-only",
         _encoded_elsewhere,
@@ -1474,7 +1489,7 @@ REFUSED = (
     ),
     Feature(
         "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep, states of another dtype or within pages; on GPUs quantised",
+        "FP8 caches, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs quantised",
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
@@ -1482,8 +1497,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over 2 workers or several engines, with drafts but "
-        "n-grams and MTP or a prefix cache, other quantisation, FP8 caches, prompt embeddings, sleep, states not in "
-        "fp32; on GPUs not in bf16, or quantised",
+        "n-grams and MTP or a prefix cache, other quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states "
+        "not in fp32; on GPUs not in bf16, with drafts, or in INT4",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -1491,7 +1506,7 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, other quantisation, FP8 "
-        "caches, prompt embeddings, sleep, states not in fp32; on GPUs not in bf16, or quantised",
+        "caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, or in INT4",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last two",
         _state_spaces_elsewhere,

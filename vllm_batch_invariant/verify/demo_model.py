@@ -753,8 +753,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     if options.format and options.format not in CHECKPOINT_FORMATS:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
-    if options.hybrid and options.format:
-        parser.error("--hybrid is a model of plain weights: leave out --format")
+    if options.hybrid and options.experts and options.format:
+        parser.error("--hybrid with --experts is a model of plain weights: leave out --format")
     if options.images and (options.format or options.experts or options.hybrid):
         parser.error("--images is a dense model of plain weights: leave out --experts, --hybrid and --format")
     if options.unpacked is not None:

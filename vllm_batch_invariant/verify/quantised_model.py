@@ -19,11 +19,17 @@ from ..ops.formats import FP8, FP8_BLOCK, INT8, MXFP4, NVFP4, Format, fp4, integ
 
 Tensors = Mapping[str, torch.Tensor]
 
-LINEAR = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+LINEAR = (
+    *(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down", "in", "out")),
+    *(".in_proj_qkv.weight", ".in_proj_z.weight", ".w1.weight", ".w2.weight", ".w3.weight"),
+)
+"""The last rows are of layers with states, and of LFM2."""
 EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
 """Of gpt-oss: [E, K, N], where a linear layer has [N, K]."""
 _ROUTER = ".mlp.gate.weight"
 """Of a mixture of experts: a linear layer that vLLM's own method quantises where config.json does not say otherwise."""
+_GATES = ".in_proj_a.weight", ".in_proj_b.weight"
+"""What gates of a delta rule follow from: linear layers that each of vLLM's methods quantises, unless it is told."""
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 _BLOCK = 128
 _INPUT_SCALE = 1 / 16
@@ -360,11 +366,19 @@ def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch
 
 
 def quantization_config(form: CheckpointFormat, names: Iterable[str]) -> dict[str, Any]:
-    """``quantization_config`` of a checkpoint with tensors of such names: vLLM's fp8 wants to be told of routers."""
-    routers = [name.removesuffix(".weight") for name in names if name.endswith(_ROUTER)]
-    if not routers or form.config["quant_method"] != "fp8":
-        return form.config
-    return form.config | {"modules_to_not_convert": ["lm_head", *routers]}
+    """``quantization_config`` of a checkpoint with tensors of such names: vLLM is told of layers that keep 16 bits."""
+    names = [name.removesuffix(".weight") for name in names if name.endswith((_ROUTER, *_GATES))]
+    gates = [name for name in names if f"{name}.weight".endswith(_GATES)]
+    match form.config["quant_method"]:
+        case "fp8" if names:
+            return form.config | {"modules_to_not_convert": ["lm_head", *names]}
+        case "compressed-tensors" if gates:
+            return form.config | {"ignore": [*form.config["ignore"], *gates]}
+        case "awq" if gates:
+            return form.config | {"modules_to_not_convert": gates}
+        case "gptq" if gates:  # by the name of the layer that vLLM fuses of both
+            return form.config | {"dynamic": {r"-:.*\.in_proj_ba$": {}}}
+    return form.config
 
 
 def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:

@@ -49,6 +49,7 @@ def check(model: torch.nn.Module) -> None:
                 f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
             )
         encoders.check(next(model.parameters()).device.type)
+        _check_weights(name, model.get_submodule(name))
     for name, module in _all_modules(model):
         problem = _problem(module)
         if problem:
@@ -58,6 +59,17 @@ def check(model: torch.nn.Module) -> None:
                 problem,
                 "serve a model made of known layers",
             )
+
+
+def _check_weights(name: str, encoder: torch.nn.Module) -> None:
+    """Refuse an encoder of whose layers some are quantised."""
+    kind, plain = patch_points.LINEAR_LAYER.get(), patch_points.LINEAR_METHOD.get()
+    if any(isinstance(layer, kind) and type(layer.quant_method) is not plain for layer in encoder.modules()):
+        raise NotCovered(
+            f"quantised weights of the encoder {name}",
+            "they have not been run",
+            "serve a checkpoint whose encoder keeps 16 bits, or text only, with --language-model-only",
+        )
 
 
 def _all_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -220,6 +220,7 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
         multimodal_on_cpus_alone: multimodal models that no GPU has run.
+        encoded_on_cpus_alone: multimodal models whose images and the like no GPU has encoded.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
@@ -244,6 +245,8 @@ class Ran:
         lora_quantised: methods of quantisation whose weights have been served with them, by device.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
+        encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
+            and device.
         text_of: multimodal models that are served as text, with what else they take.
         drafters: methods of speculative decoding, with the devices.
     """
@@ -253,6 +256,7 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     encoded_by_two: tuple[str, ...]
     multimodal_on_cpus_alone: tuple[str, ...]
+    encoded_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
@@ -277,6 +281,7 @@ class Ran:
     lora_quantised: Mapping[str, tuple[str, ...]]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
+    encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 

@@ -1,0 +1,143 @@
+"""Quantised text models beside encoders in 16 bits: a request with images has the same bits alone, among others with
+other images, from the caches, in chunks that end inside an image and after preemption; of weights alone that are
+quantised those of the matrices that they stand for.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from tests.engine import images, multimodal, test_image_families, test_image_ranges, test_images
+from tests.engine.engines import (
+    EAGER_ON_GPU,
+    OF_DEVICE,
+    PATHS,
+    SETTINGS,
+    UNTRIED_THERE,
+    Engine,
+    arguments_of,
+    differing_answers,
+)
+from tests.engine.quantised_layers import FORMS, write
+from tests.quantised_checkpoints import Stored
+from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.integration.reviews import patch_points
+
+ON = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(RAN.encoding[ON]), reason="refused"),
+]
+BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
+Requests = list[dict[str, Any]]
+
+
+class Family(NamedTuple):
+    """Models that see images, what their engines are told and asked."""
+
+    config: Callable[[], transformers.PretrainedConfig]
+    limits: dict[str, Any]
+    requests: tuple[Requests, Requests, Requests]
+
+
+OF_QWEN = test_images.TARGETS, test_images.FEW, test_images.MANY[:10]
+QWEN_LIMITS = test_images.LIMITS | {"max_num_batched_tokens": test_images.BUDGET}
+OF_MISTRAL = test_image_families.TARGETS, test_image_families.FEW, test_image_families.MANY[:8]
+OF_GEMMA = test_image_ranges.TARGETS, test_image_ranges.FEW, test_image_ranges.MANY[:8]
+FAMILIES = {
+    "qwen3-vl": Family(images.qwen3_vl, QWEN_LIMITS, OF_QWEN),
+    "qwen2.5-vl": Family(images.qwen2_5_vl, QWEN_LIMITS, OF_QWEN),
+    "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
+    "mistral3": Family(images.mistral3, test_image_families.LIMITS, OF_MISTRAL),
+    "qwen3.5": Family(images.qwen3_5, QWEN_LIMITS | test_images.FURTHER["qwen3.5"], OF_QWEN),
+}
+CASES = [
+    *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS)),
+    *((name, form) for name in ("qwen2.5-vl", "gemma3", "mistral3") for form in (INTEGERS, ROWS)),
+    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS)),
+]
+
+
+class Case(NamedTuple):
+    """What an engine of quantised weights gave, by run; and where activations are codes, two requests with one scale
+    for all rows of a step. Or what an engine of the matrices gave.
+    """
+
+    requests: tuple[Requests, Requests, Requests]
+    of_weights_alone: bool
+    runs: dict[str, dict[str, Any]]
+    with_one_scale: tuple[Requests, Requests] | None
+    of_matrices: dict[str, dict[str, Any]]
+
+    @property
+    def alone(self) -> Requests:
+        return alone(self.runs)
+
+
+def alone(runs: dict[str, dict[str, Any]]) -> Requests:
+    """What each target got by itself."""
+    return [done["given"][0] for run, done in runs.items() if "alone" in run]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, form = request.param
+    family, root = FAMILIES[name], tmp_path_factory.mktemp("quantised")
+    config = family.config()
+    (root / "source").mkdir()
+    images.save(config, torch.bfloat16, root / "source")
+    write(root / "source", FORMS[form], root / "packed", root / "unpacked")
+    weights_alone = isinstance(FORMS[form], Stored)
+    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
+    environment = SETTINGS | UNTRIED_THERE | {"PYTHONPATH": path}
+    arguments = arguments_of(family.limits | OF_DEVICE | EAGER_ON_GPU | {"dtype": "bfloat16"})
+    patch, asked = config.vision_config.patch_size, images.runs_of(*family.requests)
+
+    def answers(engine: Engine, run: str) -> dict[str, Any]:
+        requests, _, reset = asked[run]
+        return engine.call("tests.engine.images:answers", requests, patch, reset)
+
+    def served(folder: Path, runs: list[str], fault: str = "") -> tuple[dict[str, dict[str, Any]], Any]:
+        with Engine(str(folder), arguments, "1", environment, patience=600) as engine:
+            found = {run: answers(engine, run) for run in runs}
+            if not fault:
+                return found, None
+            engine.call(f"tests.engine.quantisers:{fault}")
+            place = asked["behind 3"][1]
+            return found, (answers(engine, "alone 0")["given"], answers(engine, "behind 3")["given"][place][:1])
+
+    runs, faulty = served(root / "packed", list(asked), "" if weights_alone else "one_scale_a_step")
+    by_itself = [run for run in asked if "alone" in run]
+    of_matrices = served(root / "unpacked", by_itself)[0] if weights_alone else {}
+    return Case(family.requests, weights_alone, runs, faulty, of_matrices)
+
+
+def test_a_request_with_images_has_the_same_bits_in_any_company(case: Case) -> None:
+    places = {run: place for run, (_, place, _) in images.runs_of(*case.requests).items()}
+    differing = {
+        run: differing_answers(done["given"][places[run]], case.alone)
+        for run, done in case.runs.items()
+        if "alone" not in run
+    }
+    assert {run: numbers for run, numbers in differing.items() if numbers} == {}
+    assert case.runs["behind 3"]["calls"]["items"] > case.runs["behind 3"]["calls"]["calls"], "no images shared a call"
+    assert case.runs["preempted"]["preemptions"] > 0
+
+
+def test_weights_alone_that_are_quantised_have_the_bits_of_their_matrices(case: Case) -> None:
+    if not case.of_weights_alone:
+        pytest.skip("activations are quantised too")
+    assert differing_answers(case.alone, alone(case.of_matrices)) == []
+
+
+def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
+    """So the comparison of companies sees what depends on them."""
+    if case.with_one_scale is None:
+        pytest.skip("activations are not quantised")
+    assert differing_answers(*case.with_one_scale) == [0]
