@@ -699,7 +699,9 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert rules() == f"gated delta rules with quantisation {by[1]}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     del by[1]
-    assert rules(device="cuda") == f"gated delta rules with quantisation {BLOCKS}"
+    assert rules(device="cuda") is None
+    by[0] = "compressed-tensors with int4 weights"
+    assert rules(device="cuda") == f"gated delta rules with quantisation {by[0]}"
     monkeypatch.setenv(UNTRIED.name, "1")
     assert rules(device="cuda") is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")

@@ -1468,8 +1468,8 @@ REFUSED = (
         _encoder,
     ),
     Feature(
-        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices; those of "
-        "Qwen3.5-MoE on a GPU",
+        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices; those "
+        "of Qwen3.5-MoE on a GPU",
         "encoders have not been run there",
         "serve text only, with --language-model-only",
         _encoded_elsewhere,
