@@ -253,6 +253,11 @@ def _cache_dtype(config: Config) -> str:
     return FP8_CACHES[0] if scheme and dtype == "auto" else dtype
 
 
+def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
+    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none has been."""
+    return _cache_dtype(config) in FP8_CACHES and beside not in RAN.fp8_kv_cache_beside.get(ran_on, ())
+
+
 def _kv_cache(config: Config) -> str | None:
     dtype = _cache_dtype(config)
     return None if dtype in ("auto", *DTYPES, *FP8_CACHES) else f"a KV cache in {dtype}"
@@ -627,7 +632,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
-        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False),
         setting: bool(setting),
@@ -741,7 +746,7 @@ def _beside_encoded(config: Config) -> str | None:
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         "speculative decoding": config.speculative_config is not None,
         f"quantisation {other}": other,
-        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         "the first model runner": on == "cuda" and not config.use_v2_model_runner,
@@ -1488,7 +1493,7 @@ REFUSED = (
     ),
     Feature(
         "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep, states of another dtype or within pages; on GPUs quantised",
+        "prompt embeddings, sleep, states of another dtype or within pages; on GPUs quantised, or FP8 caches",
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
