@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
-from tests.engine.engines import UNTRIED_THERE, differing_answers
+from tests.engine.engines import UNTRIED_THERE, differing_answers, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, TARGETS, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.quantised_layers import FORMS, write
 from tests.engine.test_delta_rule import (
@@ -252,3 +252,31 @@ def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Pa
     settings = {"variables": UNTRIED_THERE} | DEFAULT
     before, changed, back = started(first, afterwards=replaced, **settings)
     assert before == back != changed == started(second, afterwards=kept_states.alone, **settings)
+
+
+LONG = request(tokens(600, 9, kept_states.VOCABULARY), max_tokens=6, logprobs=5)
+"""Of more tokens than a page has."""
+
+
+@pytest.mark.parametrize(("name", "length"), [("LFM2", 242)])
+def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path, name: str, length: int) -> None:
+    """With prompts of a length that needs a page of codes more than they begin with."""
+    family = FAMILIES[name]
+    folder = family.source(tmp_path / "source")
+
+    def asked(engine: Engine) -> dict[str, Any]:
+        found = kept_states.ask(engine, (), length)
+        found["bytes"] = engine.call("tests.engine.fp8_caches:bytes_of_caches")
+        cold, warm = (engine.step(f"long {number}", [LONG], number == 0).requests[0] for number in range(2))
+        return found | {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
+
+    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    found = started(folder, afterwards=asked, kv_cache_dtype="fp8", **settings)
+    assert {dtype for dtype, _ in found["bytes"]} == {"torch.uint8"}
+    assert found["preemptions"] > 0
+    assert [company for company in SAME if found[company] != found["alone"]] == []
+    assert decodes_as_it_prefills(found)
+    assert found["long"][0] == found["long"][1]
+    assert found["cached"] > 0
+    plain = started(folder, afterwards=kept_states.alone, **settings)
+    assert plain != found["alone"], "so the comparison sees what codes lose"

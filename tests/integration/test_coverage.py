@@ -629,7 +629,6 @@ OF_STATES = [
     ({"data_parallel_size": 2}, "data parallelism 2"),
     ({"mamba_cache_dtype": "float32"}, "states in float32"),
     ({"quantization": "fp8"}, "quantisation fp8"),
-    ({"cache_dtype": "fp8"}, "a KV cache in fp8"),
     ({"enable_prompt_embeds": True}, "embeddings as prompts"),
     ({"enable_sleep_mode": True}, "sleep"),
     ({"prefix_match_unit": 16}, "prefix_match_unit"),
@@ -709,6 +708,21 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert rules(is_moe=True) is convolutions() is spaces() is None
     assert convolutions(is_moe=True) == "short convolutions with quantised experts"
     assert spaces(is_moe=True) == "state spaces of Mamba-2 with quantised experts"
+
+
+@pytest.mark.parametrize("asked", [{"cache_dtype": "fp8"}, {"quant_config": SimpleNamespace(kv_cache_scheme={1: 1})}])
+def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that a checkpoint asks for."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions(**asked) is None
+    assert found_of_rules(**asked) == "gated delta rules with a KV cache in fp8"
+    assert found_of_spaces(**asked) == "state spaces of Mamba-2 with a KV cache in fp8"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_convolutions(device="cuda", **asked) == "short convolutions with a KV cache in fp8"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_convolutions(device="cuda", **asked) is None
 
 
 def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,11 @@ def _cache_dtype(config: Config) -> str:
     return FP8_CACHES[0] if scheme and dtype == "auto" else dtype
 
 
+def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
+    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none has been."""
+    return _cache_dtype(config) in FP8_CACHES and beside not in RAN.fp8_kv_cache_beside.get(ran_on, ())
+
+
 def _kv_cache(config: Config) -> str | None:
     dtype = _cache_dtype(config)
     return None if dtype in ("auto", *DTYPES, *FP8_CACHES) else f"a KV cache in {dtype}"
@@ -625,7 +630,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
-        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
@@ -739,7 +744,7 @@ def _beside_encoded(config: Config) -> str | None:
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         "speculative decoding": config.speculative_config is not None,
         f"quantisation {other}": other,
-        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         "the first model runner": on == "cuda" and not config.use_v2_model_runner,
@@ -971,10 +976,9 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5, and images of Gemma 3 and Mistral 3, any number and "
-        "sizes of them: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5-MoE, and "
-        "those of Qwen3-VL without experts and Gemma 3 by two workers, which share each layer of the encoder, or of "
-        "Qwen3-VL the images of a step (--mm-encoder-tp-mode data)",
+        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5, images of Gemma 3 and Mistral 3: on a CPU with vLLM "
+        "0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5-MoE, and of Qwen3-VL without experts and "
+        "Gemma 3 by two workers, which share each layer of the encoder, or the images of a step of Qwen3-VL",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1053,10 +1057,9 @@ COVERED = (
     ),
     Feature(
         "Quantised weights beside these",
-        "FP8 by rows with activations by tokens and INT4 of compressed-tensors, without experts; beside gated "
-        "delta rules also INT4 of AWQ and GPTQ, and FP8 in blocks of 128 x 128 (fp8, compressed-tensors), INT4 and "
-        "blocks with experts, too: on a CPU with vLLM 0.32; FP8 by rows beside these but short convolutions, and by "
-        "blocks (fp8) beside gated delta rules, on a GPU with 0.33",
+        "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
+        "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32; FP8 by rows "
+        "but beside LFM2, and by blocks (fp8) beside gated delta rules, on a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1489,7 +1492,7 @@ REFUSED = (
     ),
     Feature(
         "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs quantised",
+        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs quantised, or FP8 caches",
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
@@ -1497,8 +1500,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over 2 workers or several engines, with drafts but "
-        "n-grams and MTP or a prefix cache, other quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states "
-        "not in fp32; on GPUs not in bf16, with drafts, or in INT4",
+        "n-grams and MTP, other quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on "
+        "GPUs not in bf16, with drafts, or INT4",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,

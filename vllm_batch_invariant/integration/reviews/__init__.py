@@ -230,6 +230,7 @@ class Ran:
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
+        fp8_kv_cache_beside: states, and models that take images, beside which they have, by device.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         delta_rules: versions whose engines have served gated delta rules, by device.
@@ -266,6 +267,7 @@ class Ran:
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
+    fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     short_convolutions: Mapping[str, str]
     short_convolution_quantised: Mapping[str, tuple[str, ...]]
     delta_rules: Mapping[str, str]
