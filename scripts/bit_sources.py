@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from vllm_batch_invariant.ops.devices import DEVICES as OWN
@@ -48,14 +49,26 @@ def sources(operation: Path, device: str, ops: Path = OPS) -> Iterator[str]:
     for path, of in of_file.items() if {device} in of_file.values() else ():
         if of and device not in of:
             continue
-        tree = ast.parse(path.read_text())
-        kernels = [node for node in tree.body if _is_kernel(node)]
-        whole = path.name in WHOLE or (of == {device} and device != "cuda" and not kernels)
-        constants = ast.Assign | ast.AnnAssign if kernels else ()
-        parts = tree.body if whole else [node for node in tree.body if node in kernels or isinstance(node, constants)]
-        parts = [node for node in parts if not isinstance(node, ast.Import | ast.ImportFrom) and not is_text(node)]
-        if parts:
-            yield f"{Path(os.path.relpath(path, ops)).as_posix()}\n{syntax(ast.Module(parts, []))}"
+        found = _deciding(path.read_text(), path.name in WHOLE, of == {device} and device != "cuda")
+        if found:
+            yield f"{Path(os.path.relpath(path, ops)).as_posix()}\n{found}"
+
+
+@cache
+def _deciding(text: str, whole: bool, alone: bool) -> str:
+    """The syntax of what decides bits in a source; "" for nothing.
+
+    Args:
+        whole: all of it does.
+        alone: it is of one device, and all of it does where it has no kernels.
+    """
+    tree = ast.parse(text)
+    kernels = [node for node in tree.body if _is_kernel(node)]
+    constants = ast.Assign | ast.AnnAssign if kernels else ()
+    all_of_it = whole or (alone and not kernels)
+    parts = tree.body if all_of_it else [node for node in tree.body if node in kernels or isinstance(node, constants)]
+    parts = [node for node in parts if not isinstance(node, ast.Import | ast.ImportFrom) and not is_text(node)]
+    return syntax(ast.Module(parts, [])) if parts else ""
 
 
 def digests(ops: Path = OPS) -> dict[str, dict[str, str]]:

@@ -32,4 +32,6 @@ if [ "$device" = cpu ]; then
     [ -n "$found" ] || set -- --torch-backend cpu "$@"
 fi
 # Compiled once here: three processes of an engine import vLLM, and not every environment lets them keep what they compile.
-exec "$venv/bin/uv" pip install --compile-bytecode "$@"
+# UV_COMPILE_BYTECODE=0 leaves it to them: it takes a minute, and most of these 22,000 modules are imported by nobody.
+export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
+exec "$venv/bin/uv" pip install "$@"

@@ -85,7 +85,7 @@ class Running:
         self._process = subprocess.Popen(
             ["nice", "-n", str(niceness), *part.command] if niceness else part.command,
             cwd=ROOT,
-            env=os.environ | part.environment | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | part.environment | {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

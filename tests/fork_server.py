@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import IO, Any, NoReturn
 
@@ -25,12 +26,28 @@ from vllm_batch_invariant.verify.harness import worker
 LATE = (
     *("VLLM_BATCH_INVARIANT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_USE_V2_MODEL_RUNNER"),
     *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_PLUGINS", "PYTEST_CURRENT_TEST"),
+    "DRAFTED_ANSWERS",  # of the tests of speculation
 )
 """Beginnings of the names of variables that are read when an engine is made, and not before."""
-PRELOADED = (
-    *("vllm.entrypoints.llm", "vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
-    *("vllm.model_executor.models.qwen3", worker.DRIVER),
+VLLMS = (
+    *("vllm.entrypoints.llm", "vllm.engine.arg_utils", "vllm.entrypoints.launchers.cli_args"),
+    *("vllm.v1.engine.core", "vllm.v1.core.sched.scheduler", "vllm.v1.worker.cpu_worker"),
+    *("vllm.v1.attention.backends.cpu_attn", "vllm.distributed.device_communicators.cpu_communicator"),
+    *("vllm.model_executor.models.qwen3", "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"),
+    *("vllm.model_executor.layers.quantization.inc", "vllm.model_executor.layers.quantization.online.base"),
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe",
+    *("vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver"),
 )
+OURS = (
+    worker.DRIVER,
+    *("vllm_batch_invariant.integration.engine.install", "vllm_batch_invariant.integration.engine.loading"),
+    *("vllm_batch_invariant.integration.devices.cpu", "vllm_batch_invariant.integration.layers.attention_cpu"),
+    *(f"vllm_batch_invariant.ops.{name}.cpu" for name in ("attention", "kv_cache", "linear", "norm", "pointwise")),
+    *(f"vllm_batch_invariant.ops.{name}.cpu" for name in ("ranking", "reduce", "softmax", "top_k_top_p")),
+    "vllm_batch_invariant.aten.cpu",
+)
+"""What most engines import. Importing one of ours changes nothing in vLLM."""
 _LARGEST_MESSAGE = 1 << 20
 _start_process = worker.start_process
 
@@ -121,8 +138,16 @@ def start(
 def serve(descriptor: int) -> NoReturn:
     """Import, then fork for every request until there is nobody to ask."""
     connection = socket.socket(fileno=descriptor)
-    for module in PRELOADED:
+    before = set(os.environ)
+    for module in VLLMS:
+        with suppress(ModuleNotFoundError):  # not every version of vLLM has it
+            import_module(module)
+    _replace_triton_kernels()
+    for module in OURS:
         import_module(module)
+    _fill_numbas_tables()
+    _read_vllm()
+    of_imports = {name: value for name, value in os.environ.items() if name not in before}
     gc.freeze()  # collections of the forked ones have less to look at, and copy less
     while True:
         message, files, _, _ = socket.recv_fds(connection, _LARGEST_MESSAGE, 3)
@@ -136,11 +161,43 @@ def serve(descriptor: int) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             connection.close()
+            request["environment"] = of_imports | request["environment"]
             _become(request, *files)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(connection, [json.dumps({"pid": pid}).encode()], [pidfd])
         for file in (pidfd, *files):
             os.close(file)
+
+
+def _replace_triton_kernels() -> None:
+    """Put vLLM's functions for a CPU in the places of its Triton kernels, for which it looks through every module, as a
+    worker does first; before numba is imported, of which it cannot look at some.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if hasattr(platform, "register_triton_kernel_overrides"):
+        platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+def _fill_numbas_tables() -> None:
+    """What numba does before it compiles or loads a first kernel."""
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+
+
+def _read_vllm() -> None:
+    """What the mode reads of vLLM's sources whatever an engine is told, and of the model that most engines have."""
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    from vllm_batch_invariant.integration.layers import review
+    from vllm_batch_invariant.integration.reviews import samplers, sources
+
+    list(samplers.not_reviewed(sources.installed, "cpu"))
+    review.of_model_class(Qwen3ForCausalLM)
 
 
 def _become(request: dict[str, Any], stdin: int, log: int, answers: int) -> NoReturn:
@@ -153,6 +210,7 @@ def _become(request: dict[str, Any], stdin: int, log: int, answers: int) -> NoRe
         os.chdir(request["directory"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        gc.unfreeze = lambda: None  # vLLM's last act: it would look through all that the server has imported
         import_module(request["fork"]).main(answers)
         status = 0
     except BaseException:

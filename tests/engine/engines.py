@@ -35,6 +35,8 @@ OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
 UNTRIED_THERE = {UNTRIED.name: "1"} if torch.cuda.is_available() else {}
 """Variables of engines with settings that start on a GPU only so, such as states beside other dtypes than bf16."""
+CACHE = {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 256 << 20}
+"""Less than the least of :data:`SETTINGS`, 1 GB: an engine fills its KV cache with zeros when it starts."""
 EAGER_ON_GPU = {"enforce_eager": True} if torch.cuda.is_available() else {}
 """For a bisection, whose hooks see nothing inside CUDA graphs."""
 CHECK = Preset("tests", 8, (16, 43), (64,), ("top_p",), (4, 8), (2, 16, 45), 1)
@@ -81,7 +83,7 @@ def run(
     Raises:
         EngineFailed: with what its process printed.
     """
-    settings = dict(engine)
+    settings = CACHE | engine
     model = settings.pop("model")
     if bisection:
         settings.setdefault("worker_extension_cls", WORKER_EXTENSION)

@@ -15,6 +15,8 @@ from vllm_batch_invariant.verify.harness.requests import (
 
 TARGETS = {length: tokens(length, 1) for length in (1, 45, 300)}
 CONCURRENT = (1, 2, 7, 8, 15, 16, 17, 43, 44, 45, 46, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+FEWER_CONCURRENT = tuple(count for count in CONCURRENT if count <= 65 or count in (128, 257))
+"""Those for which make test has time: every border of a small tile, and one number beyond each of the large ones."""
 CONCURRENT_LENGTHS = (0, 1, 5, 9, 10, 11, 64, 700, 3000)
 CHUNK_ENDS = (127, 128, 129, 255, 256, 257)
 """Prompt lengths around the page (128) and the attention split (256)."""
@@ -40,22 +42,24 @@ RESTARTED = (
 """Steps that other engines run as well."""
 
 
-def plan() -> list[dict]:
-    """Every step of the main engine. The target is the first request of a step unless the name says otherwise."""
+def plan(concurrent: Sequence[int] = CONCURRENT) -> list[dict]:
+    """Every step of the main engine, with such numbers of concurrent requests. The target is a step's first request
+    unless the name says otherwise.
+    """
     steps = [{"name": f"alone {length}", "requests": [request(target)]} for length, target in TARGETS.items()]
-    for count in CONCURRENT:
+    for count in concurrent:
         steps.append({"name": f"with {count}", "requests": [request(TARGETS[45]), *concurrent_requests(count, count)]})
     for place in (0, 50, 100):
         others = concurrent_requests(100, 1000 + place)
         others.insert(place, request(TARGETS[45]))
         steps.append({"name": f"at place {place}", "requests": others})
     for length in CONCURRENT_LENGTHS:
-        concurrent = [request(tokens(length, 77), max_tokens=2)] if length else []
+        beside = [request(tokens(length, 77), max_tokens=2)] if length else []
         steps.append(
             {
                 "name": f"with a prompt of {length}",
                 "reset_prefix_cache": True,
-                "requests": [request(TARGETS[300]), *concurrent],
+                "requests": [request(TARGETS[300]), *beside],
             }
         )
     long = tokens(700, 3)

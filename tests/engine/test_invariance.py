@@ -14,6 +14,7 @@ from tests.engine.engines import CHECK, OF_DEVICE, Result, certified, check_of, 
 from tests.engine.plans import (
     CONCURRENT,
     CONCURRENT_LENGTHS,
+    FEWER_CONCURRENT,
     OTHER_SAMPLING,
     RESTARTED,
     SAMPLES,
@@ -82,14 +83,20 @@ def engine(checkpoint: Path) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def main(engine: Callable[..., Result]) -> Result:
+def counts(pytestconfig: pytest.Config) -> tuple[int, ...]:
+    """Numbers of concurrent requests."""
+    return CONCURRENT if pytestconfig.option.exhaustive or ON_GPU else FEWER_CONCURRENT
+
+
+@pytest.fixture(scope="module")
+def main(engine: Callable[..., Result], counts: tuple[int, ...]) -> Result:
     def check(running: Engine) -> EngineRun:
         checked = certified(running)
         checked.as_served()
         return checked
 
     return engine(
-        plan(),
+        plan(counts),
         receipts_of=tokens(90, 1),
         bisection=() if ON_GPU else ("injected",),
         listed_for=([tokens(length, 21) for length in (20, 45)], [tokens(length, 22) for length in range(1, 13)]),
@@ -98,9 +105,11 @@ def main(engine: Callable[..., Result]) -> Result:
     )
 
 
-def test_a_request_has_the_same_bits_alone_and_with_any_concurrent_requests(main: Result) -> None:
+def test_a_request_has_the_same_bits_alone_and_with_any_concurrent_requests(
+    main: Result, counts: tuple[int, ...]
+) -> None:
     alone = main.completions("alone 45")
-    different = [count for count in CONCURRENT if main.completions(f"with {count}") != alone]
+    different = [count for count in counts if main.completions(f"with {count}") != alone]
     assert not different
 
 

@@ -12,6 +12,7 @@ usage: python -m tests.ops.compiled_kernels                  one variant of each
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -461,8 +462,9 @@ def many_pairs(count: int) -> None:
     moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
 
+@functools.cache
 def stored_experts(form: Format, n: int, k: int, count: int) -> StoredExperts:
-    """Weights [count, n, k] of zeros as a format stores them."""
+    """Weights [count, n, k] of zeros as a format stores them, which takes seconds for a layer of a published model."""
     stored = form.stored(torch.zeros(n, k, dtype=torch.bfloat16))
     return StoredExperts(form, tuple(torch.stack([one] * count) for one in stored), torch.bfloat16)
 

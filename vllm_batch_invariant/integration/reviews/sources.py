@@ -4,9 +4,10 @@ Another text is another function, also where it reads the same names: nothing bu
 """
 
 import ast
+import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 
@@ -52,7 +53,8 @@ def installed(module: str) -> str | None:
     return file.read_text(encoding="utf-8") if file.exists() else None
 
 
-def digests(source: str) -> dict[str, str]:
+@functools.cache
+def digests(source: str) -> Mapping[str, str]:
     """By name ("Class.method" for methods), a digest of what a module defines: functions and constants."""
     lines = source.splitlines()
 
