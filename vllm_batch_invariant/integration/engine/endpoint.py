@@ -38,7 +38,7 @@ def install(device_of: Callable[[Any], Any]) -> None:
 
 def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
     # PyTorch is not there where answers of a server are compared
-    from ..layers import delta_rule, experts, fp8, mamba2, short_conv
+    from ..layers import delta_rule, experts, fp8, lora, mamba2, short_conv
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
@@ -59,7 +59,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             experts=experts.reductions(loaded) if model.is_moe else (),
             layers={
                 name: reduction
-                for of in (fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE)
+                for of in (fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE, lora)
                 for name, reduction in of.reductions(loaded, model.dtype).items()
             },
             exact=device.is_exact,
