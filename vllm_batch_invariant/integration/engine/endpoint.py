@@ -38,12 +38,17 @@ def install(device_of: Callable[[Any], Any]) -> None:
 
 def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
     # PyTorch is not there where answers of a server are compared
-    from ..layers import delta_rule, experts, fp8, lora, mamba2, short_conv
+    from ..layers import delta_rule, experts, fp8, mamba2, short_conv
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
     if device.ops.attention is None:  # some of its operations are not ours
         return asdict(Environment(mode=True, versions=found))
+    of_layers: list[Any] = [fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE]
+    if config.lora_config is not None:
+        from ..layers import lora
+
+        of_layers.append(lora)
     chosen, loaded = envs.ATTENTION.read(), worker.model_runner.get_model()
     return asdict(
         environment_here(
@@ -58,9 +63,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             engine=settings(config, device),
             experts=experts.reductions(loaded) if model.is_moe else (),
             layers={
-                name: reduction
-                for of in (fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE, lora)
-                for name, reduction in of.reductions(loaded, model.dtype).items()
+                name: reduction for of in of_layers for name, reduction in of.reductions(loaded, model.dtype).items()
             },
             exact=device.is_exact,
         )
