@@ -21,6 +21,8 @@ _DECIDING = ("ops", "integration", "aten")
 """This project's modules that can move a bit."""
 OF_EXPERTS = "experts "
 """How the names of the reductions of experts begin; a number follows."""
+OF_ADAPTERS = "adapters "
+"""The same of adapters; K follows."""
 
 
 EXACT = "exact arithmetic"

@@ -249,8 +249,8 @@ def _check(args: GRPOConfig, others: dict[str, Any]) -> None:
         ),
         "adapters and quantised models": (
             others.get("peft_config") is not None or others.get("quantization_config") is not None,
-            "they have not been compared with vLLM's",
-            "train all weights",
+            "TRL sends merged weights, which are rounded, and quantised ones have not been compared",
+            "train all weights, or have an engine load the adapter's files",
         ),
     }
     for what, (is_found, why, remedy) in refused.items():

@@ -62,3 +62,28 @@ def receipts(llm: Any, prompt: list[int]) -> dict[str, Any]:
         "trainer agrees": receipt.difference_of_logprobs(made, trainers) is None,
         "without a seed": refusal,
     }
+
+
+def with_adapter(llm: Any, prompt: list[int], folders: list[str]) -> dict[str, Any]:
+    """A receipt of a completion with the adapter of the first folder, and what is said of it with each, and of one
+    without an adapter.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=3, ignore_eos=True)
+    adapters = [engine.lora_request_of(folder) for folder in folders]
+    for number, adapter in enumerate(adapters, 1):
+        adapter.lora_int_id = number
+    texts = []
+    for adapter in (adapters[0], None):
+        [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False, lora_request=adapter)
+        texts.append(receipt.make(output, sampling, receipt.engine_info(llm)).to_json())
+    made, without = map(receipt.Receipt.from_json, texts)
+    verdicts = [receipt.verify(made, llm, concurrent=6, lora_request=one) for one in adapters]
+    return {
+        "receipt": texts[0],
+        "without": texts[1],
+        "equal": [bool(verdict) for verdict in verdicts],
+        "said": [str(verdict) for verdict in verdicts],
+        "of none": bool(receipt.verify(without, llm, concurrent=6)),
+    }

@@ -1,5 +1,6 @@
 """What a receipt holds, what it is closed by, and what two of them say about each other."""
 
+import asyncio
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.server import Page, fake_server
 from tests.verify.receipts import CPU, INFO, LOGPROBS, PROMPT, completion, receipt, rewritten
 from vllm_batch_invariant import kept_file
 from vllm_batch_invariant.integration import devices
@@ -21,16 +23,21 @@ from vllm_batch_invariant.ops.attention import AttentionReduction
 from vllm_batch_invariant.provenance import environment_here
 from vllm_batch_invariant.verify.outcome import NoTestError, Status
 from vllm_batch_invariant.verify.receipt import (
+    Adapter,
     BadReceipt,
     Environment,
     Prompt,
     Receipt,
     Sampling,
+    Text,
     compare,
     difference_of_logprobs,
     engine_info,
     first_difference_of,
+    make_on_server,
+    verify_on_server,
 )
+from vllm_batch_invariant.verify.receipt.engine import require_adapter
 from vllm_batch_invariant.verify.receipt.model_files import model_at, public_name
 from vllm_batch_invariant.verify.receipt.record import Model, bits_of, canonical, environment_from_json, number_of
 
@@ -44,6 +51,52 @@ def test_a_receipt_is_read_as_it_was_written(tmp_path: Path) -> None:
     read = Receipt.load(tmp_path / "receipt.json")
     assert read == made
     assert read.sha256 == made.sha256
+
+
+def test_a_receipt_names_its_adapter_and_only_then_how_adapters_are_added() -> None:
+    added = {"adapters (K 192)": {"k": 192}}
+    of_engine = replace(INFO, environment=replace(CPU, reductions=CPU.reductions | added))
+
+    def made(adapter: Adapter | None) -> Receipt:
+        info = replace(of_engine, adapter=adapter)
+        return Receipt.of(info, PROMPT, Sampling(max_tokens=3, logprobs=2), completion(), private=False)
+
+    first, second = (made(Adapter(name, name * 64)) for name in "ab")
+    assert Receipt.from_json(first.to_json()) == first
+    assert added.items() <= first.environment.reductions.items()
+    assert made(None) == receipt()
+    assert "adapter" not in json.loads(made(None).to_json())
+    assert len({first.sha256, second.sha256, receipt().sha256}) == 3
+    assert compare(first, first)
+    with pytest.raises(
+        NoTestError, match=r"different adapters: a \(a{12}\) in the first and b \(b{12}\) in the second"
+    ):
+        compare(first, second)
+    with pytest.raises(NoTestError, match="none in the second"):
+        compare(first, made(None))
+
+
+def test_a_receipt_of_an_adapter_is_computed_again_with_one_alone() -> None:
+    of_adapter = receipt(adapter=Adapter("mine", "a" * 64))
+    with pytest.raises(NoTestError, match="has the LoRA adapter mine"):
+        require_adapter(of_adapter, is_given=False)
+    with pytest.raises(NoTestError, match="has no LoRA adapter"):
+        require_adapter(receipt(), is_given=True)
+    require_adapter(of_adapter, is_given=True)
+    require_adapter(receipt(), is_given=False)
+
+
+def test_a_server_makes_no_receipt_of_an_adapter() -> None:
+    served = [{"id": "fake", "object": "model"}, {"id": "mine", "object": "model", "parent": "fake"}]
+    with fake_server(models=Page({"object": "list", "data": served})) as url:
+        for ask in (
+            make_on_server(url, Text("x"), Sampling(), model="mine"),
+            verify_on_server(receipt(), url, model="mine"),
+        ):
+            with pytest.raises(NoTestError, match="mine is a LoRA adapter of fake: a server does not tell the digest"):
+                asyncio.run(ask)
+        with pytest.raises(NoTestError, match="the completion has the LoRA adapter mine"):
+            asyncio.run(verify_on_server(receipt(adapter=Adapter("mine", "a" * 64)), url))
 
 
 def test_the_hash_is_the_sha256_of_the_canonical_json_of_everything_before_it() -> None:

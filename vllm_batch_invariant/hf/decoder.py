@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 from ..integration.parallel import tensor_tree
 from ..integration.parallel.tensor_tree import LayerTree
 from ..ops.moe import MoeReduction
-from . import support
+from . import adapters, support
 from .activation import silu_and_mul
 from .attention import attend
 from .delta_net import delta_net_forward
@@ -85,9 +85,10 @@ def layer_forward(
     return self.mlp(hidden), residual
 
 
-def _project(x: torch.Tensor, tree: LayerTree, *layers: torch.nn.Linear) -> torch.Tensor:
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    return linear(x, *weights, biases=biases, tree=tree, fp8=layers[0].fp8)
+def _project(x: torch.Tensor, tree: LayerTree, *layers: torch.nn.Module) -> torch.Tensor:
+    bases = [adapters.base_of(layer) for layer in layers]
+    weights, biases = [base.weight for base in bases], [base.bias for base in bases]
+    return adapters.add(linear(x, *weights, biases=biases, tree=tree, fp8=bases[0].fp8), x, layers)
 
 
 def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:

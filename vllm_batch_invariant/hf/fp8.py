@@ -12,6 +12,7 @@ from ..integration.layers import fp8
 from ..integration.layers.fp8 import Source
 from ..integration.parallel import tensor_tree
 from ..ops.quantise.weights import quantise_weight
+from . import adapters
 
 QUANTIZATIONS = {f"fp8_per_{shared}": Source(shared) for shared in ("block", "channel", "tensor")}
 """By vLLM's names of what it quantises while it loads weights."""
@@ -29,7 +30,7 @@ def layers_of(model: torch.nn.Module) -> Layers:
     for number, layer in enumerate(model.model.layers):
         for name, parts in _MATMULS:
             inside = layer.get_submodule(name.partition(".")[0])
-            found[f"model.layers.{number}.{name}"] = [getattr(inside, part) for part in parts]
+            found[f"model.layers.{number}.{name}"] = [adapters.base_of(getattr(inside, part)) for part in parts]
     return found
 
 
@@ -135,7 +136,16 @@ def engine_weights(
 
     Yields:
         Names and tensors. Scales are fp32: of blocks [ceil(N / 128), ceil(K / 128)], of rows [N, 1], of a tensor [].
+
+    Raises:
+        NotCovered: a model with adapters.
     """
+    if next(adapters.layers_of(model), None):
+        raise NotCovered(
+            "weights of a model with adapters, for an engine",
+            "it has those of the base model, and reads an adapter's files",
+            "save the adapter by PEFT, and have the engine load its folder",
+        )
     for name, tensor in model.named_parameters() if weights is None else weights:
         layer, _, kind = name.rpartition(".")
         source = getattr(model.get_submodule(layer), "fp8", None) if kind == "weight" else None

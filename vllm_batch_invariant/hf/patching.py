@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from . import support
+from ..errors import NotCovered
+from . import adapters, support
 
 
 def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: Sequence[str] = ()) -> torch.nn.Module:
@@ -20,8 +21,12 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
     given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with FP8. Gradients are those
     of the numbers that the codes stand for, handed on as if nothing had been quantised (straight through).
 
+    LoRA adapters that PEFT has put around linear layers of a dense model's decoder have the bits of an engine that
+    serves their files (``--enable-lora``). Disabled they add nothing, as in a request without an adapter; merged, the
+    weights are what they then are.
+
     Args:
-        model: that is neither sharded nor quantised.
+        model: that is neither sharded nor quantised; or PEFT's around one.
         quantization: None, "fp8_per_block", "fp8_per_channel" or "fp8_per_tensor": what the engine was started with as
             ``--quantization``, or the like of its checkpoint, where activations have no given scale.
         unquantised: names of linear layers that are not in FP8 there (``modules_to_not_convert``, ``ignore``). The
@@ -38,6 +43,13 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
     family = support.check(model)
     from . import decoder, fp8
 
-    fp8.install(model, quantization, unquantised)
-    decoder.install(model, family)
+    decoder_model = adapters.unwrapped(model)
+    if quantization is not None and next(adapters.layers_of(decoder_model), None):
+        raise NotCovered(
+            f"adapters in a trainer with quantization {quantization!r}",
+            "no engine has both",
+            "train all weights, or without quantization",
+        )
+    fp8.install(decoder_model, quantization, unquantised)
+    decoder.install(decoder_model, family)
     return model

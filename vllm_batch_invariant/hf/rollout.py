@@ -12,8 +12,8 @@ from ..integration import devices
 from ..integration.engine import endpoint
 from ..integration.parallel import tensor_tree
 from ..integration.reviews import patch_points
-from ..provenance import EXACT, OF_EXPERTS, Environment, environment_here, flat, versions
-from . import delta_net, fp8
+from ..provenance import EXACT, OF_ADAPTERS, OF_EXPERTS, Environment, environment_here, flat, versions
+from . import adapters, delta_net, fp8
 
 _OF_NO_LOGPROB = ("logprobs_mode", "model_runner")
 """Settings of an engine that :func:`..hf.token_logprobs` is told of, or that decide none of its bits."""
@@ -28,6 +28,7 @@ _OF_CODES = ("quantise (", "linear (FP8", "linear (model.")
 _QUANTISED = (
     "patch(model, quantization=..., unquantised=...) as the engine has it, of FP8 with scales of activations' own"
 )
+_ADAPTERS = "start the engine with --enable-lora"
 _WORKERS = f"start both with {envs.TP_TREE.name} of so many workers or more, or the engine with one"
 
 
@@ -57,14 +58,18 @@ def check_engine(
             "the second one's",
             "leave VLLM_USE_V2_MODEL_RUNNER out, or take raw_logprobs",
         )
+    model = adapters.unwrapped(model)
     here = _environment(model, dtype or next(model.parameters()).dtype)
     for section, remedy in _REMEDIES.items():
         theirs, ours = (flat(found) for found in (said[section], getattr(here, section)))
         if theirs.get("kv_cache_dtype") == "auto":
             theirs["kv_cache_dtype"] = theirs["dtype"]
         for name in dict.fromkeys(chain(ours, theirs)):
-            if theirs.get(name) != ours.get(name) and name not in _OF_NO_LOGPROB and not name.startswith(OF_EXPERTS):
-                remedies = {"tensor_parallel": _WORKERS, **dict.fromkeys(_OF_CODES, _QUANTISED)}
+            # requests without an adapter have the bits that they have where there are none
+            decides = name not in _OF_NO_LOGPROB and not name.startswith(OF_EXPERTS)
+            decides = decides and (name in ours or not name.startswith(OF_ADAPTERS))
+            if decides and theirs.get(name) != ours.get(name):
+                remedies = {"tensor_parallel": _WORKERS, **dict.fromkeys(_OF_CODES, _QUANTISED), OF_ADAPTERS: _ADAPTERS}
                 of_name = next((found for start, found in remedies.items() if name.startswith(start)), remedy)
                 engines, trainers = (f"{name} {values.get(name, 'unset')}" for values in (theirs, ours))
                 raise _refusal(engines, trainers, of_name)
@@ -92,5 +97,5 @@ def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
         attention=device.attention_reduction(),
         attention_by=implementation,
         engine={"dtype": name, "kv_cache_dtype": name} | tensor_tree.setting(),
-        layers=fp8.reductions(model, dtype) | delta_net.reductions(model, dtype),
+        layers=fp8.reductions(model, dtype) | delta_net.reductions(model, dtype) | adapters.reductions(model, dtype),
     )

@@ -11,6 +11,7 @@ from ..installing import how_to_install
 from ..integration.parallel.tensor_tree import k_slices
 from ..integration.reviews import patch_points
 from ..ops.attention.params import DTYPES
+from . import adapters
 from .families import FAMILIES, Family, family_of
 
 _DEVICES = ("cpu", "cuda")
@@ -50,6 +51,8 @@ def check(model: torch.nn.Module) -> Family:
         NotCovered: the first thing for which they cannot; another vLLM.
     """
     _check_is_not_wrapped(model)
+    configs = getattr(model, "peft_config", None) or {}
+    model = adapters.unwrapped(model)
     family = family_of(model)
     if family is None:
         raise NotCovered(
@@ -59,10 +62,12 @@ def check(model: torch.nn.Module) -> Family:
         )
     _check_config(model.config, family)
     _check_modules(model, family)
-    weights = list(model.parameters())
-    _check_weights([weight for name, weight in model.named_parameters() if not name.endswith(_OF_RULES)])
-    check_environment(family, weights[0].device.type)
-    patch_points.check_version(weights[0].device.type)
+    adapters.check(model, configs)
+    weights = [(name, weight) for name, weight in model.named_parameters() if not name.endswith(_OF_RULES)]
+    _check_dtypes([weight for name, weight in weights if not adapters.is_adapters_own(name)])
+    _check_devices([weight for _, weight in weights])
+    check_environment(family, weights[0][1].device.type)
+    patch_points.check_version(weights[0][1].device.type)
     return family
 
 
@@ -110,12 +115,18 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
     known = {family.of_name(name) for name in names}
     known |= {torch.nn.Conv1d} if family.has_delta_nets else set()
     known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
+    within: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if type(module) not in known:
+        if adapters.is_adapted(module):
+            _check_adapted(name, module, family)
+            within = (*within, f"{name}.")
+        elif name.startswith(within):
+            continue
+        elif type(module) not in known:
             raise NotCovered(
                 f"a trainer's {type(module).__name__} at {name}",
                 f"vLLM's {family.prefix} has no such layer",
-                "patch a model without adapters or quantised layers",
+                "patch a model without quantised layers, and with adapters of PEFT's for linear layers alone",
             )
         if getattr(module, "bias", None) is not None and name.rpartition(".")[2] not in family.biased:
             raise NotCovered(
@@ -123,14 +134,26 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
             )
 
 
-def _check_weights(weights: list[torch.nn.Parameter]) -> None:
-    dtypes, devices = ({getattr(weight, what) for weight in weights} for what in ("dtype", "device"))
+def _check_adapted(name: str, layer: Any, family: Family) -> None:
+    remedy = "give adapters to linear layers of the decoder of a dense model"
+    if type(layer.base_layer) is not torch.nn.Linear:
+        raise NotCovered(f"an adapter of a {type(layer.base_layer).__name__} at {name}", "it has no patch", remedy)
+    if family.has_experts or family.has_delta_nets or ".layers." not in name:
+        raise NotCovered(f"a trainer's adapter at {name} of a {family.prefix}", "no engine was compared", remedy)
+
+
+def _check_dtypes(weights: list[torch.nn.Parameter]) -> None:
+    dtypes = {weight.dtype for weight in weights}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         raise NotCovered(
             f"weights in {' and '.join(sorted(map(str, dtypes)))}",
             "the engine computes in one dtype",
             "load the model in fp32, bf16 or fp16",
         )
+
+
+def _check_devices(weights: list[torch.nn.Parameter]) -> None:
+    devices = {weight.device for weight in weights}
     if len(devices) > 1 or not {device.type for device in devices} <= set(_DEVICES):
         raise NotCovered(
             f"weights on {' and '.join(sorted(map(str, devices)))}",

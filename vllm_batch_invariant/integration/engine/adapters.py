@@ -7,16 +7,22 @@ by; a number stands for one digest until its adapter is loaded in place while no
 other files for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import NotCovered
+from ...provenance import OF_ADAPTERS
 from ..reviews import patch_points
 from ..side_table import beside
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...ops.lora import LoraReduction
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """That vLLM reads of an adapter's folder."""
@@ -52,6 +58,13 @@ def install_second_runner() -> None:
     for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
         if (compute := getattr(worker, name, None)) is not None:  # newer ones alone score a prompt by given tokens
             setattr(worker, name, _by_prompts(compute, lambda _, logits: logits.__self__))
+
+
+def reductions(ks: Iterable[int], dtype: "torch.dtype", device_type: str) -> dict[str, "LoraReduction"]:
+    """Those of layers with so many inputs, by the names that engines and trainers have for them."""
+    from ...ops.lora import LoraReduction
+
+    return {f"{OF_ADAPTERS}(K {k})": LoraReduction.of_device(device_type, k, dtype) for k in sorted({*ks})}
 
 
 def digest_of(path: str) -> str:

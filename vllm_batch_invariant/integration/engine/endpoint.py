@@ -44,6 +44,11 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
     found = versions(patch_points.installed_version())
     if device.ops.attention is None:  # some of its operations are not ours
         return asdict(Environment(mode=True, versions=found))
+    of_layers: list[Any] = [fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE]
+    if config.lora_config is not None:
+        from ..layers import lora
+
+        of_layers.append(lora)
     chosen, loaded = envs.ATTENTION.read(), worker.model_runner.get_model()
     return asdict(
         environment_here(
@@ -58,9 +63,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             engine=settings(config, device),
             experts=experts.reductions(loaded) if model.is_moe else (),
             layers={
-                name: reduction
-                for of in (fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE)
-                for name, reduction in of.reductions(loaded, model.dtype).items()
+                name: reduction for of in of_layers for name, reduction in of.reductions(loaded, model.dtype).items()
             },
             exact=device.is_exact,
         )

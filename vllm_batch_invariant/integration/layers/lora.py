@@ -11,6 +11,7 @@ import torch
 
 from ...errors import NotCovered
 from ...ops.lora import LoraReduction, add_adapters, add_expanded
+from ..engine import adapters
 from ..reviews import patch_points
 
 NONE = -1
@@ -121,6 +122,19 @@ class Adapters(_Base):
     def apply_lora_full_linear(self, *_: object, **__: object) -> NoReturn:
         """Of pooling models, which are refused beside LoRA."""
         _refuse("a classification head of an adapter's own")
+
+
+def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, LoraReduction]:
+    """Those of a model's layers that may have adapters, by names.
+
+    Args:
+        dtype: of activations.
+    """
+    layers = [module for module in model.modules() if isinstance(module, patch_points.LORA_LAYER.get())]
+    stacked = [getattr(layer, "lora_a_stacked", ()) for layer in layers]
+    of_linear = [one[0] if isinstance(one, tuple) else one for one in stacked if len(one)]
+    ks = {one.shape[-1] for one in of_linear if one.dim() == 4}  # an embedding's are rows
+    return adapters.reductions(ks, dtype, next(model.parameters()).device.type)
 
 
 def _refuse(what: str) -> NoReturn:

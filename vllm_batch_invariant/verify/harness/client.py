@@ -23,6 +23,8 @@ class Served:
     name: str
     context: int
     """Most tokens of a prompt and its completion together."""
+    parent: str = ""
+    """The model that it is an adapter of, if it is one."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Connection:
         try:
             raw = await self.api.models.with_raw_response.list()
             listed = json.loads(raw.http_response.content)["data"]
-            served = [(str(model["id"]), model.get("max_model_len")) for model in listed]
+            served = [
+                Served(str(model["id"]), model.get("max_model_len") or 2048, str(model.get("parent") or ""))
+                for model in listed
+            ]
         except openai.AuthenticationError as error:
             how = "name the environment variable with its key: --api-key-env NAME"
             raise NoTestError(f"{self} refuses the API key or needs one; {how}") from error
@@ -60,10 +65,10 @@ class Connection:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "its answer at /v1/models is no list of models in JSON; is it a web page or a proxy?"
             raise NoTestError(f"no OpenAI-compatible server answers at {self}: {what}") from error
-        for name, context in served:
-            if wanted in (None, name):
-                return Served(name, context or 2048)
-        names = ", ".join(name for name, _ in served) or "nothing"
+        for one in served:
+            if wanted in (None, one.name):
+                return one
+        names = ", ".join(one.name for one in served) or "nothing"
         raise NoTestError(f"{self} does not serve the model {wanted!r}; it serves {names}")
 
     async def versions(self) -> dict[str, str]:

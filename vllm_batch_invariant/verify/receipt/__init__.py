@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
     from .engine import engine_info, make, verify
-    from .record import BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
+    from .record import Adapter, BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
     from .server import make_on_server, verify_on_server
     from .text import Text
 
 __all__ = [
+    "Adapter",
     "BadReceipt",
     "Completion",
     "Difference",
@@ -53,7 +54,17 @@ __all__ = [
 _MODULES = {
     "comparison": ("Difference", "Note", "Verdict", "compare", "difference_of_logprobs", "first_difference_of"),
     "engine": ("engine_info", "make", "verify"),
-    "record": ("BadReceipt", "Completion", "EngineInfo", "Environment", "Model", "Prompt", "Receipt", "Sampling"),
+    "record": (
+        "Adapter",
+        "BadReceipt",
+        "Completion",
+        "EngineInfo",
+        "Environment",
+        "Model",
+        "Prompt",
+        "Receipt",
+        "Sampling",
+    ),
     "server": ("make_on_server", "verify_on_server"),
     "text": ("Text",),
 }

@@ -69,8 +69,8 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
         )
     else:
         with _engine(options) as engine:
-            asked = {"prompt": asdict(prompt), "sampling": asdict(sampling)}
-            asked |= {"private": options.private, "trace": options.trace}
+            asked: dict[str, Any] = {"prompt": asdict(prompt), "sampling": asdict(sampling)}
+            asked |= {"private": options.private, "trace": options.trace, "adapter": _adapter(options)}
             receipt = Receipt.from_json(engine.call(f"{IN_ENGINE}:make", asked))
     receipt.save(options.receipt)
     made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
@@ -95,6 +95,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     if options.without_engine and (options.base_url or options.serve_args):
         parser.error("--without-engine computes it here: leave out --base-url and --serve-args")
     from .comparison import Note, as_json, verdict_of
+    from .engine import require_adapter
     from .record import Receipt
 
     receipt = Receipt.load(options.receipt)
@@ -123,6 +124,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
         with waiting(consoles()[1], "computing it by the definition"):
             verdict = recompute(receipt, options.model, before=_print_notes)
     else:
+        require_adapter(receipt, options.adapter is not None)
         if receipt.prompt.token_ids is None and prompt is None:
             receipt.prompt.ids()  # refuses before an engine is started in vain
         choose_mode(parser, options)
@@ -130,7 +132,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
             asked = {"receipt": receipt.to_json(), "prompt": prompt and asdict(prompt)}
             found = engine.call(
                 f"{IN_ENGINE}:verify",
-                asked | {"concurrent": options.concurrent},
+                asked | {"concurrent": options.concurrent, "adapter": _adapter(options)},
                 on_progress=lambda notes: _print_notes(tuple(Note(**one) for one in notes)),
             )
         verdict = verdict_of(found)
@@ -168,6 +170,10 @@ def _write_page(options: argparse.Namespace, receipt: "Receipt", verdict: "Verdi
         from .page import page_of
 
         write_page(options, page_of(receipt, verdict))
+
+
+def _adapter(options: argparse.Namespace) -> str | None:
+    return str(options.adapter) if options.adapter else None
 
 
 def _prompt(options: argparse.Namespace) -> Text | None:
@@ -262,6 +268,12 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("nothing to compute it: give --base-url of a server, or a model to load here")
     if options.base_url and options.serve_args:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
+    if options.adapter and options.base_url:
+        parser.error("--adapter is for an engine that is started here: leave out --base-url")
+    if options.adapter and not options.adapter.is_dir():
+        parser.error(f"--adapter {options.adapter}: no such folder")
+    if options.adapter and "--enable-lora" not in options.serve_args:
+        parser.error("--adapter needs an engine with adapters: --serve-args='--enable-lora --max-lora-rank 64'")
     if options.model_files and not options.base_url:
         parser.error("--model-files is for a server: the files of a model that is loaded here are known")
     if options.model_files and not options.model_files.is_dir():
@@ -274,6 +286,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("engine")
     add_model(target)
     add_base_url(target)
+    target.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="FOLDER",
+        help="with an engine here that --serve-args start with LoRA: an adapter that the request has",
+    )
     target.add_argument(
         "--model-files", type=Path, metavar="FOLDER", help="with --base-url: a folder here with the served files"
     )

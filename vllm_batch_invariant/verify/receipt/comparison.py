@@ -8,7 +8,7 @@ from ...provenance import flat
 from ..answers import first_difference
 from ..outcome import NoTestError, Status
 from ..printing import printable
-from .record import UNNAMED, Completion, EngineInfo, Model, Receipt, bits_of, number_of
+from .record import UNNAMED, Adapter, Completion, EngineInfo, Model, Receipt, bits_of, number_of
 
 HOW_TO_REPORT = "a server with the mode on describes itself at /v1/batch_invariant"
 
@@ -98,6 +98,8 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
         note = _models(left.model, right.model, names)
         assert note is not None
         raise NoTestError(f"receipts of different models: {note.text.removeprefix('model: ')}")
+    if note := _adapters(left.adapter, right.adapter, names):
+        raise NoTestError(f"receipts of different adapters: {note.text.removeprefix('adapter: ')}")
     if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
         raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
     other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))
@@ -119,7 +121,7 @@ def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: 
 
 def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tuple[Note, ...]:
     """One note for each of model, mode, device, versions, settings and reductions in which two engines differ."""
-    notes = [_models(left.model, right.model, names)]
+    notes = [_models(left.model, right.model, names), _adapters(left.adapter, right.adapter, names)]
     both = left.environment, right.environment
     silent = [name for name, environment in zip(names, both, strict=True) if environment.is_silent]
     if silent:
@@ -234,6 +236,14 @@ def _models(left: Model, right: Model, names: tuple[str, str]) -> Note | None:
     hint = [f"with --model-files for {' and '.join(unnamed)}, their bytes would be compared"] if unnamed else []
     why = "; ".join([*others, *hint])
     return Note(f"model: {named}, compared by name only ({why})", promised=False)
+
+
+def _adapters(left: Adapter | None, right: Adapter | None, names: tuple[str, str]) -> Note | None:
+    if (left and left.digest) == (right and right.digest):
+        return None
+    sides = zip(names, (left, right), strict=True)
+    said = [f"{one.name} ({one.digest[:12]}) in {name}" if one else f"none in {name}" for name, one in sides]
+    return Note(f"adapter: {' and '.join(said)}", promised=False)
 
 
 def _differing(left: dict[str, Any], right: dict[str, Any], names: tuple[str, str], keys: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from ...seeds import SAMPLE_ID, sample_seed
 from ..answers import NO_LOGPROBS
 from ..harness.drive import add_request, drive
 from ..outcome import NoTestError
+from ..printing import one_line
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .model_files import local_folder, model_at
-from .record import Completion, EngineInfo, Environment, Receipt, Sampling, TracedStep, environment_from_json
+from .record import Adapter, Completion, EngineInfo, Environment, Receipt, Sampling, TracedStep, environment_from_json
 
 _LONGEST = 400
 """Most tokens in the prompt of a concurrent request: prefill must overlap the completion without delaying it much."""
@@ -91,14 +92,38 @@ def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False)
 
     Raises:
         NoTestError: the request cannot be repeated (no seed, no logprobs), or has parameters that a receipt does not
-            hold.
+            hold; the files of its adapter are not there.
     """
     if output.prompt_token_ids is None or not output.finished or len(output.outputs) != 1:
         raise NoTestError("a receipt is of one finished completion of a prompt of tokens")
     token_ids = tuple(map(int, output.prompt_token_ids))
     if info.of_images & {*token_ids}:
         raise NoTestError(IMAGES)
+    info = replace(info, adapter=adapter_of(output.lora_request))
     return Receipt.of(info, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
+
+
+def adapter_of(lora_request: Any) -> Adapter | None:
+    """vLLM's ``LoRARequest`` as a receipt has it, of the files that are there now; None of none.
+
+    Raises:
+        NoTestError: they are not there.
+    """
+    if lora_request is None:
+        return None
+    from ...integration.engine.adapters import digest_of
+
+    try:
+        return Adapter(lora_request.lora_name, digest_of(lora_request.lora_path))
+    except ValueError as error:
+        raise NoTestError(one_line(error)) from error
+
+
+def lora_request_of(folder: str) -> Any:
+    """vLLM's request of an adapter in a folder, for an engine that has no other."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(Path(folder).resolve().name, 1, str(Path(folder).resolve()))
 
 
 def engine_info(llm: Any) -> EngineInfo:
@@ -135,6 +160,7 @@ def verify(
     concurrent: int = 8,
     prompt_token_ids: Sequence[int] | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
+    lora_request: Any = None,
 ) -> Verdict:
     """Compute a receipt's completion again with concurrent requests, and compare it bit for bit.
 
@@ -143,18 +169,34 @@ def verify(
         concurrent: number of concurrent requests. They come and go.
         prompt_token_ids: the prompt of a private receipt.
         before: is called first, with the differences between this engine and the receipt's.
+        lora_request: vLLM's, of the adapter, where the receipt has one. Every second concurrent request has it, too.
 
     Raises:
-        NoTestError: the prompt is missing or another one, the engine is busy or refuses the request, or no concurrent
-            request ran in the same step.
+        NoTestError: the prompt is missing or another one, the receipt has an adapter and none is given or the other way
+            round, the engine is busy or refuses the request, or no concurrent request ran in the same step.
     """
     prompt = receipt.prompt.ids(prompt_token_ids)
-    notes = notes_on(receipt.info, engine_info(llm), ("the receipt", "this engine"))
+    require_adapter(receipt, lora_request is not None)
+    info = engine_info(llm).asked_for(adapter_of(lora_request))
+    notes = notes_on(receipt.info, info, ("the receipt", "this engine"))
     before(notes)
     others = ConcurrentRequests(receipt, prompt, llm.llm_engine.model_config.max_model_len, concurrent)
-    got, ran = complete(llm, prompt, receipt.sampling, others)
+    got, ran = complete(llm, prompt, receipt.sampling, others, lora_request)
     others.require(ran)
     return verdict_on(receipt, got, notes, ran, concurrent)
+
+
+def require_adapter(receipt: Receipt, is_given: bool) -> None:
+    """Refuse to compute a receipt again with an adapter where it has none, or without where it has one.
+
+    Raises:
+        NoTestError: it is so.
+    """
+    if receipt.adapter is not None and not is_given:
+        name, digest = receipt.adapter.name, receipt.adapter.digest[:12]
+        raise NoTestError(f"the completion has the LoRA adapter {name} (sha256 {digest}): give its folder, --adapter")
+    if receipt.adapter is None and is_given:
+        raise NoTestError("the receipt's completion has no LoRA adapter: leave --adapter out")
 
 
 def sampling_of(params: Any) -> Sampling:
@@ -209,7 +251,9 @@ def _vllm_sampling(sampling: Sampling) -> Any:
     return SamplingParams(**asdict(sampling) | lists, detokenize=bool(sampling.stop))
 
 
-def traced(llm: Any, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Completion, tuple[TracedStep, ...]]:
+def traced(
+    llm: Any, prompt: tuple[int, ...], sampling: Sampling, lora_request: Any = None
+) -> tuple[Completion, tuple[TracedStep, ...]]:
     """A completion alone, and what every layer made of it. The engine has the worker extension of ``bisect``.
 
     Raises:
@@ -218,7 +262,7 @@ def traced(llm: Any, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Compl
     from ..bisect.recording import MODULE_OUTPUT, RecordedStep
 
     llm.collective_rpc("bisect_begin", args=("receipt", False, None))
-    completion, _ = complete(llm, prompt, sampling)
+    completion, _ = complete(llm, prompt, sampling, lora_request=lora_request)
     workers = llm.collective_rpc("bisect_end")
     problem = next((worker["problem"] for worker in workers if worker["problem"]), None)
     if problem or len(workers) > 1:
@@ -239,9 +283,13 @@ def traced(llm: Any, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Compl
 
 
 def complete(
-    llm: Any, prompt: tuple[int, ...], sampling: Sampling, others: ConcurrentRequests | None = None
+    llm: Any,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    others: ConcurrentRequests | None = None,
+    lora_request: Any = None,
 ) -> tuple[Completion, int]:
-    """Step the engine until a prompt is completed.
+    """Step the engine until a prompt is completed, with an adapter if one is given.
 
     Returns:
         The completion, and how many concurrent requests got a token in a step in which it got one.
@@ -257,10 +305,11 @@ def complete(
     seen: dict[str, Any] = {}
     target = ""
 
-    def add(token_ids: Sequence[int], sampling: Sampling) -> str:
+    def add(token_ids: Sequence[int], sampling: Sampling, lora_request: Any) -> str:
         name = f"receipt-{next(_numbers)}"
+        given = {"prompt_token_ids": list(token_ids)}
         try:
-            add_request(engine, name, {"prompt_token_ids": list(token_ids)}, _vllm_sampling(sampling))
+            add_request(engine, name, given, _vllm_sampling(sampling), lora_request=lora_request)
         except ValueError as error:
             raise NoTestError(f"the engine refuses the request: {' '.join(str(error).split())}") from error
         return name
@@ -269,9 +318,9 @@ def complete(
         nonlocal target
         while others and len(running) < others.size:
             one = others.next()
-            running.add(add(one.token_ids, one.sampling))
+            running.add(add(one.token_ids, one.sampling, lora_request if len(running) % 2 else None))
         if not target and (seen or not running):
-            target = add(prompt, sampling)
+            target = add(prompt, sampling, lora_request)
         return True
 
     try:

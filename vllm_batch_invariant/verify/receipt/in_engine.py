@@ -14,11 +14,13 @@ def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
     sampling = Sampling(**asked["sampling"])
     token_ids = tuple(_token_ids(llm, Text(**asked["prompt"])))
+    adapter = asked["adapter"] and engine.lora_request_of(asked["adapter"])
+    info = engine.engine_info(llm).asked_for(engine.adapter_of(adapter))
     if asked["trace"]:
-        completion, trace = engine.traced(llm, token_ids, sampling)
+        completion, trace = engine.traced(llm, token_ids, sampling, adapter)
     else:
-        (completion, _), trace = engine.complete(llm, token_ids, sampling), ()
-    return Receipt.of(engine.engine_info(llm), token_ids, sampling, completion, asked["private"], trace).to_json()
+        (completion, _), trace = engine.complete(llm, token_ids, sampling, lora_request=adapter), ()
+    return Receipt.of(info, token_ids, sampling, completion, asked["private"], trace).to_json()
 
 
 def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -29,8 +31,9 @@ def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
     receipt = Receipt.from_json(asked["receipt"])
     token_ids = None if asked["prompt"] is None else _token_ids(llm, Text(**asked["prompt"]))
-    concurrent = asked["concurrent"]
-    return asdict(engine.verify(receipt, llm, concurrent=concurrent, prompt_token_ids=token_ids, before=before))
+    how = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
+    adapter = asked["adapter"] and engine.lora_request_of(asked["adapter"])
+    return asdict(engine.verify(receipt, llm, lora_request=adapter, **how))
 
 
 def _token_ids(llm: Any, prompt: Text) -> list[int]:

@@ -103,6 +103,8 @@ def _request(receipt: Receipt) -> Table:
 def _engine(receipt: Receipt) -> tuple[Part, ...]:
     model, environment = receipt.model, receipt.environment
     about = {"name": printable(model.name), "digest": model.digest or f"none, because {printable(model.why_no_digest)}"}
+    if receipt.adapter:
+        about |= {"adapter": f"{printable(receipt.adapter.name)}, sha256 {receipt.adapter.digest}"}
     parts: list[Part] = [pairs("The model", about | model.files)]
     if environment.is_silent:
         return (*parts, "The receipt does not describe the engine that computed it.")

@@ -43,6 +43,8 @@ def recompute(
             or the prompt or the model's files are missing.
         NotCovered: a model without a definition.
     """
+    if receipt.adapter is not None:
+        raise NoTestError("the completion has a LoRA adapter, which the definition has not")
     prompt, sampling = receipt.prompt.ids(prompt_token_ids), receipt.sampling
     _check(receipt)
     folder = local_folder(model)

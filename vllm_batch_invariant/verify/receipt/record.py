@@ -9,14 +9,14 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from ...provenance import Environment
+from ...provenance import OF_ADAPTERS, Environment
 from ..outcome import NoTestError
 
 FORMAT = "vllm-batch-invariant receipt"
@@ -87,6 +87,16 @@ class Model:
             sha256_of(self.files) if self.files else None
         ):
             raise BadReceipt("the model's digest is not that of its files")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter of a request: its name, and one sha256 of its files, as engines tell adapters apart."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    name: str
+    digest: Hash
 
 
 @dataclass(frozen=True)
@@ -232,6 +242,16 @@ class EngineInfo:
     environment: Environment
     of_images: frozenset[int] = frozenset()
     """Tokens that stand for images and videos in a prompt."""
+    adapter: Adapter | None = None
+    """Of the request, if it has one."""
+
+    def asked_for(self, adapter: Adapter | None) -> "EngineInfo":
+        """As a request meets it: without an adapter no bit follows from how those of others are added."""
+        environment = self.environment
+        if adapter is None:
+            kept = {name: one for name, one in environment.reductions.items() if not name.startswith(OF_ADAPTERS)}
+            environment = replace(environment, reductions=kept)
+        return replace(self, environment=environment, adapter=adapter)
 
 
 @dataclass(frozen=True)
@@ -249,6 +269,7 @@ class Receipt:
     environment: Environment
     trace: tuple[TracedStep, ...] = ()
     """What the layers made, if it was asked for: with it a difference is found in its operation."""
+    adapter: Adapter | None = None
 
     @classmethod
     def of(
@@ -261,18 +282,20 @@ class Receipt:
         trace: tuple[TracedStep, ...] = (),
     ) -> "Receipt":
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
-        prompt = Prompt.of(token_ids, private)
-        return cls.from_json(cls(info.model, prompt, sampling, completion, info.environment, trace).to_json())
+        prompt, info = Prompt.of(token_ids, private), info.asked_for(info.adapter)
+        made = cls(info.model, prompt, sampling, completion, info.environment, trace, info.adapter)
+        return cls.from_json(made.to_json())
 
     @property
     def info(self) -> EngineInfo:
         """The engine that computed it."""
-        return EngineInfo(self.model, self.environment)
+        return EngineInfo(self.model, self.environment, adapter=self.adapter)
 
     def _body(self) -> dict[str, Any]:
         body = {"format": FORMAT, "version": VERSION} | asdict(self)
-        if not self.trace:
-            del body["trace"]
+        for name in ("trace", "adapter"):
+            if not body[name]:
+                del body[name]
         return body
 
     @property

@@ -27,6 +27,7 @@ from .text import Text
 
 _TOKEN = "token_id:"
 _NO_COMPLETION = "the server's answer is no completion of vLLM's API"
+_HERE = "a server does not tell the digest of an adapter's files; start an engine here, with --adapter"
 _LAST_CHUNK = 10.0
 """Seconds in which a concurrent request must get one more token, to count as running until the end."""
 
@@ -56,6 +57,7 @@ async def make_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
+        _refuse_adapter(served)
         info = await server_info(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
     return Receipt.of(info, token_ids, sampling, completion, private)
@@ -86,7 +88,10 @@ async def verify_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        info = await server_info(server, served, files)
+        _refuse_adapter(served)
+        if receipt.adapter is not None:
+            raise NoTestError(f"the completion has the LoRA adapter {receipt.adapter.name}: {_HERE}")
+        info = (await server_info(server, served, files)).asked_for(None)
         notes = notes_on(receipt.info, info, ("the receipt", "the server"))
         before(notes)
         given = None
@@ -106,6 +111,11 @@ async def verify_on_server(
     together = after_it.together_since(before_it) if before_it and after_it else None
     others.require(0 if together == 1 else ran)
     return verdict_on(receipt, got, notes, ran, concurrent)
+
+
+def _refuse_adapter(served: Served) -> None:
+    if served.parent:
+        raise NoTestError(f"{served.name} is a LoRA adapter of {served.parent}: {_HERE}")
 
 
 async def _reading(server: Connection) -> Reading | None:
