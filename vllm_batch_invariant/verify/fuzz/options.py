@@ -446,7 +446,7 @@ OPTIONS = (
         lambda settings: not settings.text,
     ),
     # a server with adapters neither reads weights again nor sleeps
-    Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE), _takes_adapters, is_first=True),
+    Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
     Option(
         "cache",
