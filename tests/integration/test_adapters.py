@@ -102,6 +102,11 @@ def test_logits_have_the_adapters_of_what_is_sampled_or_of_a_prompt(monkeypatch:
             seen.append(torch.zeros(len(hidden_states[rows]), N))
             wrapper.add_lora_logits(seen[-1], hidden_states[rows], A, B, 1.0)
 
+    def of_sampled(hidden_states: torch.Tensor, batch: Any) -> torch.Tensor:
+        logits = torch.zeros(len(batch.logits_indices), N)
+        wrapper.add_lora_logits(logits, hidden_states[batch.logits_indices], A, B, 1.0)
+        return logits
+
     model = Model(SimpleNamespace(punica_wrapper_mapping={"": wrapper}))
     adapters._by_prompts(lambda _runner, hidden_states: of_prompts(hidden_states), lambda runner: runner)(model, states)
     assert wrapper.hidden_states is None
@@ -110,11 +115,22 @@ def test_logits_have_the_adapters_of_what_is_sampled_or_of_a_prompt(monkeypatch:
     assert_near(seen[1][[0, 2, 3]], added(states[[0, 2, 3]], [0, 2, 2]), 4)
     worker = type("Worker", (), {"compute_prompt_logprobs": lambda _self, _logits, states: of_prompts(states)})
     monkeypatch.setattr(patch_points.PROMPT_LOGPROBS.module(), "PromptLogprobsWorker", worker)
+    runner = type("Runner", (), {"model": model, "sample": lambda _self, states, batch: of_sampled(states, batch)})
+    monkeypatch.setattr(patch_points.SECOND_MODEL_RUNNER.module(), "GPUModelRunner", runner)
+    adapters.install_second_runner()
+    with pytest.raises(RuntimeError, match="logits of 4 rows"):
+        runner().sample(states, SimpleNamespace(logits_indices=torch.tensor([0, 2, 3, 1])))
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     adapters.install_second_runner()
     worker().compute_prompt_logprobs(model.compute_logits, states)
     assert all(torch.equal(one, other) for one, other in zip(seen[2:], seen[:2], strict=True))
     with pytest.raises(RuntimeError, match="logits of 2 rows"):
         of_prompts(states)
+    drafted = torch.tensor([0, 2, 3, 1])
+    given = runner().sample(states, SimpleNamespace(logits_indices=drafted))
+    assert_near(given[:3], added(states[[0, 2, 3]], [0, 2, 2]), 4)
+    assert not given[3].any()
+    assert wrapper.sampled is None
 
 
 def test_a_step_without_adapters_adds_nothing_whatever_its_rows_are() -> None:

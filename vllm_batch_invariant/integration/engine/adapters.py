@@ -7,7 +7,8 @@ by; a number stands for one digest until its adapter is loaded in place while no
 other files for it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from hashlib import sha256
 from inspect import signature
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import NotCovered
 from ...provenance import OF_ADAPTERS
+from .. import reviews
 from ..reviews import patch_points
 from ..side_table import beside
 
@@ -53,7 +55,13 @@ def install_in_worker() -> None:
 
 
 def install_second_runner() -> None:
-    """The same of prompts in the second model runner, which is told how to compute logits by a method of the model."""
+    """The same of prompts in the second model runner, which is told how to compute logits by a method of the model; and
+    of what it samples, where it tells layers of one row a request, also where drafts add to them.
+    """
+    if not patch_points.installed_version().startswith(reviews.ran().lora["cuda"]):
+        return  # adapters are refused with others
+    runner = patch_points.SECOND_MODEL_RUNNER.get()
+    runner.sample = _of_sampled_rows(runner.sample)
     worker = patch_points.PROMPT_LOGPROBS.get()
     for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
         if (compute := getattr(worker, name, None)) is not None:  # newer ones alone score a prompt by given tokens
@@ -202,14 +210,32 @@ def _by_prompts(compute: Callable[..., Any], model_of: Callable[..., Any]) -> Ca
 
     @wraps(compute)
     def by_prompts(*args: Any, **kwargs: Any) -> Any:
-        manager = getattr(model_of(*args[:of_states]), "lora_manager", None)
-        wrappers = manager.punica_wrapper_mapping.values() if manager else ()
-        for wrapper in wrappers:
-            wrapper.hidden_states = args[of_states]
-        try:
+        with _told(model_of(*args[:of_states]), "hidden_states", args[of_states]):
             return compute(*args, **kwargs)
-        finally:
-            for wrapper in wrappers:
-                wrapper.hidden_states = None
 
     return by_prompts
+
+
+def _of_sampled_rows(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """The second model runner's method that computes logits of rows of a step, and samples of them."""
+
+    @wraps(sample)
+    def of_sampled_rows(self: Any, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with _told(self.model, "sampled", input_batch.logits_indices):
+            return sample(self, hidden_states, input_batch, *args, **kwargs)
+
+    return of_sampled_rows
+
+
+@contextmanager
+def _told(model: Any, name: str, value: Any) -> Iterator[None]:
+    """What adds a model's adapters has an attribute meanwhile."""
+    manager = getattr(model, "lora_manager", None)
+    wrappers = manager.punica_wrapper_mapping.values() if manager else ()
+    for wrapper in wrappers:
+        setattr(wrapper, name, value)
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            setattr(wrapper, name, None)

@@ -36,6 +36,10 @@ class Adapters(_Base):
         """
         self.hidden_states: torch.Tensor | None = None
         """[tokens, K] of the step, while logits are computed of some of its prompts."""
+        self.sampled: torch.Tensor | None = None
+        """[rows], which of the step's are sampled, while logits are computed of them, where vLLM knows of one a request
+        alone.
+        """
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
@@ -98,6 +102,8 @@ class Adapters(_Base):
         if states is not None and x.untyped_storage().data_ptr() == states.untyped_storage().data_ptr():
             first = (x.storage_offset() - states.storage_offset()) // states.stride(0)
             return self._token_lora_indices[first : first + len(x)]
+        if len(x) != samples and self.sampled is not None:
+            return self._token_lora_indices[self.sampled]
         if len(x) != samples and self._in_use:
             raise RuntimeError(f"logits of {len(x)} rows, whose adapters nobody knows: {samples} are sampled")
         return self._sampler_indices[: len(x)]

@@ -282,6 +282,7 @@ TOPK_SCORES = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_topk_s
 """Lists logprobs in the second model runner, under the names that it has there."""
 TOPK_SCORES_OF_SAMPLER = PatchPoint(("vllm.v1.worker.gpu.sample.sampler",), "compute_topk_scores")
 TOPK_SCORES_OF_PROMPT = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "compute_topk_scores")
+SECOND_MODEL_RUNNER = PatchPoint(("vllm.v1.worker.gpu.model_runner",), "GPUModelRunner")
 PROMPT_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.prompt_logprob",), "PromptLogprobsWorker")
 """Computes logprobs of prompts there."""
 COPY_PAGES = PatchPoint(("vllm.v1.worker.gpu.model_runner",), "copy_kv_cache_blocks_inplace")
@@ -373,6 +374,7 @@ MEMBERS = {
     "REJECTION_SAMPLER": ("forward",),
     "SECOND_REJECTION_SAMPLER": ("__call__",),
     "SECOND_SAMPLER": ("apply_sampling_params", "add_request"),
+    "SECOND_MODEL_RUNNER": ("sample",),
     "PROMPT_LOGPROBS": ("compute_prompt_logprobs",),
     "MODEL_RUNNER": (
         *("_sample", "_bookkeeping_sync", "_update_states", "sync_and_gather_intermediate_tensors"),
