@@ -186,7 +186,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("form", "dtype"), FORMATS.values(), ids=FORMATS)
 def test_tiles_are_certified(form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     exact(monkeypatch)
-    assert cuda.certify(40, 96, dtype, torch.device("cpu"), form=form) > 0
+    assert cuda.certify(24, 64, dtype, torch.device("cpu"), form=form) > 0
 
 
 def test_a_planted_fault_is_found(faulty: str, monkeypatch: pytest.MonkeyPatch) -> None:
