@@ -182,13 +182,19 @@ def test_a_model_with_one_adapter_for_a_fused_layer_keeps_its_bits(tmp_path: Pat
     assert [name for name, answers in by_itself.items() if together[name] != answers] == []
 
 
+@pytest.mark.parametrize(
+    "form", ["w4a16-g128", "w8a16-channel", "awq-g128", "gptq-g128", "w8a8-fp8-block", "w8a8-fp8-channel"]
+)
 def test_quantised_weights_have_the_bits_of_their_matrices(
-    checkpoint: Path, folders: dict[str, Path], tmp_path: Path
+    checkpoint: Path, folders: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
     packed, matrices = shutil.copytree(checkpoint, tmp_path / "packed"), tmp_path / "matrices"
-    quantise(packed, "w4a16-g128", matrices)
+    quantise(packed, form, matrices)
     by_itself, together = beside(packed, folders)
     assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+    assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)
+    if form.startswith("w8a8"):
+        return  # what is given to the matrices is quantised, too
     settings = {"model": str(matrices), **LIMITS, **ROOM}
     assert run(settings, [], "1", afterwards=partial(alone, folders=folders)).afterwards == by_itself
 

@@ -452,6 +452,9 @@ def test_which_pooling_models_are_refused(changes: dict[str, Any], said: list[st
     assert refusals_of_pooling(**changes) == said
 
 
+BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dynamic group 128 activations"
+
+
 def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes: Any) -> list[str]:
     """Of a dense model with LoRA, with changes to any part of its configuration."""
     parts = {
@@ -474,7 +477,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
         "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
         "cache_config": {"cache_dtype": "auto"},
     }
-    connector, activations = changes.pop("kv_connector", None), changes.pop("activations", ())
+    connector, kind = changes.pop("kv_connector", None), changes.pop("kind", "")
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         quant_config=None,
@@ -490,7 +493,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
     assert len(rows) == 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patch_points, "installed_version", lambda: version)
-        patch.setattr(coverage.schemes, "quantises_activations", lambda *_: bool(activations))
+        patch.setattr(coverage.schemes, "kinds", lambda *_: (kind,) if kind else ())
         return [what for row in rows if (what := row.found(config))]
 
 
@@ -498,7 +501,8 @@ def test_adapters_pass_where_they_have_run() -> None:
     assert refusals_of_adapters() == refusals_of_adapters(lora_dtype="torch.bfloat16") == []
     ngrams = SimpleNamespace(method="ngram")
     assert refusals_of_adapters(tensor_parallel_size=2) == refusals_of_adapters(speculative_config=ngrams) == []
-    assert refusals_of_adapters(quantization="compressed-tensors") == []
+    for kind in (BLOCKS, "gptq with int4 weights", "compressed-tensors with int8 weights"):
+        assert refusals_of_adapters(quantization=kind.split()[0], kind=kind) == []
     assert refusals_of_adapters("0.31.0") == ["LoRA adapters on a CPU with vLLM 0.31.0"]
     assert refusals_of_adapters("0.33.0", "cuda") == []
     assert refusals_of_adapters("0.32.0", "cuda") == ["LoRA adapters on a GPU with vLLM 0.32.0"]
@@ -514,8 +518,11 @@ def test_adapters_pass_where_they_have_run() -> None:
         ({"data_parallel_size": 2}, "beside data parallelism 2"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "beside speculative decoding with eagle"),
         ({"cache_dtype": "fp8"}, "beside a KV cache in fp8"),
-        ({"quantization": "gptq"}, "with quantisation gptq"),
-        ({"quantization": "compressed-tensors", "activations": ("int8",)}, "with quantised activations"),
+        ({"quantization": "gptq"}, "with quantisation gptq"),  # of which nothing is known
+        (
+            {"quantization": "modelopt", "kind": "modelopt with float4 weights"},
+            "with quantisation modelopt with float4 weights",
+        ),
         ({"is_moe": True}, "with a mixture of experts"),
         ({"runner_type": "pooling"}, "with pooling"),
         ({"is_multimodal_model": True}, "with a multimodal model"),
@@ -678,9 +685,6 @@ def test_drafts_beside_gated_delta_rules_are_those_that_have_run(monkeypatch: py
         "state spaces of Mamba-2 with speculative decoding"
     )
     assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
-
-
-BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dynamic group 128 activations"
 
 
 def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:

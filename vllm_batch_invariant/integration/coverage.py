@@ -361,10 +361,9 @@ def _other_adapters(config: Config) -> str | None:
         str(one).removeprefix("torch.") for one in (lora.lora_dtype, getattr(model, "head_dtype", of_model))
     )
     setting = next((name for name in _LAYERS_WITH_ADAPTERS if getattr(lora, name, None)), "")
-    packed, known = model.quantization, (None, *RAN.lora_quantised.get(device.ops.type, ()))
+    other = _other_quantisation(config, RAN.lora_quantised.get(device.ops.type, ()))
     found = {
-        f"quantisation {packed}": packed not in known,
-        "quantised activations": packed in known[1:] and schemes.quantises_activations(model, config.quant_config),
+        f"quantisation {other}": other,
         "a mixture of experts": model.is_moe,
         "pooling": _pools(config),
         "a multimodal model": model.is_multimodal_model,
@@ -1063,8 +1062,8 @@ COVERED = (
     ),
     Feature(
         "LoRA adapters",
-        "of dense models, on a CPU with vLLM 0.32 by one worker or two, also beside quantised weights of "
-        "compressed-tensors and with drafts of n-grams, on one GPU with 0.33: a request has the bits that it has where "
+        "of dense models, on a CPU with vLLM 0.32 by one worker or two, also beside weights in INT4, INT8 and FP8 (by "
+        "blocks or rows) and with drafts of n-grams, on one GPU with 0.33: a request has the bits that it has where "
         "its adapter is alone, one without an adapter those of a server without LoRA; not those of merged weights, "
         "which are rounded",
     ),
@@ -1316,8 +1315,9 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of experts, of models that pool, take images, keep states, quantise activations, or weights but "
-        "by compressed-tensors on a CPU; in another dtype than the model, fully sharded, or by two streams",
+        "LoRA adapters of experts, of models that pool, take images, keep states, or are quantised but, on a CPU, in "
+        "INT4 and INT8 by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or "
+        "by two streams",
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
