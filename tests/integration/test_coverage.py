@@ -703,6 +703,8 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     del by[1]
     assert rules(device="cuda") is None
+    of_next = rules(device="cuda", architecture="Qwen3NextForCausalLM")
+    assert of_next == "gated delta rules with quantised weights of Qwen3NextForCausalLM on a GPU"
     by[0] = "compressed-tensors with int4 weights"
     assert rules(device="cuda") == f"gated delta rules with quantisation {by[0]}"
     monkeypatch.setenv(UNTRIED.name, "1")

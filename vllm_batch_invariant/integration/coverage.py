@@ -628,6 +628,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
+        f"quantised weights of {model.architecture} on a GPU": (
+            only_run and model.quantization and model.architecture in RAN.quantised_on_cpus_alone
+        ),
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         "embeddings as prompts": model.enable_prompt_embeds,
@@ -1499,9 +1502,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5, Qwen3-Next) elsewhere, by over 2 workers or several engines, with drafts but "
-        "n-grams and MTP, other quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on "
-        "GPUs not in bf16, with drafts, or INT4",
+        "Gated delta rules (Qwen3.5) elsewhere, over 2 workers or several engines, drafts but n-grams and MTP, other "
+        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, with "
+        "drafts, INT4, quantised Qwen3-Next",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -1509,7 +1512,7 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, other quantisation, FP8 "
-        "caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, or in INT4",
+        "caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, INT4, quantised Falcon-H1",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last two",
         _state_spaces_elsewhere,

@@ -227,6 +227,7 @@ class Ran:
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
         mamba2_models: with state spaces of Mamba-2 beside attention.
+        quantised_on_cpus_alone: models with layers that keep states whose quantised weights no GPU has served.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
@@ -264,6 +265,7 @@ class Ran:
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
     mamba2_models: tuple[str, ...]
+    quantised_on_cpus_alone: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
