@@ -253,6 +253,11 @@ def _cache_dtype(config: Config) -> str:
     return FP8_CACHES[0] if scheme and dtype == "auto" else dtype
 
 
+def _ran_on(device_type: str) -> str:
+    """The device whose entries in ``ran.toml`` hold on one: with :data:`~.envs.UNTRIED` a CPU's on a GPU."""
+    return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
+
+
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
     """Whether a KV cache is in e4m3, beside states or in a model that takes images where none has been."""
     return _cache_dtype(config) in FP8_CACHES and beside not in RAN.fp8_kv_cache_beside.get(ran_on, ())
@@ -610,9 +615,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     of_model = str(model.dtype).removeprefix("torch.")
     setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
-    ran_on = "cpu" if ops.type == "cuda" and envs.starts_untried() else ops.type
+    ran_on = _ran_on(ops.type)
     numbers, slices = kept.workers.get(ran_on, ()), tensor_tree.k_slices()
-    only_run = ops.type == "cuda" and not envs.starts_untried()
     several = _several(config)
     workers = config.parallel_config.tensor_parallel_size
     if workers in numbers:
@@ -629,7 +633,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
         f"quantised weights of {model.architecture} on a GPU": (
-            only_run and model.quantization and model.architecture in RAN.quantised_on_cpus_alone
+            ran_on == "cuda" and model.quantization and model.architecture in RAN.quantised_on_cpus_alone
         ),
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
@@ -637,7 +641,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
-        f"{of_model} on a GPU": kept.of_rules and only_run and of_model != "bfloat16",
+        f"{of_model} on a GPU": kept.of_rules and ran_on == "cuda" and of_model != "bfloat16",
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
@@ -713,7 +717,7 @@ def _encoded_elsewhere(config: Config) -> str | None:
     model = config.model_config.architecture
     if ops.type not in RAN.encoding:
         return f"{named} on {ops.name}"
-    if ops.type == "cuda" and model in RAN.encoded_on_cpus_alone and not envs.starts_untried():
+    if _ran_on(ops.type) == "cuda" and model in RAN.encoded_on_cpus_alone:
         return f"{named} of {model} on {ops.name}"
     return _when(not version.startswith(RAN.encoding[ops.type]), f"{named} with vLLM {version}")
 
@@ -740,7 +744,7 @@ def _beside_encoded(config: Config) -> str | None:
     if not named:
         return None
     model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
-    ran_on = "cpu" if on == "cuda" and envs.starts_untried() else on
+    ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},

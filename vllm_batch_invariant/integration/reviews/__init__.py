@@ -244,7 +244,7 @@ class Ran:
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
-        lora_quantised: methods of quantisation whose weights have been served with them, by device.
+        lora_quantised: kinds of quantised weights that have been served with them, by device.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
