@@ -1,16 +1,13 @@
 """What the engine benchmark has an engine do, and how it is timed."""
 
-import json
 import random
-import tempfile
 import time
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.record import case_text
-from vllm_batch_invariant.verify.harness.adapters import write
+from vllm_batch_invariant.verify.harness.adapters import folder_of
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -58,17 +55,9 @@ def _adapters(llm: "LLM", requests: int, adapters: int) -> list[Any] | None:
     from vllm.lora.request import LoRARequest
 
     config = llm.llm_engine.vllm_config
-    folders = [_written(config.model_config.model, config.lora_config.max_lora_rank, one) for one in range(adapters)]
-    return [
-        LoRARequest(str(one % adapters), 1 + one % adapters, folders[one % adapters].name) for one in range(requests)
-    ]
-
-
-@cache
-def _written(model: str, rank: int, seed: int) -> Any:
-    folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
-    write(Path(folder.name), json.loads(Path(model, "config.json").read_text()), rank, seed)
-    return folder
+    said, rank = Path(config.model_config.model, "config.json").read_text(), config.lora_config.max_lora_rank
+    known = [LoRARequest(str(one), 1 + one, folder_of(said, rank, one)) for one in range(adapters)]
+    return [known[one % adapters] for one in range(requests)]
 
 
 @dataclass(frozen=True)

@@ -81,16 +81,15 @@ def write(
     return folder
 
 
-def folder_of(config: str, number: int) -> str:
-    """Of an adapter of :data:`DRAWN`, counted from 1, for a model with a config.json; written once, and kept until the
-    process ends.
+def folder_of(config: str, rank: int, seed: int, targets: tuple[str, ...] = (*ATTENTION, *MLP)) -> str:
+    """Of an adapter that :func:`write` makes for a model with a config.json; written once, and kept until the process
+    ends.
     """
-    return _kept(config, number).name
+    return _kept(config, rank, seed, targets).name
 
 
 @cache
-def _kept(config: str, number: int) -> Any:
-    rank, targets = DRAWN[number - 1]
+def _kept(config: str, rank: int, seed: int, targets: tuple[str, ...]) -> Any:
     folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
-    write(Path(folder.name), json.loads(config), rank, number, targets)
+    write(Path(folder.name), json.loads(config), rank, seed, targets)
     return folder

@@ -213,7 +213,8 @@ def adapter_request(llm: Any, number: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     config = llm.llm_engine.model_config.hf_text_config.to_dict()
-    folder = adapters.folder_of(json.dumps(config, sort_keys=True, default=str), number)
+    rank, targets = adapters.DRAWN[number - 1]
+    folder = adapters.folder_of(json.dumps(config, sort_keys=True, default=str), rank, number, targets)
     return LoRARequest(f"adapter {number}", number, folder)
 
 
