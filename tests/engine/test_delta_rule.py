@@ -196,7 +196,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path / "whole")
-    settings = {"afterwards": kept_states.alone, "max_num_batched_tokens": 61, "variables": UNTRIED_THERE}
+    settings = {"afterwards": kept_states.alone, "max_num_batched_tokens": 61}
     as_text = started(tmp_path / "whole", language_model_only=True, **settings)
     assert as_text == started(folder, **settings)
 

@@ -165,7 +165,7 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="LoRA adapters are refused there")
+@pytest.mark.skipif(ON_GPU, reason="it has not been run there")
 def test_adapters_are_drawn_and_one_that_follows_from_a_rows_place_is_found(checkpoint: Path) -> None:
     settings = replace(SETTINGS, options={"adapters": "on", "policy": "priority"})
     with started(str(checkpoint), (), "1", settings) as engine:

@@ -103,7 +103,6 @@ EXPERTS = {
 started: Callable[..., Any] = partial(
     kept_states.started,
     afterwards=partial(kept_states.ask, of=STATES, length=LENGTH),
-    variables=UNTRIED_THERE,
     **PAGES,
 )
 
@@ -175,7 +174,7 @@ def test_layers_of_published_sizes_keep_their_bits(tmp_path: Path, name: str, ea
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-4), ("float16", NEAR / 4)])
 def test_other_dtypes_keep_their_bits(family: Family, checkpoint: Path, dtype: str, near: float) -> None:
-    other = started(checkpoint, dtype=dtype, **UNCACHED, **family.few_pages(dtype))
+    other = started(checkpoint, dtype=dtype, variables=UNTRIED_THERE, **UNCACHED, **family.few_pages(dtype))
     assert other["preemptions"] > 0
     assert [name for name in SAME if other[name] != other["alone"]] == []
     assert distance_from_float64(checkpoint, other["alone"]) < near
@@ -191,7 +190,7 @@ def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) 
     assert other["preemptions"] > 0
     assert [name for name in SAME if other[name] != other["alone"]] == []
     assert decodes_as_it_prefills(other)
-    in_fp32 = started(folder, afterwards=kept_states.alone, dtype="float32")
+    in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
     assert distance_from_float64(folder, in_fp32) < 1e-4
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
 
