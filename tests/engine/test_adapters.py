@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from tests.engine.adapters import FAULTS, written
-from tests.engine.engines import OF_DEVICE, request, run, tokens
+from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, request, run, tokens
 from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, FUSED
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -150,7 +151,7 @@ def beside(checkpoint: Path, folders: Mapping[str, Path], **more: Any) -> tuple[
     def ask(engine: Engine) -> Any:
         return [alone(engine, folders), among(engine, folders, NAMES)]
 
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in more else {}
+    variables = UNTRIED_THERE | ({CORES: "0|1"} if "tensor_parallel_size" in more else {})
     settings = {"model": str(checkpoint), **FEW, **ROOM, **more}
     by_itself, together = run(settings, [], "1", afterwards=ask, **variables).afterwards
     return by_itself, together

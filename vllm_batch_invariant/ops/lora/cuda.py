@@ -18,7 +18,7 @@ from ..common.launch import launch
 from ..linear import triton_gemm
 from ..linear.reduction import LinearReduction
 from ..linear.schedule import ptr_tiles
-from ..moe.cuda import Groups, place
+from ..moe.cuda import Groups, numbers_of_pairs, place
 from .reduction import LoraReduction
 from .triton_kernels import expand_kernel, shrink_kernel
 
@@ -160,7 +160,8 @@ class RowGroups:
         found = cls(
             of_rows, {size: Groups.empty(most_blocks(rows, slots, size), slots, size, device) for size in sizes}
         )
-        found.set(of_rows[:rows])
+        for count in numbers_of_pairs(rows):
+            found.set(of_rows[:count])  # compiled before there are requests
         return found
 
     def set(self, slots: torch.Tensor) -> None:
@@ -369,7 +370,7 @@ _CERTIFICATE_SCALE = 64
 
 def certify(k: int, columns: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> int:
     """Compare every schedule with :func:`composed`, for 1 to 256 rows of several adapters and of none, of operands
-    whose sums cancel.
+    whose sums cancel; grouped for each call and ahead, so that no kernel is compiled while requests wait.
 
     Args:
         k: elements of x.
@@ -387,12 +388,16 @@ def certify(k: int, columns: Sequence[int], rank: int, dtype: torch.dtype, devic
     reduction, compared = LoraReduction.of_device("cuda", k, dtype), 0
     y, x, a, b, slots = _certificate_case(k, columns, rank, dtype, device)
     u, one = x[:, :1].expand(-1, rank).contiguous(), slice(b[0].shape[2])
-    expected = composed(y, x, a, b, slots, reduction), _expanded(y[:, one], u, b[0], slots, reduction)
+    whole = composed(y, x, a, b, slots, reduction)
+    expected = whole, whole, _expanded(y[:, one], u, b[0], slots, reduction)
     for schedule, rows in certified(dtype):
         order = torch.arange(rows, device=device) * 3 % len(y)  # some of all slots, each row once
-        found = y[order], y[order, one].contiguous()
+        groups = RowGroups.empty(rows, len(a[0]), dtype, device)
+        groups.set(slots[order])
+        found = y[order], y[order], y[order, one].contiguous()
         add_adapters(found[0], x[order], a, b, slots[order], reduction, schedule)
-        add_expanded(found[1], u[order], b[0], slots[order], reduction, schedule)
+        add_adapters(found[1], x[order], a, b, groups, reduction, schedule)
+        add_expanded(found[2], u[order], b[0], slots[order], reduction, schedule)
         if not all(torch.equal(made, wanted[order]) for made, wanted in zip(found, expected, strict=True)):
             raise NotCovered(
                 f"LoRA adapters of rank {rank} and {k} inputs in {dtype} on {torch.cuda.get_device_name(device)}",

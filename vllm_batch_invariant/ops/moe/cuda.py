@@ -276,8 +276,10 @@ _GROUPING = {
     inf: GroupingSchedule(256, 32, 0),
 }
 """By the most pairs that they are for."""
-_COUNTS_AT_ONCE = 8192
-"""Of experts and programs, which a program adds."""
+_COUNTS_AT_ONCE, _PROGRAMS_AT_ONCE = 8192, 64
+"""Of experts and programs, and of programs, whose counts a program adds. They do not follow the number of pairs, for
+which a kernel would be compiled while requests wait.
+"""
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,11 @@ def group(ids: torch.Tensor, experts: int, schedule: LayerSchedule, places: torc
     return groups
 
 
+def numbers_of_pairs(most: int) -> tuple[int, ...]:
+    """One for each way in which up to so many pairs are grouped, descending."""
+    return tuple(sorted({int(min(one, most)) for one in _GROUPING}, reverse=True))
+
+
 def place(ids: torch.Tensor, groups: Groups, block_m: int, places: torch.Tensor | None = None) -> None:
     """Write the pairs of ids, packed, into groups that have room for them; one of expert -1 is in none.
 
@@ -344,7 +351,7 @@ def place(ids: torch.Tensor, groups: Groups, block_m: int, places: torch.Tensor 
     counts, counts_at_once = None, 0
     if not how.counted_at_once:
         counts = torch.empty(programs, padded, dtype=torch.int32, device=ids.device)
-        counts_at_once = min(triton.next_power_of_2(programs), max(1, _COUNTS_AT_ONCE // padded))
+        counts_at_once = min(_PROGRAMS_AT_ONCE, max(1, _COUNTS_AT_ONCE // padded))
         launch(count_kernel, programs, (ids, places, counts, num_pairs), on=ids, waits=True, **shared)
     launch(
         place_kernel,
