@@ -23,7 +23,7 @@ from scripts.see.data import processor
 ROOT = Path(__file__).parents[1]
 SAMPLES = DATA / "samples.csv"
 BEGIN, END = r"<!--figure:([\w-]+)-->", "<!--end-->"
-_TAGS = ("model", "layers", "tp", "tree", "spec", "k", "arithmetic", "run", "format")
+_TAGS = ("model", "layers", "tp", "tree", "spec", "k", "arithmetic", "run", "format", "rank")
 """Keys of a case that say what was served, and not the load."""
 _NEWEST, _OLDER = "0.33.0", "0.26.0"
 _EQUAL = 0.005
@@ -94,12 +94,14 @@ def _place(row: Measurement) -> tuple[int, ...]:
     keys = row.keys
     metrics = ("ttft", "ttft-p99", "tpot", "tpot-p99")
     of_metric = metrics.index(row.metric) if keys["workload"] == "online" else 0
-    return _ORDER.index(keys["workload"]), int(keys.get("context", 0)) > 64, int(keys.get("batch", 0)), of_metric
+    load = int(keys.get("context", 0)) > 64, int(keys.get("adapters", 0)), int(keys.get("batch", 0))
+    return _ORDER.index(keys["workload"]), *load, of_metric
 
 
 def _workload(row: Measurement) -> str:
     """A case in words."""
     keys = row.keys
+    adapters = {"": "", "1": ", one adapter", "8": ", eight adapters"}[keys.get("adapters", "")]
     match keys["workload"]:
         case "throughput":
             low, _, high = keys["output"].partition("-")
@@ -107,9 +109,9 @@ def _workload(row: Measurement) -> str:
         case "tpot" if int(keys["context"]) > 64:
             return f"time per output token, batch {keys['batch']} behind {_number(int(keys['context']))} tokens"
         case "tpot":
-            return f"time per output token, batch {keys['batch']}"
+            return f"time per output token, batch {keys['batch']}{adapters}"
         case "prefill":
-            return f"prefill, {keys['prompts']} prompts of {keys['input']} tokens"
+            return f"prefill, {keys['prompts']} prompts of {keys['input']} tokens{adapters}"
         case "turn":
             return f"first token behind {keys['input']} new tokens and {_number(int(keys['cached']))} cached ones"
         case "online":
@@ -373,6 +375,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "engine-older": lambda: _engine_table(engine(_OLDER), native=True),
     "w4a16": lambda: _engine_table(engine(gpu="H100", format="w4a16-g128")),
     "fp8": lambda: _engine_table(engine(gpu="H100", format="w8a8-fp8-block")),
+    "fp8-experts": lambda: _engine_table(engine(model="30b-a3b", format="w8a8-fp8-block")),
+    "adapters-16": lambda: _engine_table(engine(rank="16")),
+    "adapters-64": lambda: _engine_table(engine(rank="64")),
     "experts": lambda: _engine_table(engine(model="30b-a3b")),
     "two-8b": lambda: _engine_table(_two_gpus()),
     "two-32b": lambda: _engine_table(_two_gpus(model="32b", layers="24")),

@@ -131,24 +131,21 @@ def test_images_whose_tokens_see_each_other_pass_in_steps_that_have_them_whole(
     assert found(**gemma, device="cuda") == []
 
 
-def test_several_gpus_share_an_encoder_or_its_images_where_what_is_untried_starts(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("device", "version"), [("cpu", "0.32.0"), ("cuda", "0.33.0")])
+def test_two_workers_share_an_encoder_or_its_images_of_some_models(
+    monkeypatch: pytest.MonkeyPatch, device: str, version: str
 ) -> None:
-    on_gpus, said = {**IMAGES, "device": "cuda"}, "image inputs of Qwen3VLForConditionalGeneration with"
+    images, said = {**IMAGES, "device": device}, "image inputs of Qwen3VLForConditionalGeneration with"
     data, two = {"settings": {"mm_encoder_tp_mode": "data"}}, {"tensor_parallel_size": 2}
-    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found(**on_gpus, **two) == [f"{said} tensor parallelism 2"]
-    assert found(**on_gpus, **data) == [f"{said} --mm-encoder-tp-mode data"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
     monkeypatch.setenv(TP_TREE.name, "2")
-    assert found(**on_gpus) == [f"{said} {TP_TREE.name}=2"]
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert found(**on_gpus, **data, **two) == []
-    monkeypatch.delenv(UNTRIED.name)
-    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found(**IMAGES, **data, **two) == []
-    assert found(**IMAGES, tensor_parallel_size=4) == [f"{said} tensor parallelism 4"]
-    other = {**IMAGES, "architecture": "Mistral3ForConditionalGeneration"}
+    assert found(**images, **data, **two) == []
+    other = {**images, "architecture": "Mistral3ForConditionalGeneration"}
+    assert found(**other) == [f"image inputs of {other['architecture']} with {TP_TREE.name}=2"]
+    monkeypatch.delenv(TP_TREE.name)
+    assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
     assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
+    assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
 
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +494,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
         return [what for row in rows if (what := row.found(config))]
 
 
-def test_adapters_pass_where_they_have_run() -> None:
+def test_adapters_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusals_of_adapters() == refusals_of_adapters(lora_dtype="torch.bfloat16") == []
     ngrams = SimpleNamespace(method="ngram")
     assert refusals_of_adapters(tensor_parallel_size=2) == refusals_of_adapters(speculative_config=ngrams) == []
@@ -506,8 +503,11 @@ def test_adapters_pass_where_they_have_run() -> None:
     assert refusals_of_adapters("0.31.0") == ["LoRA adapters on a CPU with vLLM 0.31.0"]
     assert refusals_of_adapters("0.33.0", "cuda") == []
     assert refusals_of_adapters("0.32.0", "cuda") == ["LoRA adapters on a GPU with vLLM 0.32.0"]
-    two = refusals_of_adapters("0.33.0", "cuda", tensor_parallel_size=2)
-    assert two == ["LoRA adapters beside tensor parallelism 2"]
+    on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda")
+    assert on_a_gpu(tensor_parallel_size=2) == ["LoRA adapters beside tensor parallelism 2"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_a_gpu(tensor_parallel_size=2) == on_a_gpu(speculative_config=ngrams) == []
+    assert on_a_gpu(quantization="fp8", kind=BLOCKS) == []
 
 
 @pytest.mark.parametrize(
@@ -702,13 +702,8 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert rules() == f"gated delta rules with quantisation {by[1]}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     del by[1]
-    assert rules(device="cuda") is None
-    of_next = rules(device="cuda", architecture="Qwen3NextForCausalLM")
-    assert of_next == "gated delta rules with quantised weights of Qwen3NextForCausalLM on a GPU"
-    by[0] = "compressed-tensors with int4 weights"
-    assert rules(device="cuda") == f"gated delta rules with quantisation {by[0]}"
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert rules(device="cuda") is None
+    assert rules(device="cuda") is rules(device="cuda", tensor_parallel_size=2) is None
+    assert spaces(device="cuda") == f"state spaces of Mamba-2 with quantisation {BLOCKS}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"
     assert rules(is_moe=True) is convolutions() is spaces() is None

@@ -230,7 +230,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
         "with quantised activations by several GPUs": quantises
         and parallel.tensor_parallel_size > 1
-        and not model.is_moe,
+        and not (model.is_moe or _keeps(config, _DELTA_RULES)),
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
@@ -366,7 +366,7 @@ def _other_adapters(config: Config) -> str | None:
         str(one).removeprefix("torch.") for one in (lora.lora_dtype, getattr(model, "head_dtype", of_model))
     )
     setting = next((name for name in _LAYERS_WITH_ADAPTERS if getattr(lora, name, None)), "")
-    other = _other_quantisation(config, RAN.lora_quantised.get(device.ops.type, ()))
+    other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
     found = {
         f"quantisation {other}": other,
         "a mixture of experts": model.is_moe,
@@ -388,9 +388,12 @@ def _beside_adapters(config: Config) -> str | None:
     if config.lora_config is None or _adapters_elsewhere(config):
         return None
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
-    if workers in RAN.lora_workers.get(device.ops.type, ()):
+    if workers in RAN.lora_workers.get(_ran_on(device.ops.type), ()):
         del several[f"tensor parallelism {workers}"]
-    method, drafters = getattr(config.speculative_config, "method", None), RAN.lora_drafters.get(device.ops.type, ())
+    method, drafters = (
+        getattr(config.speculative_config, "method", None),
+        RAN.lora_drafters.get(_ran_on(device.ops.type), ()),
+    )
     found = {
         **several,
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
@@ -632,9 +635,6 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
-        f"quantised weights of {model.architecture} on a GPU": (
-            ran_on == "cuda" and model.quantization and model.architecture in RAN.quantised_on_cpus_alone
-        ),
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         "embeddings as prompts": model.enable_prompt_embeds,
@@ -714,21 +714,17 @@ def _encoded_elsewhere(config: Config) -> str | None:
     if not named:
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    model = config.model_config.architecture
     if ops.type not in RAN.encoding:
         return f"{named} on {ops.name}"
-    if _ran_on(ops.type) == "cuda" and model in RAN.encoded_on_cpus_alone:
-        return f"{named} of {model} on {ops.name}"
     return _when(not version.startswith(RAN.encoding[ops.type]), f"{named} with vLLM {version}")
 
 
 def _encoded_by_several(config: Config) -> str | None:
-    """Workers that share an encoder, or the images of a step, where none have: two on a CPU, of some models."""
+    """Workers that share an encoder, or the images of a step, where none have: two, of some models."""
     named, model, k_slices = _encoded(config), config.model_config, tensor_tree.k_slices()
     if not named:
         return None
-    here = devices.of_config(config).ops.type == "cpu" or envs.starts_untried()
-    shared, workers = here and model.architecture in RAN.encoded_by_two, config.parallel_config.tensor_parallel_size
+    shared, workers = model.architecture in RAN.encoded_by_two, config.parallel_config.tensor_parallel_size
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
         "--mm-encoder-tp-mode data": model.multimodal_config.mm_encoder_tp_mode != "weights" and not shared,
@@ -982,9 +978,9 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5, images of Gemma 3 and Mistral 3: on a CPU with vLLM "
-        "0.32, on a GPU with 0.33, by one worker; on a CPU also of Qwen3.5-MoE, and of Qwen3-VL without experts and "
-        "Gemma 3 by two workers, which share each layer of the encoder, or the images of a step of Qwen3-VL",
+        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, also with experts, images of Gemma 3 and Mistral 3: on a CPU with vLLM "
+        "0.32, on a GPU with 0.33, by one worker; of Qwen3-VL without experts and Gemma 3 also by two workers, which "
+        "share each layer of the encoder, or the images of a step of Qwen3-VL",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1053,8 +1049,8 @@ COVERED = (
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; in bf16 on a GPU with 0.33, "
-        "by one worker and without drafts; states in fp32",
+        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; in bf16 on one GPU or two "
+        "with 0.33, without drafts; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -1064,8 +1060,8 @@ COVERED = (
     Feature(
         "Quantised weights beside these",
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
-        "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32; FP8 by rows "
-        "but beside LFM2, and by blocks (fp8) beside gated delta rules, on a GPU with 0.33",
+        "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
+        "with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1290,7 +1286,8 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, made FP8 by rows or tensors, or activations by several workers",
+        "by several engines, in exact arithmetic, made FP8 by rows or tensors, activations by several workers but "
+        "of Qwen3.5",
         "they have not been run there",
         "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
         _quantisation_elsewhere,
@@ -1453,11 +1450,10 @@ REFUSED = (
         _multimodal_inputs,
     ),
     Feature(
-        "Images, videos and audio by several GPUs, by more than two workers, or of other models than Qwen3-VL and "
-        "Gemma 3 by two; so their tree, and `--mm-encoder-tp-mode data`",
+        "Images, videos and audio by more than two workers, or of other models than Qwen3-VL and Gemma 3 by two; so "
+        "their tree, and `--mm-encoder-tp-mode data`",
         "no others have shared an encoder, or the images of a step",
-        "leave it out, or serve text only, with --language-model-only; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on two "
-        "GPUs",
+        "leave it out, or serve text only, with --language-model-only",
         _encoded_by_several,
         arguments=(TENSOR, envs.TP_TREE.name),
     ),
@@ -1478,8 +1474,7 @@ REFUSED = (
         _encoder,
     ),
     Feature(
-        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices; those "
-        "of Qwen3.5-MoE on a GPU",
+        "Images, videos and audio with another vLLM than 0.32 on a CPU and 0.33 on a GPU, or on other devices",
         "encoders have not been run there",
         "serve text only, with --language-model-only",
         _encoded_elsewhere,
@@ -1499,7 +1494,7 @@ REFUSED = (
     ),
     Feature(
         "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs quantised, or FP8 caches",
+        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs FP8 caches",
         "these have not been run together",
         "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
         _convolutions_elsewhere,
@@ -1508,7 +1503,7 @@ REFUSED = (
     Feature(
         "Gated delta rules (Qwen3.5) elsewhere, over 2 workers or several engines, drafts but n-grams and MTP, other "
         "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, with "
-        "drafts, INT4, quantised Qwen3-Next",
+        "drafts",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -1516,9 +1511,9 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, other quantisation, FP8 "
-        "caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, INT4, quantised Falcon-H1",
+        "caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last two",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

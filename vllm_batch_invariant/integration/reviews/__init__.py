@@ -220,14 +220,12 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
         multimodal_on_cpus_alone: multimodal models that no GPU has run.
-        encoded_on_cpus_alone: multimodal models whose images and the like no GPU has encoded.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
         mamba2_models: with state spaces of Mamba-2 beside attention.
-        quantised_on_cpus_alone: models with layers that keep states whose quantised weights no GPU has served.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
@@ -258,14 +256,12 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     encoded_by_two: tuple[str, ...]
     multimodal_on_cpus_alone: tuple[str, ...]
-    encoded_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
     mamba2_models: tuple[str, ...]
-    quantised_on_cpus_alone: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]

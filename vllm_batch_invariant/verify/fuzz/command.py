@@ -326,8 +326,7 @@ def _encodes(model: str, device: str) -> bool:
     architecture = (config.get("architectures") or [""])[0]
     ran = coverage.RAN.encoding.get(device)
     here = ran is not None and coverage.patch_points.installed_version().startswith(ran)
-    of_cpus = (*coverage.RAN.multimodal_on_cpus_alone, *coverage.RAN.encoded_on_cpus_alone)
-    on_cpus = architecture in of_cpus or config.get("model_type") in SEE_ALL
+    on_cpus = architecture in coverage.RAN.multimodal_on_cpus_alone or config.get("model_type") in SEE_ALL
     untried = on_cpus and device != "cpu" and not starts_untried()
     return here and architecture in coverage.RAN.encoded and not untried
 
