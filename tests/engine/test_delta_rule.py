@@ -53,6 +53,13 @@ its value heads side by side.
 """
 
 
+EAGER_OR_NOT = pytest.mark.parametrize(
+    "eager", [True, pytest.param(False, marks=pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs"))]
+)
+OF_GRAPHS: dict[bool, dict[str, Any]] = {True: {}, False: {"enforce_eager": False, "max_num_seqs": 8}}
+"""Settings of an engine that is eager or not: vLLM wants a page for each request of the largest graph."""
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """With what vLLM's file of the model imports for images."""
@@ -122,13 +129,12 @@ def test_without_a_prefix_cache_the_bits_are_the_same(
 def test_steps_of_decode_in_cuda_graphs_have_the_same_bits(
     started: Callable[..., Any], found: dict[str, Any], checkpoint: Path, settings: dict[str, Any]
 ) -> None:
-    # vLLM wants a page for each request of the largest graph
-    replayed = started(checkpoint, **settings | {"enforce_eager": False, "max_num_seqs": 8})
+    replayed = started(checkpoint, **settings | OF_GRAPHS[False])
     assert [name for name in SAME if replayed[name] != found["alone"]] == []
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.skipif(not ON_GPU, reason="no graphs"))])
+@EAGER_OR_NOT
 def test_heads_of_published_sizes_keep_their_bits(started: Callable[..., Any], tmp_path: Path, eager: bool) -> None:
     folder = text_model(kept_states.AS_PUBLISHED, tmp_path)
     own_pages = {"block_size": 16} if ON_GPU else {}
@@ -284,8 +290,9 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
+@EAGER_OR_NOT
 def test_n_grams_leave_answers_alone(
-    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, family: str
+    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, family: str, eager: bool
 ) -> None:
     folder = checkpoint
     if family in WITH_EXPERTS:
@@ -298,16 +305,17 @@ def test_n_grams_leave_answers_alone(
     def ask(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
         return engine.step("drafted", REPEATING).requests, engine.call("tests.engine.drafters:counts")
 
-    drafts = json.dumps(NGRAMS | {"num_speculative_tokens": 3})
-    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, speculative_config=drafts, **UNCACHED)
+    settings = UNCACHED | OF_GRAPHS[eager] | {"speculative_config": json.dumps(NGRAMS | {"num_speculative_tokens": 3})}
+    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, **settings)
     assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
     assert counted["accepted"] > 0
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3.5-MoE"])
+@EAGER_OR_NOT
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
-    started: Callable[..., Any], tmp_path: Path, family: str
+    started: Callable[..., Any], tmp_path: Path, family: str, eager: bool
 ) -> None:
     """Of random weights; three drafts run it three times."""
     model, config, sizes = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, kept_states.QWEN3_5
@@ -323,7 +331,8 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
         return engine.step("drafted", few).requests, engine.call("tests.engine.drafters:counts")
 
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
-    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, speculative_config=drafts, **UNCACHED)
+    settings = UNCACHED | OF_GRAPHS[eager] | {"speculative_config": drafts}
+    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, **settings)
     assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
     assert counted["drafts"] > 0
 
