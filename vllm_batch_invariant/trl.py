@@ -7,10 +7,14 @@
 Needs the extra [on-policy]. TRL's methods of one minor version are overridden, so another one is refused.
 """
 
+import atexit
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +22,10 @@ import torch
 from . import envs
 from .errors import NotCovered
 from .hf import Sampling, check_engine, patch, token_logprobs
+from .hf.adapters import is_adapters_own, unwrapped
 from .installing import how_to_install
 from .integration.engine import endpoint
+from .integration.reviews import patch_points
 from .seeds import sample_seed
 
 TRL = "1.16"
@@ -45,13 +51,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402 - w
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 
-__all__ = ["OnPolicyGRPOTrainer", "seed_rollouts"]
+__all__ = ["OnPolicyGRPOTrainer", "seed_rollouts", "serve_adapter"]
 
 _REQUEST_PARAMETERS = {
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "seed", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
 }
 """Of ``generation_kwargs``: those by which no token is drawn in another way."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM's ``max_lora_rank`` may be."""
+_POSTED = "trained"
+"""Name of the adapter in the engine."""
 _ROWS_AT_ONCE = 64
 """Whose probabilities are held in memory for their entropies."""
 
@@ -64,13 +74,17 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
     ``sampling/importance_sampling_ratio/min`` and ``max``, which are 1.
 
     Args:
-        model: a folder, a name, or a model of :func:`.hf.patch`'s families that is neither patched nor wrapped yet. By
-            name it has the checkpoint's dtype unless ``args.model_init_kwargs`` say another. It needs the engine's.
+        model: a folder, a name, or a model of :func:`.hf.patch`'s families that is not patched yet; also one that PEFT
+            has put a LoRA adapter into, see :func:`serve_adapter`. By name it has the checkpoint's dtype unless
+            ``args.model_init_kwargs`` say another. It needs the engine's.
         reward_funcs: as TRL has them.
         args: with ``use_vllm=True`` and ``bf16=False``, which is about autocast and not about the model's weights.
         quantization: of :func:`.hf.patch`: the engine quantises the weights that come at every step, and the model's
             forward pass as well.
-        others: the other arguments of GRPOTrainer, but for adapters and quantised models.
+        others: the other arguments of GRPOTrainer, but for ``peft_config`` and quantised models.
+
+    Attributes:
+        adapter: folder of the files of the adapter that the engine serves, of a model of PEFT's; else None.
 
     Raises:
         NotCovered: arguments with which the logprobs would not be the engine's, the flag off, or a model or an engine
@@ -90,11 +104,17 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
         if isinstance(model, str):
             model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "auto"} | (args.model_init_kwargs or {}))
         model.to(args.device)  # before it is patched: what is covered depends on the device
-        with _engine_that_quantises(quantization):
+        self.adapter: Path | None = None
+        is_adapted = unwrapped(model) is not model
+        of_engine: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
+        of_engine |= _room_for(model) if is_adapted else {}
+        with _engine_with(of_engine):
             super().__init__(patch(model, quantization), reward_funcs, args, **others)
         if self.ref_model is not None:
             patch(self.ref_model, quantization)
         self.check_engine()
+        if is_adapted:
+            self.adapter = serve_adapter(self)
         seed_rollouts(self)
 
     def check_engine(self) -> None:
@@ -137,18 +157,73 @@ class OnPolicyGRPOTrainer(GRPOTrainer):
 
 
 @contextmanager
-def _engine_that_quantises(quantization: str | None) -> Iterator[None]:
-    """TRL, which has no option for it, starts its engine with a quantisation."""
+def _engine_with(settings: dict[str, Any]) -> Iterator[None]:
+    """TRL, which has no option for these, starts its engine with them."""
     make = vllm_generation.LLM
 
     def made(*arguments: Any, **named: Any) -> Any:
-        return make(*arguments, **named | {"quantization": quantization})
+        return make(*arguments, **named | settings)
 
-    vllm_generation.LLM = make if quantization is None else made
+    vllm_generation.LLM = made if settings else make
     try:
         yield
     finally:
         vllm_generation.LLM = make
+
+
+def _room_for(model: Any) -> dict[str, Any]:
+    """Settings of an engine that serves the one adapter of a model of PEFT's.
+
+    Raises:
+        NotCovered: other weights of the model are trained, too, or the rank is larger than vLLM has room for.
+    """
+    own = [name for name, weight in model.named_parameters() if weight.requires_grad and not is_adapters_own(name)]
+    if own:
+        raise NotCovered(
+            f"weights beside the adapter that are trained, such as {own[0]}",
+            "the engine is sent the adapter alone",
+            "train the adapter alone, or all weights without one",
+        )
+    ranks = [rank for one in model.peft_config.values() for rank in (one.r, *one.rank_pattern.values())]
+    room = next((room for room in _RANKS if room >= max(ranks)), None)
+    if room is None:
+        raise NotCovered(f"an adapter of rank {max(ranks)}", "vLLM has room for 512 at most", "train a smaller one")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+def serve_adapter(trainer: GRPOTrainer) -> Path:
+    """Have the colocated engine of a trainer serve the adapter that is trained from its files, loaded in place before
+    each rollout. TRL's own way is to merge it into the weights, which rounds them, and to take it out again, by which
+    the weights change.
+
+    Args:
+        trainer: with a model of PEFT's, whose ``vllm_generation`` has started an engine with ``enable_lora``.
+
+    Returns:
+        The folder of the files, for calls of the engine by a ``rollout_func``; gone when the process ends.
+
+    Raises:
+        NotCovered: several processes train, or the engine sleeps.
+    """
+    if trainer.args.vllm_enable_sleep_mode:
+        raise NotCovered(
+            "an adapter whose engine sleeps", "it would forget the base weights, which are sent once", "leave it awake"
+        )
+    if trainer.accelerator.num_processes > 1:
+        raise NotCovered("an adapter that several processes train", "that has not been run", "train it by one")
+    generation, made = trainer.vllm_generation, tempfile.mkdtemp(prefix="vllm-adapter-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    generate, engine, of_vllm = generation.llm.generate, generation.llm.llm_engine, patch_points.LORA_REQUEST.get()
+
+    def post() -> None:
+        trainer.model.save_pretrained(made)
+        engine.add_lora(of_vllm(_POSTED, 1, made, load_inplace=True))
+
+    def adapted(prompts: Any, *args: Any, **named: Any) -> Any:
+        return generate(prompts, *args, **{"lora_request": of_vllm(_POSTED, 1, made)} | named)
+
+    generation.sync_weights, generation.llm.generate = post, adapted
+    return Path(made)
 
 
 def seed_rollouts(trainer: GRPOTrainer) -> None:
@@ -247,10 +322,15 @@ def _check(args: GRPOConfig, others: dict[str, Any]) -> None:
             "the trainer's logprobs would leave them out",
             "set temperature, top_p, top_k and min_p in GRPOConfig",
         ),
-        "adapters and quantised models": (
-            others.get("peft_config") is not None or others.get("quantization_config") is not None,
-            "TRL sends merged weights, which are rounded, and quantised ones have not been compared",
-            "train all weights, or have an engine load the adapter's files",
+        "peft_config": (
+            others.get("peft_config") is not None,
+            "TRL would put the adapter into a model that is patched already",
+            "pass the model of peft.get_peft_model(model, peft_config)",
+        ),
+        "quantised models": (
+            others.get("quantization_config") is not None,
+            "they have not been compared",
+            "pass OnPolicyGRPOTrainer(quantization='fp8_per_block') with a model in bf16",
         ),
     }
     for what, (is_found, why, remedy) in refused.items():

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -29,6 +31,8 @@ from vllm_batch_invariant.trl import OnPolicyGRPOTrainer
 from vllm_batch_invariant.verify.harness.requests import request, sampling_requests
 from vllm_batch_invariant.verify.harness.worker_main import Driver
 
+ADAPTER = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+"""Arguments of PEFT's LoraConfig."""
 OLD_LAYER = "model.layers.1."
 """Of the weights that the fault "one layer" does not send."""
 
@@ -100,7 +104,8 @@ class Rollout:
         chance = random.Random(f"{chosen.seed} {step}")
         ids = trainer.processing_class(prompts).input_ids
         asked = {"temperature": 1.0, "max_tokens": chosen.max_tokens, "logprobs": 0, "ignore_eos": False}
-        requests = [request(prompt, seed=chance.randrange(1 << 31), **asked) for prompt in ids]
+        adapter = {"adapter": str(folder)} if (folder := getattr(trainer, "adapter", None)) else {}
+        requests = [request(prompt, seed=chance.randrange(1 << 31), **asked) | adapter for prompt in ids]
         order = list(range(len(requests)))
         if chosen.schedule.shuffled:
             chance.shuffle(order)
@@ -150,6 +155,9 @@ def _with_fault(generation: Any, fault: str | None) -> None:
             return (pair for pair in every() if not pair[0].startswith(OLD_LAYER))
 
         generation._iter_named_params = others
+    elif fault == "stale adapter":
+        post, steps = generation.sync_weights, count()
+        generation.sync_weights = lambda: next(steps) or post()
 
 
 def _engine(make: Callable[..., Any], specification: Specification, **arguments: Any) -> Any:
@@ -167,6 +175,9 @@ def train(specification: Specification) -> list[Step]:
     on_cpu = not torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(specification.model)
     model = AutoModelForCausalLM.from_pretrained(specification.model, dtype=torch.bfloat16)
+    if specification.run.adapter:
+        torch.manual_seed(specification.seed)
+        model = get_peft_model(model, LoraConfig(**ADAPTER))
     dataset = Dataset.from_list(questions())
     arguments = GRPOConfig(
         output_dir=str(Path(specification.out).parent / "trainer"),

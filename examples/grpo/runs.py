@@ -69,7 +69,10 @@ class Run:
         corrected: whether TRL multiplies the loss by the importance ratio trainer / rollout, which is its default.
         rollouts: all completions of a step "together"; a "few" at a time, in another order, beside requests of others;
             or "one by one".
-        fault: "stale cache" (nobody empties the prefix cache), "one layer" (one layer is not sent), or None.
+        fault: "stale cache" (nobody empties the prefix cache), "one layer" (one layer is not sent), "stale adapter"
+            (the adapter is not sent after the first step), or None.
+        adapter: whether a LoRA adapter is trained in the place of all weights. Plain TRL merges it into the weights
+            that it sends.
     """
 
     mode: bool
@@ -77,6 +80,7 @@ class Run:
     corrected: bool = True
     rollouts: str = "together"
     fault: str | None = None
+    adapter: bool = False
 
     @property
     def exact(self) -> bool:
@@ -97,10 +101,19 @@ SHORT = {
     "stale-cache": Run(mode=True, patched=True, fault="stale cache"),
     "one-layer": Run(mode=True, patched=True, fault="one layer"),
     "stock-one-by-one": Run(mode=False, patched=False, rollouts="one by one"),
+    "ours-lora": Run(mode=True, patched=True, adapter=True),
+    "ours-lora-other-batch": Run(mode=True, patched=True, rollouts="few", adapter=True),
+    "stale-adapter": Run(mode=True, patched=True, fault="stale adapter", adapter=True),
+    "stock-lora": Run(mode=False, patched=False, adapter=True),
 }
-"""Runs of a few steps. In all but the first something is as it must not be, which has to be seen."""
+"""Runs of a few steps. Where not both engine and trainer are ours, or one has a fault, that has to be seen."""
 ALL = RUNS | SHORT
-SAME_WEIGHTS = {"ours-other-batch": "ours", "ours-one-by-one": "ours", "stock-one-by-one": "stock-corrected"}
+SAME_WEIGHTS = {
+    "ours-other-batch": "ours",
+    "ours-one-by-one": "ours",
+    "ours-lora-other-batch": "ours-lora",
+    "stock-one-by-one": "stock-corrected",
+}
 """Runs whose weights are compared with those of one with other rollouts: ours has the same, plain vLLM has not."""
 
 
@@ -348,7 +361,7 @@ def main() -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    for package in ("vllm", "trl"):
+    for package in ("vllm", "trl", "peft"):
         if find_spec(package) is None:
             raise NoTestError(f"{package} is not installed: {how_to_install('on-policy')} beside a vLLM")
     console, results, setting = Console(width=200), {}, here()

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_batch_invariant.ops.lora import LoraReduction
 from vllm_batch_invariant.verify.harness import adapters
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,6 +82,26 @@ def load(llm: Any, name: str, number: int, folder: str, in_place: bool) -> str:
     return ""
 
 
+def load_asleep(llm: Any, level: int, name: str, number: int, folder: str) -> None:
+    """Have the engine load an adapter in place while it sleeps and only its weights are there, as trainers do."""
+    llm.sleep(level)
+    llm.wake_up(tags=["weights"])
+    assert load(llm, name, number, folder, True) == ""
+    llm.wake_up(tags=["kv_cache"])
+
+
+def replace_unseen(llm: Any, way: str, folder: str) -> None:
+    """Replace the weights by a function, and have the engine, which is in this process, not look at them after that."""
+    from vllm_batch_invariant.integration.engine import weights
+    from vllm_batch_invariant.integration.side_table import beside
+
+    module, _, function = way.partition(":")
+    core = llm.llm_engine.engine_core.engine_core
+    getattr(import_module(module), function)(llm, folder)
+    watch = beside(core).watch
+    watch.called, watch.written = False, weights._written
+
+
 def refusal(llm: Any, request: Mapping[str, Any], name: str, number: int, folder: str) -> str:
     """What the engine says against a request with an adapter."""
     try:
@@ -126,7 +148,7 @@ class _Planted:
 def _on_a_cpu() -> tuple[Any, ...]:
     from vllm_batch_invariant.ops.lora import cpu
 
-    return cpu, "_by_slot", "_shrink"
+    return cpu, "_by_slot", "_shrink", "_expand"
 
 
 def _on_a_gpu() -> tuple[Any, ...]:
@@ -171,6 +193,20 @@ def _halves_by_rows(cpu: Any) -> None:
     cpu._shrink = shrink
 
 
+def _rounded_by_rows(cpu: Any) -> None:
+    right = cpu._expand
+
+    def expand(y: torch.Tensor, rows: torch.Tensor, u: torch.Tensor, b: torch.Tensor, reduction: LoraReduction) -> None:
+        if len(rows) == 1:
+            right(y, rows, u, b, reduction)
+            return
+        delta = torch.zeros_like(y[rows])
+        right(delta, torch.arange(len(rows)), u, b, reduction)
+        y[rows] += delta
+
+    cpu._expand = expand
+
+
 def _grouped_as(slots_of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
     """Rows are grouped by other slots than theirs."""
 
@@ -189,11 +225,16 @@ def _rolled(slots: torch.Tensor) -> torch.Tensor:
     return slots.roll(1)
 
 
+SHRINKS, EXPANDS = (
+    "K is added in halves, each rounded, for several rows",
+    "what is added is rounded first, for several rows",
+)
 _FAULTS: dict[str, dict[str, Callable[[Any], None]]] = {
     "cpu": {
         "no adapter is the last slot": _none_is_the_last,
         "a row has its neighbour's adapter": _next_row,
-        "K is added in halves, each rounded, for several rows": _halves_by_rows,
+        SHRINKS: _halves_by_rows,
+        EXPANDS: _rounded_by_rows,
     },
     "cuda": {
         "no adapter is the first slot": _grouped_as(_none_is_the_first),

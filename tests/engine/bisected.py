@@ -1,11 +1,14 @@
 """Bisections of an engine in this process: run by the driver, since the mode holds for a whole process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 
+from tests.engine.adapters import EXPANDS, SHRINKS, plant
 from tests.faults.adding import nudge
 from tests.faults.experts import FAULTS as OF_EXPERTS
 from tests.faults.experts import planted
@@ -134,3 +137,16 @@ def first_divergence_among(llm: Any, counts: list[int]) -> dict[str, Any]:
         if result.found is not None:
             break
     return plain(case, result)
+
+
+def adapters(llm: Any, folders: list[str]) -> dict[str, dict[str, Any]]:
+    """What is found of requests with adapters in turn without a fault, and with one in a product of the adapters."""
+    found = {}
+    in_turn = tuple(islice(cycle(["", *folders]), len(CASE.concurrent)))
+    case = replace(CASE, adapter=folders[0], adapters=in_turn)
+    for fault in ("", SHRINKS, EXPANDS):
+        plant(llm, fault)
+        found[fault] = plain(case, bisect(llm, case))
+    plant(llm, "")
+    found["none"] = plain(case, bisect(llm, replace(case, adapter="")))
+    return found

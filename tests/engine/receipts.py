@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_batch_invariant.seeds import SAMPLE_ID
 from vllm_batch_invariant.verify import receipt
+from vllm_batch_invariant.verify.harness.engine import lora_request_of
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.receipt import engine, record
 
@@ -71,9 +72,7 @@ def with_adapter(llm: Any, prompt: list[int], folders: list[str]) -> dict[str, A
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=3, ignore_eos=True)
-    adapters = [engine.lora_request_of(folder) for folder in folders]
-    for number, adapter in enumerate(adapters, 1):
-        adapter.lora_int_id = number
+    adapters = [lora_request_of(folder, number) for number, folder in enumerate(folders, 1)]
     texts = []
     for adapter in (adapters[0], None):
         [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False, lora_request=adapter)

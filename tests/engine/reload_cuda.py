@@ -2,7 +2,8 @@
 
 It takes three minutes. Four engines, with each of vLLM's model runners, eager and in CUDA graphs, start with one
 checkpoint or another; with ``--gpus 2`` four that have two workers or two stages, and where Ray is installed one whose
-workers Ray starts; with ``--models hybrids`` those of models whose layers keep states. What an engine answers after its
+workers Ray starts; with ``--models hybrids`` those of models whose layers keep states, and with ``--models adapters``
+two with LoRA adapters, of which one is loaded in place whenever weights are replaced. What an engine answers after its
 weights were replaced must have the bits of an engine that was started with them. Each line says what was done, whether
 the answers agree, and how many tokens of the first were found in the prefix cache.
 """
@@ -13,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from tests.engine.adapters import written
 from tests.engine.engines import ROOT, UNTRIED_THERE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, request, tokens
@@ -42,6 +44,10 @@ ARGUMENTS = (
     "--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 30}", "--enable-sleep-mode",
     f"--worker-extension-cls={RELOADS}.Extension",
 )  # fmt: skip
+ADAPTERS = "tests.engine.adapters"
+OF_ADAPTERS = ("--enable-lora", "--max-loras=2", "--max-cpu-loras=2", "--max-lora-rank=16")
+STAYS, POSTED = "stays", "posted"
+"""Names of two adapters: one has the same files throughout, the other those of the checkpoint that serves."""
 LONG = 300
 """Tokens of a request during which the weights are replaced."""
 PATIENCE = 170
@@ -61,6 +67,7 @@ class Case:
     stages: int = 1
     executor: str = ""
     model: str = ""
+    adapters: bool = False
     answers: dict[int, Any] = field(default_factory=dict)
     """By checkpoint, of the fresh engine at first."""
 
@@ -70,12 +77,13 @@ class Case:
         words += [f"{self.workers} workers"] if self.workers > 1 else []
         words += [f"{self.stages} stages"] if self.stages > 1 else []
         words += [self.model] if self.model else []
+        words += ["adapters"] if self.adapters else []
         return ", ".join([*words, *([self.executor] if self.executor else [])])
 
     @property
-    def bits(self) -> tuple[int, int, str]:
+    def bits(self) -> tuple[int, int, str, bool]:
         """What decides them: cases for which it is equal answer equally."""
-        return self.runner, self.workers, self.model
+        return self.runner, self.workers, self.model, self.adapters
 
     @property
     def gpus(self) -> int:
@@ -92,6 +100,7 @@ CASES = {
         *((Case(2, False, 1, workers=2, executor="ray"),) if find_spec("ray") else ()),
     ),
     "hybrids": tuple(Case(2, False, 0, model=model) for model in SHAPES if model),
+    "adapters": (Case(2, True, 1, adapters=True), Case(2, False, 0, adapters=True)),
 }
 
 
@@ -114,10 +123,11 @@ def start(case: Case, folders: Sequence[str], backend: str) -> Engine:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-    } | (UNTRIED_THERE if case.model else {})
+    } | (UNTRIED_THERE if case.model or case.adapters else {})
     arguments = [*ARGUMENTS, *graphs, f'--weight-transfer-config={{"backend": "{backend}"}}']
     arguments += [f"--tensor-parallel-size={case.workers}", f"--pipeline-parallel-size={case.stages}"]
     arguments += [f"--distributed-executor-backend={case.executor}"] if case.executor else []
+    arguments += OF_ADAPTERS if case.adapters else []
     if case.model:
         arguments += ["--mamba-ssm-cache-dtype=float32"]
     return Engine(folders[case.first], arguments, "1", settings, PATIENCE)
@@ -129,6 +139,26 @@ def ask(running: Engine, name: str) -> tuple[Any, int]:
     together = running.step(name, [*requests, *concurrent_requests(20, 20)]).requests[: len(LENGTHS)]
     warm = running.step(f"{name}, warm", requests[-1:]).requests
     return [answer["completions"] for answer in (*together, *warm)], together[-1]["cached"]
+
+
+def ask_with_adapters(running: Engine, adapters: Mapping[str, str], which: int) -> tuple[Any, int]:
+    """The same of requests with each adapter and with none."""
+    known, names = {STAYS: [1, adapters[STAYS]], POSTED: [2, adapters[str(which)]]}, (STAYS, None, POSTED)
+    sent = [{**request(tokens(length, 1)), "adapter": name} for name in names for length in LENGTHS]
+    others = [{**one, "adapter": names[at % 3]} for at, one in enumerate(concurrent_requests(20, 20))]
+    together = running.call(f"{ADAPTERS}:step", [*sent, *others], known, False)
+    warm = running.call(f"{ADAPTERS}:step", sent[-1:], known, False)
+    return [*together["answers"][: len(sent)], *warm["answers"]], together["cached"][len(sent) - 1]
+
+
+def post(running: Engine, adapters: Mapping[str, str], which: int) -> None:
+    """Load the adapter of a checkpoint in place of the other's.
+
+    Raises:
+        EngineFailed: the engine refused it.
+    """
+    if said := running.call(f"{ADAPTERS}:load", POSTED, 2, adapters[str(which)], True):
+        raise EngineFailed(said, running.log)
 
 
 def ways(case: Case, backend: str) -> Iterator[tuple[str, int, list[tuple[str, list[Any]]]]]:
@@ -146,9 +176,15 @@ def ways(case: Case, backend: str) -> Iterator[tuple[str, int, list[tuple[str, l
             yield f"{kind} 2, buckets {which}", which, [("asleep_while_loading", [kind, which])]
 
 
-def run(case: Case, running: Engine, folders: Sequence[str], backend: str) -> list[str]:
+def run(case: Case, running: Engine, folders: Sequence[str], backend: str, adapters: Mapping[str, str]) -> list[str]:
     """Do all of a case; returns the lines of what went wrong."""
     wrong = []
+
+    def asked(what: str, which: int) -> tuple[Any, int]:
+        if not case.adapters:
+            return ask(running, what)
+        post(running, adapters, which)
+        return ask_with_adapters(running, adapters, which)
 
     def check(what: str, which: int, cached: int | None, answers: Any) -> None:
         known = case.answers.setdefault(which, answers)
@@ -164,13 +200,13 @@ def run(case: Case, running: Engine, folders: Sequence[str], backend: str) -> li
                  for at, value in enumerate(arguments)]  # fmt: skip
         return running.call(f"{RELOADS}:{function}", *paths)
 
-    answers, cached = ask(running, "fresh")
+    answers, cached = asked("fresh", case.first)
     check("fresh", case.first, cached, answers)
     for what, which, functions in ways(case, backend):
         try:
             for function, arguments in functions:
                 call(function, arguments)
-            answers, cached = ask(running, what)
+            answers, cached = asked(what, which)
         except EngineFailed as error:
             print(error.log[-3000:], flush=True)
             wrong.append(f"{case.name}: {what}: FAILED {error}")
@@ -220,6 +256,11 @@ def differences(cases: Sequence[Case]) -> list[str]:
             model: [str(make_checkpoint(Path(folder, model, str(seed)), SHAPES[model], seed)) for seed in (0, 1)]
             for model in {case.model for case in cases}
         }
+        of_cases = (STAYS, "0", "1") if any(case.adapters for case in cases) else ()
+        adapters = {
+            name: str(written(Path(folder, name), Path(folders[""][0]), 8 + 4 * seed, seed))
+            for seed, name in enumerate(of_cases)
+        }
         engines = [start(case, folders[case.model], backend) for case in cases]
         started = [pool.submit(engine.__enter__) for engine in engines]
         wrong, up = [], []
@@ -234,7 +275,7 @@ def differences(cases: Sequence[Case]) -> list[str]:
                 up.append((case, engine))
                 print(f"{time.monotonic() - BEGIN:6.1f} s  {case.name}: started", flush=True)
         for case, engine in up:
-            wrong += run(case, engine, folders[case.model], backend)
+            wrong += run(case, engine, folders[case.model], backend, adapters)
     for (one, _), (other, _) in combinations(up, 2):
         both = one.answers.keys() & other.answers.keys() if one.bits == other.bits else ()
         wrong += [f"{one.name} and {other.name} differ for checkpoint {which}" for which in both
@@ -247,9 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runner", type=int, choices=(1, 2), help="only this model runner")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="of each engine")
-    parser.add_argument("--models", choices=("dense", "hybrids"), default="dense", help="which")
+    parser.add_argument("--models", choices=("dense", "hybrids", "adapters"), default="dense", help="which")
     options = parser.parse_args(argv)
-    name = "hybrids" if options.models == "hybrids" else ("one GPU", "two GPUs")[options.gpus - 1]
+    name = ("one GPU", "two GPUs")[options.gpus - 1] if options.models == "dense" else options.models
     wrong = differences([case for case in CASES[name] if options.runner in (None, case.runner)])
     print(*(wrong or [f"all equal, in {time.monotonic() - BEGIN:.0f} s"]), sep="\n")
     return int(bool(wrong))

@@ -205,12 +205,20 @@ def asleep_while_loading(llm: Any, kind: str, folder: str) -> None:
     wake_up(tags=["kv_cache"])
 
 
-def replaced_while_it_runs(llm: Any, asked: dict[str, Any], begun: int, folder: str) -> dict[str, Any]:
-    """What a request answers whose weights are replaced once it has ``begun`` tokens or more."""
-    from vllm import SamplingParams
+def replaced_while_it_runs(
+    llm: Any, asked: dict[str, Any], begun: int, folder: str, adapter: list[Any] | None = None
+) -> dict[str, Any]:
+    """What a request answers whose weights are replaced once it has ``begun`` tokens or more.
 
-    engine = llm.llm_engine
-    engine.add_request("running", {"prompt_token_ids": asked["prompt"]}, SamplingParams(**asked["params"]))
+    Args:
+        adapter: name, number and folder of the one that it has.
+    """
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine, params = llm.llm_engine, SamplingParams(**asked["params"])
+    lora = None if adapter is None else LoRARequest(*adapter)
+    engine.add_request("running", {"prompt_token_ids": asked["prompt"]}, params, lora_request=lora)
     for outputs in drive(engine):
         if outputs and len(outputs[0].outputs[0].token_ids) >= begun:
             break

@@ -95,13 +95,14 @@ def test_the_kept_data_are_exact_where_the_mode_is_on_and_nowhere_else() -> None
         assert (row.p50, row.bits) == (0.0, "equal")
     rows = [row for row in kept if row.keys["model"] == SMALL]
     rows = [row for row in rows if (row.gpu, row.versions) == (rows[0].gpu, rows[0].versions)]
+    rows += [row for row in kept if ALL[row.provider].adapter]
     gaps = {name: [row for row in rows if (row.provider, row.metric) == (name, "kl")] for name in ALL}
     for name, found in gaps.items():
         exact = ALL[name].exact
         assert {row.bits for row in found} == ({"equal"} if exact else {"-"})
         assert max(row.p50 for row in found) == 0.0 if exact else found[-1].p50 > 0
     same = {row.provider: row for row in rows if row.metric == "same-weights"}
-    for name in ("ours-other-batch", "ours-one-by-one"):
+    for name in ("ours-other-batch", "ours-one-by-one", "ours-lora-other-batch"):
         assert (same[name].p50, same[name].bits) == (len(gaps[name]), "equal")
     assert same["stock-one-by-one"].p50 < len(gaps["stock-one-by-one"])
 
@@ -111,8 +112,8 @@ def test_the_kept_data_are_exact_where_the_mode_is_on_and_nowhere_else() -> None
 def test_short_runs_are_exact_and_every_fault_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if find_spec("trl") is None:
-        pytest.skip(f"needs TRL: {how_to_install('on-policy')}")
+    if find_spec("trl") is None or find_spec("peft") is None:
+        pytest.skip(f"needs TRL and PEFT: {how_to_install('on-policy')}")
     out = tmp_path / "on_policy.csv"
     chosen = [name for name, run in ALL.items() if run.mode or run.patched]
     sizes = ["--steps", "2", "--short", "2", "--warm-up", "25"]
@@ -122,4 +123,4 @@ def test_short_runs_are_exact_and_every_fault_is_seen(
     assert {row.provider for row in rows} == set(chosen)
     exact = [row for row in rows if ALL[row.provider].exact]
     assert {row.p50 for row in exact if row.metric in ("kl", "logprob-difference")} == {0.0}
-    assert [row.p50 for row in exact if row.metric == "same-weights"] == [2.0, 2.0]
+    assert [row.p50 for row in exact if row.metric == "same-weights"] == [2.0, 2.0, 2.0]

@@ -90,13 +90,70 @@ def test_arguments_with_which_the_logprobs_would_be_others_are_refused(
 
 
 @needs_trl
-def test_a_trainer_without_the_mode_and_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_the_mode_and_what_trl_would_wrap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_batch_invariant import trl
 
     monkeypatch.delenv(envs.FLAG, raising=False)
     refuses(lambda: trl._check(arguments(), {}), r'the rollout without the mode: .*; set os.environ\["VLLM_BATCH_INV')
     monkeypatch.setenv(envs.FLAG, "1")
-    refuses(lambda: trl._check(arguments(), {"peft_config": object()}), "adapters")
+    refuses(lambda: trl._check(arguments(), {"peft_config": object()}), "peft_config")
+
+
+class OfPeft(torch.nn.Module):
+    """Stands for PEFT's model: an adapter of a rank, beside a weight that may be trained."""
+
+    def __init__(self, rank: int, trains_all: bool = False) -> None:
+        super().__init__()
+        self.add_module(
+            "q_proj", torch.nn.ModuleDict({"lora_A": torch.nn.ModuleDict({"default": torch.nn.Linear(4, 4)})})
+        )
+        self.embed_tokens = torch.nn.Embedding(4, 4).requires_grad_(trains_all)
+        self.peft_config = {"default": SimpleNamespace(r=rank, rank_pattern={"v_proj": 4})}
+
+
+@needs_trl
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (300, 320)])
+def test_the_engine_has_room_for_the_adapters_rank(rank: int, room: int) -> None:
+    from vllm_batch_invariant import trl
+
+    assert trl._room_for(OfPeft(rank)) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+@needs_trl
+def test_what_an_adapters_files_cannot_hold_is_refused() -> None:
+    from vllm_batch_invariant import trl
+
+    refuses(lambda: trl._room_for(OfPeft(8, trains_all=True)), "weights beside the adapter .*embed_tokens.weight")
+    refuses(lambda: trl._room_for(OfPeft(513)), "an adapter of rank 513")
+
+
+@needs_trl
+def test_the_adapter_is_written_and_loaded_in_place_before_each_rollout() -> None:
+    pytest.importorskip("vllm")
+    from vllm_batch_invariant import trl
+
+    seen: list[Any] = []
+
+    def generate(prompts: Any, sampling_params: Any = None, **named: Any) -> None:
+        seen.append(("asked", named["lora_request"].lora_path))
+
+    engine = SimpleNamespace(add_lora=lambda one: seen.append((one.lora_int_id, one.lora_path, one.load_inplace)))
+    generation = SimpleNamespace(llm=SimpleNamespace(generate=generate, llm_engine=engine))
+    model = SimpleNamespace(save_pretrained=lambda folder: seen.append(("written", folder)))
+    trainer = SimpleNamespace(
+        vllm_generation=generation,
+        model=model,
+        args=SimpleNamespace(vllm_enable_sleep_mode=False),
+        accelerator=SimpleNamespace(num_processes=1),
+    )
+    folder = str(trl.serve_adapter(trainer))
+    generation.sync_weights()
+    generation.llm.generate(["a"], None)
+    assert seen == [("written", folder), (1, folder, True), ("asked", folder)]
+    trainer.accelerator.num_processes = 2
+    refuses(lambda: trl.serve_adapter(trainer), "an adapter that several processes train")
+    trainer.args.vllm_enable_sleep_mode = True
+    refuses(lambda: trl.serve_adapter(trainer), "an adapter whose engine sleeps")
 
 
 def test_arguments_are_those_of_trl() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import devices
 from vllm_batch_invariant.integration.engine import refusals, weights
@@ -520,17 +521,30 @@ def test_a_trainer_that_writes_into_the_model_of_its_process_is_seen(core_class:
     assert core.resets == [True]
 
 
-def test_weights_of_a_model_with_adapters_are_not_written() -> None:
-    class Loading(torch.nn.Module):
-        lora_manager = object()
+class WithAdapters(torch.nn.Module):
+    """A model on a device, with what adds LoRA adapters."""
 
-        def load_weights(self, names: list[str]) -> list[str]:
-            return names
+    lora_manager = object()
 
-    model = Loading()
-    weights.watch_loading(model)
-    with pytest.raises(NotCovered, match="new weights of a model with LoRA adapters"):
-        model.load_weights(["one"])
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, device=device))
+
+    def load_weights(self, names: list[str]) -> list[str]:
+        return names
+
+
+def test_weights_of_a_model_with_adapters_are_written_where_that_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(envs.UNTRIED.name, raising=False)
+    here, elsewhere = WithAdapters("cpu"), WithAdapters("meta")
+    for model in (here, elsewhere):
+        weights.watch_loading(model)
+    here.weight = torch.nn.Parameter(torch.empty(1, device="meta"))  # as vLLM has it while it reloads
+    assert here.load_weights(["one"]) == ["one"]
+    with pytest.raises(NotCovered, match="new weights of a model with LoRA adapters on a device of the type meta"):
+        elsewhere.load_weights(["one"])
+    monkeypatch.setenv(envs.UNTRIED.name, "1")
+    assert elsewhere.load_weights(["one"]) == ["one"]
 
 
 def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:

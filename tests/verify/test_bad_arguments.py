@@ -34,6 +34,8 @@ OWN = {
         (("x/y", "--prompts", "/dev/null"), "no prompt in it"),
         (("x/y", "--prompts", "/dev/null", "--concurrent", "3"), "leave out --concurrent"),
         (("x/y", "--serve-args", "--worker-extension-cls a.B"), "taken by the recording"),
+        (("x/y", "--adapter", "."), "needs an engine with adapters: --serve-args='--enable-lora"),
+        (("x/y", "--adapter", ".", "--serve-args=--enable-lora", "--case", "f.json"), "--concurrent and --adapter"),
     ),
     "check": (
         ((*SERVER, "--timeout", "soon"), "not a number from 0 on"),
@@ -44,6 +46,10 @@ OWN = {
         (("x/y", "--junit", "no/such/folder/r.xml"), "--junit no/such/folder/r.xml: no such folder"),
         (("x/y", "--junit", "r.xml", "--compare"), "--junit goes without --compare"),
         (("x/y", "--junit", "r.xml", "--fuzz", "1"), "--fuzz goes without --junit"),
+        (("x/y", "--adapter", "nowhere", "--serve-args=--enable-lora"), "--adapter nowhere: no such folder"),
+        (("x/y", "--adapter", "."), "needs an engine with adapters: --serve-args='--enable-lora"),
+        ((*SERVER, "--adapter", "."), "for an engine that is started here"),
+        (("x/y", "--adapter", ".", "--fuzz", "1"), "--fuzz goes without --adapter"),
     ),
     "reproduce": (
         ((*SERVER, "--compare"), "already runs"),
@@ -56,6 +62,8 @@ OWN = {
         (("x/y", "--temperature", "-1"), "from 0 on"),
         (("x/y", "--prompt", ""), "--prompt is empty"),
         (("x/y", "--chat", "--completions"), "not allowed with"),
+        (("x/y", "--adapter", "."), "--adapter goes with --offline"),
+        ((*SERVER, "--adapter", "."), "for an engine that is started here"),
     ),
     "receipt": (
         (("make",), "required: FILE"),

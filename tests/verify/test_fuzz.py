@@ -429,7 +429,7 @@ def test_a_finding_survives_its_file(tmp_path: Path) -> None:
 def test_a_bisection_gets_the_requests_of_a_finding() -> None:
     one = finding(item("n0", at=0), item("t0", at=0, max_tokens=9), item("n1", at=0))
     assert one.for_bisect
-    case = _case_of(one, 5)
+    case = _case_of(None, one, 5)
     assert (case.place, case.max_tokens, len(case.concurrent)) == (1, 9, 2)
     assert case.prompt == one.schedule.items[1].prompt
     assert "--case f.json" in " ".join(one.bisect_arguments(Path("f.json")))
@@ -439,7 +439,7 @@ def test_a_bisection_gets_the_requests_of_a_finding() -> None:
     assert not finding(replace(item("n0", at=0), embeds=True), item("t0", at=0)).for_bisect
     assert not replace(one, schedule=replace(one.schedule, sleeps=(Sleep(1, 1),))).for_bisect
     with pytest.raises(NoTestError, match="no target"):
-        _case_of(finding(item("n0")), 5)
+        _case_of(None, finding(item("n0")), 5)
 
 
 def test_the_context_is_the_models_or_the_one_asked_for(tmp_path: Path) -> None:

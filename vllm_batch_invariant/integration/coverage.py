@@ -402,7 +402,7 @@ def _beside_adapters(config: Config) -> str | None:
         "FlexAttention": envs.ATTENTION.read() == "flex",
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "embeddings as prompts": model.enable_prompt_embeds,
-        "sleep": model.enable_sleep_mode,
+        "sleep": model.enable_sleep_mode and not envs.starts_untried(),
         "a KV connector": bool(connectors.name(config)),
     }
     first = _first(found)
@@ -1066,9 +1066,8 @@ COVERED = (
     Feature(
         "LoRA adapters",
         "of dense models, on a CPU with vLLM 0.32 by one worker or two, also beside weights in INT4, INT8 and FP8 (by "
-        "blocks or rows) and with drafts of n-grams, on one GPU with 0.33: a request has the bits that it has where "
-        "its adapter is alone, one without an adapter those of a server without LoRA; not those of merged weights, "
-        "which are rounded",
+        "blocks or rows), with drafts of n-grams, or new weights, on one GPU with 0.33: a request has the bits that it "
+        "has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
     ),
     Feature(
         "Scheduling",
@@ -1331,7 +1330,7 @@ REFUSED = (
         "LoRA adapters beside over 2 workers on a CPU, several GPUs, the tree, stages, several engines, drafts but "
         "n-grams on a CPU, exact arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
         "these have not been run together",
-        "leave one of the two out, or merge the adapter into the weights",
+        f"leave one out, or merge the adapter; {envs.UNTRIED.name}=1 starts what a CPU has run, and sleep",
         _beside_adapters,
         arguments=(
             *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP),

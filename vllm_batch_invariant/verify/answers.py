@@ -355,6 +355,7 @@ class RequestSpec:
         activation: whether a pooling model normalises an embedding, or makes classes of logits; None for its own way.
         truncate: tokens of a pooling model's prompt at most; None for all.
         image: files of images that stand before the prompt.
+        adapters: folders of LoRA adapters, of which the request has the first.
     """
 
     prompt: str = PROMPT
@@ -369,6 +370,7 @@ class RequestSpec:
     activation: bool | None = None
     truncate: int | None = None
     image: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def pools(self) -> bool:
@@ -380,8 +382,9 @@ class RequestSpec:
         """What the task of the request has, by name."""
         others = OF_TEXT if self.pools else OF_POOLING
         asked = {name: value for name, value in vars(self).items() if name not in others}
-        if not self.image:
-            asked.pop("image", None)
+        for name in ("image", "adapters"):
+            if not getattr(self, name):
+                asked.pop(name, None)
         return asked
 
     @property

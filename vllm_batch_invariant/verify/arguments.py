@@ -101,6 +101,35 @@ def add_model(parser: argparse._ActionsContainer, served: bool = True) -> None:
     )
 
 
+def add_adapter(parser: argparse._ActionsContainer, whose: str, repeatable: bool = True) -> None:
+    """Add the option of every command that sends requests with LoRA adapters; see :func:`check_adapter`.
+
+    Args:
+        whose: of which requests the adapter is.
+        repeatable: several are taken.
+    """
+    several: dict[str, Any] = {"action": "append", "default": []} if repeatable else {}
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="FOLDER",
+        help=f"with an engine here that --serve-args start with LoRA: an adapter that {whose}",
+        **several,
+    )
+
+
+def check_adapter(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """Check the folders of adapters."""
+    given = options.adapter if isinstance(options.adapter, list) else [options.adapter] if options.adapter else []
+    if given and getattr(options, "base_url", None):
+        parser.error("--adapter is for an engine that is started here: leave out --base-url")
+    for folder in given:
+        if not folder.is_dir():
+            parser.error(f"--adapter {folder}: no such folder")
+    if given and "--enable-lora" not in options.serve_args:
+        parser.error("--adapter needs an engine with adapters: --serve-args='--enable-lora --max-lora-rank 64'")
+
+
 def check_reports(parser: OneLineParser, options: argparse.Namespace) -> None:
     """Check the files to write, and the prompt."""
     if options.json and options.json.path and (why := why_not_writable(options.json.path)):

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 
+from ... import envs
 from ...errors import NotCovered
+from .. import reviews
 from ..layers import linear, quantised
 from ..reviews import patch_points
 from ..side_table import beside
@@ -316,15 +318,11 @@ def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
 def watch_loading(model: torch.nn.Module) -> None:
     """See when a trainer in this process writes weights without a call of the workers."""
     load_weights, copied = model.load_weights, _written_by_copies(model)
+    devices = {weight.device.type for weight in model.parameters()}  # those that come in a reload have none
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if getattr(model, "lora_manager", None) is not None:
-            raise NotCovered(
-                "new weights of a model with LoRA adapters",
-                "they have not been loaded into the layers around which vLLM puts others for adapters",
-                "load new adapters, or start another engine",
-            )
+        _refuse_beside_adapters(model, devices)
         global _written
         _written += 1
         linear.restore_weights()
@@ -336,6 +334,24 @@ def watch_loading(model: torch.nn.Module) -> None:
             quantised.take_back(waiting)
 
     model.load_weights = watched
+
+
+def _refuse_beside_adapters(model: torch.nn.Module, devices: Set[str]) -> None:
+    """Refuse new weights of a model with LoRA adapters where that has not been run.
+
+    Args:
+        devices: types of those that have the weights.
+
+    Raises:
+        NotCovered: it is such a model.
+    """
+    untried = sorted(devices - {*reviews.ran().lora_updates})
+    if untried and getattr(model, "lora_manager", None) is not None and not envs.starts_untried():
+        raise NotCovered(
+            f"new weights of a model with LoRA adapters on a device of the type {untried[0]}",
+            "they have not been run there",
+            f"load new adapters, or start another engine; {envs.UNTRIED.name}=1 takes them",
+        )
 
 
 def _written_by_copies(model: torch.nn.Module) -> list[torch.nn.Module]:

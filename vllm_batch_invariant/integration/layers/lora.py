@@ -68,7 +68,7 @@ class Adapters(_Base):
         """Of a linear layer, whose result y [tokens, N] is changed in place."""
         if scale != 1.0 or not add_inputs or output_slices != tuple(b.shape[2] for b in lora_b_stacked):
             _refuse("a layer whose adapters are not added to its result as they are stored")
-        self._add(y, x, lora_a_stacked, lora_b_stacked, self._token_lora_indices[: len(x)])
+        self.add_products(y, x, lora_a_stacked, lora_b_stacked, self._token_lora_indices[: len(x)])
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: object
@@ -76,9 +76,7 @@ class Adapters(_Base):
         """Of an embedding, whose result y [tokens, N] is changed in place; x has the rows of A."""
         if not add_inputs:
             _refuse("an embedding whose adapters are not added to it")
-        if self._in_use:
-            reduction = LoraReduction.of_device(x.device.type, x.shape[1], x.dtype)
-            add_expanded(y, x, lora_b_stacked, self._token_lora_indices[: len(x)], reduction)
+        self.add_rows(y, x, lora_b_stacked, self._token_lora_indices[: len(x)])
 
     def add_lora_logits(
         self,
@@ -94,7 +92,7 @@ class Adapters(_Base):
             _refuse("an output embedding with scaled adapters")
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         columns = y[:, : lora_b_stacked.shape[2]]
-        self._add(columns, x, (lora_a_stacked,), (lora_b_stacked,), self._slots_of_logits(x))
+        self.add_products(columns, x, (lora_a_stacked,), (lora_b_stacked,), self._slots_of_logits(x))
 
     def _slots_of_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Of rows [rows, K]: those that are sampled, or neighbours among the step's, of a prompt."""
@@ -108,7 +106,12 @@ class Adapters(_Base):
             raise RuntimeError(f"logits of {len(x)} rows, whose adapters nobody knows: {samples} are sampled")
         return self._sampler_indices[: len(x)]
 
-    def _add(
+    @property
+    def in_use(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self._in_use
+
+    def add_products(
         self,
         y: torch.Tensor,
         x: torch.Tensor,
@@ -116,8 +119,14 @@ class Adapters(_Base):
         b: tuple[torch.Tensor, ...],
         slots: torch.Tensor,
     ) -> None:
+        """Add both products of a layer to y, as :func:`...ops.lora.add_adapters` does, in a step with adapters."""
         if self._in_use:
             add_adapters(y, x, a, b, slots, LoraReduction.of_device(x.device.type, x.shape[1], x.dtype))
+
+    def add_rows(self, y: torch.Tensor, u: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add the second product alone to y, as :func:`...ops.lora.add_expanded` does, in a step with adapters."""
+        if self._in_use:
+            add_expanded(y, u, b, slots, LoraReduction.of_device(u.device.type, u.shape[1], u.dtype))
 
     def add_shrink(self, *_: object, **__: object) -> NoReturn:
         """Of layers that are refused: sharded adapters, and experts."""

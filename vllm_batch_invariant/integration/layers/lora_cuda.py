@@ -39,7 +39,7 @@ class GpuAdapters(Adapters):
             _certify(x.shape[1], tuple(lora_b_stacked.shape[2:3]), x.shape[1], x.dtype, x.device)
         super().add_lora_embedding(y, x, lora_b_stacked, add_inputs, **named)
 
-    def _add(
+    def add_products(
         self,
         y: torch.Tensor,
         x: torch.Tensor,
@@ -47,11 +47,12 @@ class GpuAdapters(Adapters):
         b: tuple[torch.Tensor, ...],
         slots: torch.Tensor,
     ) -> None:
+        """Add both products of a layer to y, in a step with adapters."""
         if not self._in_use:
             return
         _certify(x.shape[1], tuple(one.shape[2] for one in b), b[0].shape[3], x.dtype, x.device)
         if not self._are_all(slots):
-            super()._add(y, x, a, b, slots)
+            super().add_products(y, x, a, b, slots)
             return
         reduction = LoraReduction.of_device("cuda", x.shape[1], x.dtype)
         module_for("lora", "cuda").add_adapters(y, x, a, b, self._groups, reduction)

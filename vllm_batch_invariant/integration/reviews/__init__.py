@@ -243,6 +243,7 @@ class Ran:
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
         lora_quantised: kinds of quantised weights that have been served with them, by device.
+        lora_updates: devices on which weights have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
@@ -279,6 +280,7 @@ class Ran:
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
     lora_quantised: Mapping[str, tuple[str, ...]]
+    lora_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]

@@ -4,14 +4,26 @@ import argparse
 import os
 import random
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from ..answers import PROMPT
-from ..arguments import OneLineParser, add_html, add_json, add_model, at_least, check_model, check_reports, choose_mode
+from ..arguments import (
+    OneLineParser,
+    add_adapter,
+    add_html,
+    add_json,
+    add_model,
+    at_least,
+    check_adapter,
+    check_model,
+    check_reports,
+    choose_mode,
+)
 from ..fuzz.finding import Finding
 from ..harness import pooling
-from ..harness.engine import start_quiet_engine
+from ..harness.engine import adapter_request, start_quiet_engine
 from ..harness.load import filler
 from ..outcome import NoTestError, Status
 from ..printing import consoles, waiting
@@ -35,6 +47,7 @@ def add_arguments(parser: OneLineParser) -> None:
         "differs, 1 a difference was found, 2 it could not be tested, 128 + N it was ended by the signal N."
     )
     add_model(parser, served=False)
+    add_adapter(parser, "the target has; repeatable: concurrent requests have each in turn, and none")
     parser.add_argument(
         "--prompt",
         help=f"the target prompt (default: one of 120 words, then of 4 words, then of {LONG_PROMPT_TOKENS} tokens)",
@@ -80,15 +93,21 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
     check_model(parser, options)
     if not options.model:
         parser.error("nothing to bisect: give a model")
+    check_adapter(parser, options)
     check_reports(parser, options)
     if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
         parser.error("--serve-args: --worker-extension-cls is taken by the recording")
     options.concurrent_prompts = _concurrent_prompts(parser, options)
     if options.case and (
-        options.concurrent_prompts or options.concurrent or options.concurrent_tokens or options.prompt
+        options.concurrent_prompts
+        or options.concurrent
+        or options.concurrent_tokens
+        or options.prompt
+        or options.adapter
     ):
         parser.error(
-            "--case has the prompt and all concurrent requests: leave out --prompt, --prompts and --concurrent"
+            "--case has the prompt and all concurrent requests: leave out --prompt, --prompts, --concurrent and "
+            "--adapter"
         )
 
 
@@ -141,7 +160,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
 def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
     if options.case:
-        yield _case_of(Finding.read(options.case), options.logprobs)
+        yield _case_of(llm, Finding.read(options.case), options.logprobs)
         return
     if llm.llm_engine.model_config.skip_tokenizer_init:
         raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
@@ -157,7 +176,7 @@ def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
             yield _case(options, prompt, [_made_up(encode, rng, length) for _ in range(count)])
 
 
-def _case_of(finding: Finding, logprobs: int) -> Case:
+def _case_of(llm: Any, finding: Finding, logprobs: int) -> Case:
     """The requests of a finding in their order; the target keeps its number of tokens."""
     items = sorted(finding.schedule.items, key=lambda item: item.at)
     names = [item.name for item in items]
@@ -166,8 +185,10 @@ def _case_of(finding: Finding, logprobs: int) -> Case:
     if any(item.images for item in finding.schedule.items):
         raise NoTestError("--case: a bisection compares rows of text, and requests there have images: use --replay")
     place = names.index(finding.target)
-    target, concurrent = items[place], [item.prompt for item in items if item.name != finding.target]
-    return Case(target.prompt, tuple(concurrent), place, target.params.get("max_tokens", 1), logprobs)
+    folders = [adapter_request(llm, item.adapter).lora_path if item.adapter else "" for item in items]
+    target, folder = items.pop(place), folders.pop(place)
+    asked = target.params.get("max_tokens", 1), logprobs
+    return Case(target.prompt, tuple(item.prompt for item in items), place, *asked, folder, tuple(folders))
 
 
 def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:
@@ -181,7 +202,10 @@ def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -
 
 def _case(options: argparse.Namespace, prompt: list[int], concurrent: list[list[int]]) -> Case:
     place = len(concurrent) // 2 if options.place is None else min(options.place, len(concurrent))
-    return Case(tuple(prompt), tuple(map(tuple, concurrent)), place, options.max_tokens, options.logprobs)
+    adapters = [str(folder) for folder in options.adapter]
+    in_turn = islice(cycle(["", *adapters]), len(concurrent) if adapters else 0)
+    asked = options.max_tokens, options.logprobs, (adapters or [""])[0], tuple(in_turn)
+    return Case(tuple(prompt), tuple(map(tuple, concurrent)), place, *asked)
 
 
 def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
 from ..answers import Answer, answer_of, first_difference
 from ..harness.drive import described, drive, finished
+from ..harness.engine import lora_request_of
 from ..harness.mode import of_engine
 from ..outcome import NoTestError, Status
 from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
@@ -35,6 +37,10 @@ class Case:
     """Concurrent requests that come before it."""
     max_tokens: int
     logprobs: int = 5
+    adapter: str = ""
+    """Folder of the LoRA adapter that the target request has; empty for none."""
+    adapters: tuple[str, ...] = ()
+    """Those of the concurrent requests, empty for none, or for one without."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +162,17 @@ def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    others = list(case.concurrent) if with_concurrent else []
+    of_others = zip_longest(case.concurrent, case.adapters, fillvalue="")
+    others = list(of_others) if with_concurrent else []
     place = min(case.place, len(others))
     length = {"temperature": 0.0, "max_tokens": case.max_tokens, "ignore_eos": True, "detokenize": False}
-    for number, prompt in enumerate((*others[:place], case.prompt, *others[place:])):
+    numbers = {folder: number for number, folder in enumerate(sorted({case.adapter, *case.adapters} - {""}), 1)}
+    for number, (prompt, folder) in enumerate((*others[:place], (case.prompt, case.adapter), *others[place:])):
         is_target = number == place
         sampling = SamplingParams(**length, logprobs=case.logprobs if is_target else None)
         name = REQUEST if is_target else f"concurrent-{number}"
-        engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        adapter = {"lora_request": lora_request_of(folder, numbers[folder])} if folder else {}
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, **adapter)
     output = finished(drive(engine)).get(REQUEST)
     if output is None:
         raise NoTestError("the engine finished without an answer")

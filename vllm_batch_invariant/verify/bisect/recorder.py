@@ -90,6 +90,8 @@ def _index(names: Sequence[str], request: str) -> int | None:
 
 SAMPLER = "sampler"
 """Path of the records of sampling, which is no part of the model."""
+LORA_BASE, LORA_SHRINK, LORA_EXPAND = "lora.base", "lora.shrink", "lora.expand"
+"""Records of a layer with LoRA adapters: what its base layer gives, x A^T, and both added up."""
 _UNWRITTEN = {
     f"aten.{name}"
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
@@ -162,6 +164,8 @@ class Recorder:
         self._lasting = (*self._model.parameters(), *self._model.buffers(), *_tensors(runner.kv_caches))
         for path, module in self._model.named_modules():
             self._watch(path, module)
+        for adds in _adds_adapters(self._model):
+            self._watch_adapters(adds)
         if isinstance(runner.sampler, torch.nn.Module):
             for path, module in runner.sampler.named_modules(prefix=SAMPLER):
                 self._watch(path, module)
@@ -203,6 +207,33 @@ class Recorder:
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
+
+    def _watch_adapters(self, adds: Any) -> None:
+        """Record the products of LoRA adapters, which are no modules: what the base layer gives, x A^T, and the sum."""
+        add_products, add_rows = adds.add_products, adds.add_rows
+
+        def products(y: torch.Tensor, x: torch.Tensor, a: Any, b: Any, slots: torch.Tensor) -> None:
+            if not self._stack:
+                add_products(y, x, a, b, slots)
+                return
+            with self._mode.paused():
+                base, u = y.clone(), _shrunk(x, a, slots) if adds.in_use else None
+                self._record(LORA_BASE, [y], {"x": x})
+                add_products(y, x, a, b, slots)
+                if u is not None:
+                    self._record(LORA_SHRINK, [u], {"x": x})
+                self._record(LORA_EXPAND, [y], {"base": base} | ({} if u is None else {"u": u}))
+
+        def rows(y: torch.Tensor, u: torch.Tensor, b: torch.Tensor, slots: torch.Tensor) -> None:
+            if not self._stack:
+                add_rows(y, u, b, slots)
+                return
+            with self._mode.paused():
+                base = y.clone()
+                add_rows(y, u, b, slots)
+                self._record(LORA_EXPAND, [y], {"base": base, "u": u})
+
+        adds.add_products, adds.add_rows = products, rows
 
     def _watch_sampling(self, runner: Any) -> None:
         sample = runner.sample
@@ -287,7 +318,9 @@ class Recorder:
             self._record(name, [*_tensors(fresh), *_tensors(written)], operands)
         return result
 
-    def _record(self, operation: str, outputs: list[torch.Tensor], operands: list[Any] | None = None) -> None:
+    def _record(
+        self, operation: str, outputs: list[torch.Tensor], operands: list[Any] | dict[str, torch.Tensor] | None = None
+    ) -> None:
         path, call = self._stack[-1]
         occurrence = self._occurrences[path, call, operation]
         self._occurrences[path, call, operation] += 1
@@ -304,6 +337,8 @@ class Recorder:
             elif self._target == Target(len(self._steps), key):
                 parts = self._parts((len(self._steps), key), tensor)
                 whole = [[list(part.shape), bytes(_bytes(part))] for part in parts]
+                if isinstance(operands, dict):
+                    operands = [self._operand(name, tensor) for name, tensor in operands.items()]
                 self._fetched = {"dtype": dtype, "parts": whole, "operands": operands}
 
     def _operands(
@@ -322,9 +357,13 @@ class Recorder:
             for number, tensor in enumerate(_tensors(value)):
                 if place in written or self._reason_against(tensor) is not None:
                     continue
-                parts = self._parts((len(self._steps), place, number), tensor)
-                found.append([f"{place}.{number}", [[list(part.shape), digest(part)] for part in parts]])
+                found.append(self._operand(f"{place}.{number}", tensor))
         return found
+
+    def _operand(self, name: str, tensor: torch.Tensor) -> list[Any]:
+        """[name, [[shape, digest], ...]] of what the target's operation reads."""
+        parts = self._parts((len(self._steps), name), tensor)
+        return [name, [[list(part.shape), digest(part)] for part in parts]]
 
     def _reason_against(self, tensor: torch.Tensor) -> str | None:
         """Why a tensor is not recorded."""
@@ -382,6 +421,24 @@ class _Mode(TorchDispatchMode):
         if self._paused:
             return func(*args, **(kwargs or {}))
         return self._recorder.operation(func, args, kwargs or {})
+
+
+def _adds_adapters(model: torch.nn.Module) -> list[Any]:
+    """What adds LoRA adapters to a model's layers, where it is the mode's."""
+    manager = getattr(model, "lora_manager", None)
+    adds = manager.punica_wrapper_mapping.values() if manager else ()
+    return [one for one in adds if hasattr(one, "add_products")]
+
+
+def _shrunk(x: torch.Tensor, a: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    """u [rows, slices * R] of the first product of LoRA adapters: what the operation adds to zeros where B is 1."""
+    from ...ops.lora import LoraReduction, add_adapters
+
+    count, _, rank, k = a[0].shape
+    ones = torch.eye(rank, dtype=x.dtype, device=x.device).repeat(count, 1, 1, 1)
+    u = torch.zeros(len(x), rank * len(a), dtype=x.dtype, device=x.device)
+    add_adapters(u, x, a, [ones] * len(a), slots, LoraReduction.of_device(x.device.type, k, x.dtype))
+    return u
 
 
 def _inside_an_operation() -> bool:

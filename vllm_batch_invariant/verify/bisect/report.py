@@ -25,7 +25,8 @@ EAGER = (
 
 def about(case: Case) -> str:
     """The requests of a case, in words."""
-    return f"{_prompt(case)} with {count(len(case.concurrent), 'concurrent request')}"
+    has = f" and the adapter {case.adapter}" if case.adapter else ""
+    return f"{_prompt(case)}{has} with {count(len(case.concurrent), 'concurrent request')}"
 
 
 def verdict(case: Case, result: BisectResult) -> str:

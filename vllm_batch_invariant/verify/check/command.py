@@ -13,11 +13,13 @@ from ..addresses import address
 from ..arguments import (
     OneLineParser,
     above_zero,
+    add_adapter,
     add_base_url,
     add_html,
     add_json,
     add_model,
     at_least,
+    check_adapter,
     check_base_url,
     check_model,
     check_reports,
@@ -52,6 +54,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     add_model(parser)
     add_base_url(parser)
+    add_adapter(parser, "the target has; repeatable: concurrent requests have each in turn, and none")
     parser.add_argument("--compare", action="store_true", help=f"check {envs.FLAG}=0, then 1")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument(
@@ -118,7 +121,7 @@ def _fuzz_options(parser: OneLineParser, options: argparse.Namespace) -> list[st
 def _check_fuzz(parser: OneLineParser, options: argparse.Namespace) -> None:
     mode = "--fuzz" if options.replay is None else "--replay"
     others = {"--base-url": options.base_url, "--compare": options.compare, "--junit": options.junit}
-    others |= {"--quick or --thorough": options.preset}
+    others |= {"--quick or --thorough": options.preset, "--adapter": options.adapter}
     if options.replay:
         others |= {"--fuzz": options.fuzz, "--serve-args": options.serve_args, "--plain": options.plain}
         others |= dict.fromkeys(_fuzz_options(parser, options), True)
@@ -148,6 +151,7 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--base-url is a server that already runs: leave out --compare and --serve-args")
     if options.junit and options.compare:
         parser.error("--junit goes without --compare: what breaks in plain vLLM would be a test that fails")
+    check_adapter(parser, options)
     check_base_url(parser, options)
     check_reports(parser, options)
 
@@ -215,7 +219,8 @@ def _fill(results: CheckResults, flag: str, options: argparse.Namespace, on_prog
             server = options.base_url, options.api_key
             asyncio.run(check_server(*server, options.model, options.preset, options.timeout, results, on_progress))
         else:
-            check_engine(options.model, options.serve_args, flag, options.preset, results, on_progress)
+            adapters = [str(folder) for folder in options.adapter]
+            check_engine(options.model, options.serve_args, flag, options.preset, results, on_progress, adapters)
     except NoTestError as error:
         results.failed = str(error)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from ..answers import Answer, answer_of, listed_tokens
@@ -24,8 +25,11 @@ from ..harness.requests import (
 )
 from ..harness.worker import Engine, StepResult
 from ..outcome import NoTestError
+from ..printing import count
 from .guarantees import (
+    ADAPTERS,
     AGAIN,
+    APART,
     CHUNKS,
     CONCURRENT,
     CONCURRENT_LENGTHS,
@@ -44,6 +48,7 @@ from .guarantees import (
     WARM,
     Certificate,
     CheckCase,
+    cases_of_adapters,
     cases_of_engines,
     cases_of_images,
     cases_of_pooling,
@@ -73,7 +78,13 @@ Request = dict[str, Any]
 
 
 def check_engine(
-    model: str, arguments: Sequence[str], flag: str, preset: Preset, results: CheckResults, on_progress: OnProgress
+    model: str,
+    arguments: Sequence[str],
+    flag: str,
+    preset: Preset,
+    results: CheckResults,
+    on_progress: OnProgress,
+    adapters: Sequence[str] = (),
 ) -> None:
     """Check engines of one setting, one after the other, and keep the results as they come.
 
@@ -83,16 +94,17 @@ def check_engine(
         flag: the value of VLLM_BATCH_INVARIANT.
         results: is filled.
         on_progress: is called with what happens now.
+        adapters: folders of LoRA adapters that the requests have.
 
     Raises:
         NoTestError: an engine did not start, or broke.
     """
     on_progress("starting the engine")
     with Engine(model, arguments, flag) as engine:
-        results.info = engine.info
-        kind = PoolingRun if engine.info.get("pooling") else ImagesRun if engine.info.get("images") else EngineRun
+        results.info = engine.info | ({"adapters": [*adapters]} if adapters else {})
+        kind = _kind(engine.info, adapters)
         results.planned[:] = kind.cases(preset)
-        run = kind(engine, _MAIN, preset, results, on_progress)
+        run = kind(engine, _MAIN, preset, results, on_progress, adapters)
         run.certify()
         run.as_served()
     info = engine.info
@@ -101,13 +113,20 @@ def check_engine(
     small = [*limits, *_step_limit(_chunk(CHUNK, info), info), "--num-gpu-blocks-override", pages]
     on_progress(f"starting an engine {_SMALL}")
     with Engine(model, [*arguments, *small], flag) as engine:
-        kind(engine, _SMALL, preset, results, on_progress).with_small_limits(run)
+        kind(engine, _SMALL, preset, results, on_progress, adapters).with_small_limits(run)
     if preset.engines > 1:
         page = str(32 if info["page"] != 32 else 64)
         other = [*limits, *_step_limit(_chunk(OTHER_CHUNK, info), info), *kind.scheduling, "--block-size", page]
         on_progress(f"starting an engine {_OTHER}")
         with Engine(model, [*arguments, *other], flag) as engine:
-            kind(engine, _OTHER, preset, results, on_progress).with_other_pages(run)
+            kind(engine, _OTHER, preset, results, on_progress, adapters).with_other_pages(run)
+
+
+def _kind(info: dict[str, Any], adapters: Sequence[str]) -> type["EngineRun"]:
+    """How an engine is checked."""
+    if adapters:
+        return AdaptersRun
+    return PoolingRun if info.get("pooling") else ImagesRun if info.get("images") else EngineRun
 
 
 def _chunk(tokens: int, info: dict[str, Any]) -> int:
@@ -142,9 +161,16 @@ class EngineRun:
     """Why prompts come whole."""
 
     def __init__(
-        self, engine: Engine, name: str, preset: Preset, results: CheckResults, on_progress: OnProgress
+        self,
+        engine: Engine,
+        name: str,
+        preset: Preset,
+        results: CheckResults,
+        on_progress: OnProgress,
+        adapters: Sequence[str] = (),
     ) -> None:
         self._engine, self._preset, self.results, self._on_progress = engine, preset, results, on_progress
+        self._adapters = adapters
         self._trace: list[tuple[float, int]] = []
         images.require_text(engine.info)
         context = engine.info["context"]
@@ -164,7 +190,7 @@ class EngineRun:
 
     def _request(self, prompt: list[int], **params: Any) -> Request:
         """A request of the kind that is compared."""
-        return request(prompt, max_tokens=self._preset.tokens, **params)
+        return request(prompt, **{"max_tokens": self._preset.tokens} | params)
 
     @property
     def _seeded(self) -> Request:
@@ -199,12 +225,12 @@ class EngineRun:
 
     def with_concurrent_requests(self) -> None:
         """Run the target with every number of concurrent requests and at every place, and one batch twice."""
-        counts = [count for count in self._preset.concurrent if count < self._engine.info["requests_in_a_step"]]
+        counts = [number for number in self._preset.concurrent if number < self._engine.info["requests_in_a_step"]]
         # an engine of one request a step gets them too, so that the report says what it did
         counts = counts or list(self._preset.concurrent[:1])
-        for count in counts:
-            others = self._concurrent(count, count)
-            self._compare(CONCURRENT, f"with {count} other{'s' * (count > 1)}", [self._target, *others])
+        for number in counts:
+            others = self._concurrent(number, number)
+            self._compare(CONCURRENT, f"with {count(number, 'other')}", [self._target, *others])
         most = counts[-1]
         others = self._concurrent(most, 1000)
         for place in sorted({0, most // 2, most}):
@@ -263,7 +289,7 @@ class EngineRun:
 
     def many(self) -> list[Request]:
         """Requests that outgrow a small KV cache together."""
-        return [request(tokens(MANY_PROMPT, 100 + i, self._ids), max_tokens=MANY_TOKENS) for i in range(MANY)]
+        return [self._request(tokens(MANY_PROMPT, 100 + i, self._ids), max_tokens=MANY_TOKENS) for i in range(MANY)]
 
     def _concurrent_lengths(self) -> None:
         context = self._engine.info["context"]
@@ -281,7 +307,7 @@ class EngineRun:
         """Run seeded requests alone and with concurrent requests."""
         others = self._concurrent(24, 24)
         for kind in self._preset.sampling:
-            seeded = request(tokens(SHORT, 1, self._ids), max_tokens=self._preset.tokens, **SAMPLING[kind])
+            seeded = self._request(tokens(SHORT, 1, self._ids), **SAMPLING[kind])
             expected = self.answer(f"{kind} alone", seeded)
             batch = [*others[:9], seeded, *others[9:]]
             step = self.step(f"{kind} with concurrent requests", batch, reset_prefix_cache=True)
@@ -290,7 +316,7 @@ class EngineRun:
 
     def prompt_logprobs(self) -> None:
         """Compute the logprobs of a prompt alone and with concurrent requests."""
-        target = request(self._target["prompt"], max_tokens=1, prompt_logprobs=5)
+        target = self._request(self._target["prompt"], max_tokens=1, prompt_logprobs=5)
         alone = self.step("prompt logprobs", [target], reset_prefix_cache=True)
         others = self._concurrent(20, 6)
         step = self.step("prompt logprobs with concurrent requests", [*others, target], reset_prefix_cache=True)
@@ -467,6 +493,72 @@ class ImagesRun(EngineRun):
 
     def _varied(self, params: Sequence[dict[str, Any]]) -> str:
         return f"{super()._varied(params)}; every second with images"
+
+
+class AdaptersRun(EngineRun):
+    """The same with LoRA adapters: the target has the first, and of the others each has the next, or none."""
+
+    cases = staticmethod(cases_of_adapters)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self._engine.info.get("pooling") or self._engine.info.get("images"):
+            raise NoTestError("adapters are checked of models that take text and generate: leave --adapter out")
+
+    def _request(self, prompt: list[int], **params: Any) -> Request:
+        return super()._request(prompt, **params) | {"adapter": self._adapters[0]}
+
+    def _in_turn(self, requests: Sequence[Request]) -> list[Request]:
+        """The same requests, the first of which has none."""
+        return [one | {"adapter": every} for one, every in zip(requests, cycle(self._every()), strict=False)]
+
+    def _every(self) -> list[str | None]:
+        return [None, *self._adapters]
+
+    def _concurrent(self, count: int, seed: int) -> list[Request]:
+        return self._in_turn(super()._concurrent(count, seed))
+
+    def many(self) -> list[Request]:
+        """Requests that outgrow a small KV cache together, with the adapters in turn."""
+        return self._in_turn(super().many())
+
+    def with_concurrent_requests(self) -> None:
+        """Run the target with every number of concurrent requests, and its prompt with every adapter at once."""
+        super().with_concurrent_requests()
+        targets = self._in_turn([self._target] * len(self._every()))
+        for one in targets:
+            name = _adapter_in_words(one)
+            self.alone[name] = self.answer(name, one)
+        others = self._concurrent(9, 9)
+        step = self.step("every adapter", [*others, *targets], reset_prefix_cache=True)
+        for one, got in zip(targets, step.requests[len(others) :], strict=True):
+            name = _adapter_in_words(one)
+            self.results.add(*ADAPTERS, f"{name}, among all", self.alone[name], answer_of(got["completions"][0]))
+        self.note_batch(ADAPTERS, step.largest_batch, others)
+        if len({self.alone[_adapter_in_words(one)].bits for one in targets}) < len(targets):
+            self.results.gaps[ADAPTERS] = "two adapters, or one and none, give the prompt the same answer"
+
+    def _prefix_cache(self) -> None:
+        super()._prefix_cache()
+        if not self._engine.info["prefix_caching"]:
+            self.results.not_applicable[APART] = "prefix caching is off in this engine"
+            return
+        self.step("cached", [self._target], reset_prefix_cache=True)
+        for every in (None, *self._adapters[1:]):
+            one = self._target | {"adapter": every}
+            name = _adapter_in_words(one)
+            got = self.step(f"{name}, behind another", [one]).requests[0]
+            self.results.add(*APART, name, self.alone[name], answer_of(got["completions"][0]))
+        again = self.step("cached, again", [self._target]).requests[0]
+        self.results.add(*APART, "the first again", self.alone["target"], answer_of(again["completions"][0]))
+        self.results.proof[APART] = f"{again['cached']} tokens were still found in the cache"
+
+    def _varied(self, params: Sequence[dict[str, Any]]) -> str:
+        return f"{super()._varied(params)}; with {count(len(self._adapters), 'adapter')} in turn and none"
+
+
+def _adapter_in_words(one: Request) -> str:
+    return f"adapter {one['adapter']}" if one["adapter"] else "no adapter"
 
 
 class PoolingRun(EngineRun):

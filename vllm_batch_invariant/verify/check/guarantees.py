@@ -59,10 +59,12 @@ CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any lengt
 SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
 WANTED: CheckCase = ("batch", "every task and parameter of pooling with concurrent requests")
 ENCODED: CheckCase = ("batch", "images that are encoded in one call with others")
+ADAPTERS: CheckCase = ("batch", "the same prompt with every adapter and with none")
 FORMS: CheckCase = ("batch", "chats, tools, responses and streams with concurrent requests")
 PROMPT_LOGPROBS: CheckCase = ("batch", "prompt logprobs with concurrent requests")
 WARM: CheckCase = ("schedule", "from a warm prefix cache")
 KEPT: CheckCase = ("schedule", "images that were encoded for another request")
+APART: CheckCase = ("schedule", "a prompt that was cached with another adapter")
 CHUNKS: CheckCase = ("schedule", "prefill in small chunks")
 PREEMPTED: CheckCase = ("schedule", "preemption")
 RESTARTED: CheckCase = ("schedule", "after a restart with other limits")
@@ -79,6 +81,12 @@ def cases_of_engines(preset: Preset) -> list[CheckCase]:
 def cases_of_images(preset: Preset) -> list[CheckCase]:
     """The same of engines of a model that sees images."""
     more = {CONCURRENT: [CONCURRENT, ENCODED], WARM: [WARM, KEPT]}
+    return [other for case in cases_of_engines(preset) for other in more.get(case, [case])]
+
+
+def cases_of_adapters(preset: Preset) -> list[CheckCase]:
+    """The same of engines whose requests have LoRA adapters."""
+    more = {CONCURRENT: [CONCURRENT, ADAPTERS], WARM: [WARM, APART]}
     return [other for case in cases_of_engines(preset) for other in more.get(case, [case])]
 
 

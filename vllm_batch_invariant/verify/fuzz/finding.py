@@ -185,7 +185,6 @@ class Finding:
             and not item.embeds
             and not item.images
             and not item.priority
-            and not item.adapter
             and not item.params.get("temperature")
             and not item.params.keys() - _ALONE_SAYS - {"temperature"}
             for item in self.schedule.items

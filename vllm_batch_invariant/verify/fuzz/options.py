@@ -410,6 +410,7 @@ def _takes_adapters(place: Place) -> bool:
 
 
 def _has_no_adapters(settings: Any) -> bool:
+    """Where no engine with adapters has read weights again, or slept."""
     return "adapters" not in settings.options
 
 
@@ -445,7 +446,6 @@ OPTIONS = (
         lambda place: place.encodes,
         lambda settings: not settings.text,
     ),
-    # a server with adapters neither reads weights again nor sleeps
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
     Option(
@@ -480,14 +480,20 @@ OPTIONS = (
         {},
         ("cache",),
         lambda place: place.device == "cpu" and _keeps_requests(place),
-        _has_no_adapters,
         of_pooling=True,
     ),
     Option(
         "updates",
         {},
         (NONE, "on", NONE),
-        lambda place: place.is_open("--load-format"),
+        lambda place: place.is_open("--load-format") and place.device in coverage.RAN.lora_updates,
+        of_pooling=True,
+    ),
+    Option(
+        "updates",
+        {},
+        (NONE, "on", NONE),
+        lambda place: place.is_open("--load-format") and place.device not in coverage.RAN.lora_updates,
         _has_no_adapters,
         of_pooling=True,
     ),

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -208,6 +209,13 @@ def request_params(params: Mapping[str, Any]) -> Any:
     return PoolingParams(**params)
 
 
+def lora_request_of(folder: str, number: int = 1) -> Any:
+    """vLLM's request of an adapter in a folder, by a number that no other of the engine has."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(Path(folder).resolve().name, number, str(Path(folder).resolve()))
+
+
 def adapter_request(llm: Any, number: int) -> Any:
     """vLLM's request for an adapter of :data:`.adapters.DRAWN`, counted from 1, of an engine in this process."""
     from vllm.lora.request import LoRARequest
@@ -261,6 +269,9 @@ class _OfflineLoad:
         """Requests that pool, which are aborted before the next step."""
         self._others = self._aborted = self._failed = 0
         self._failure = ""
+        adapters = [{"lora_request": lora_request_of(one, number)} for number, one in enumerate(spec.adapters, 1)]
+        self._adapter: dict[str, Any] = adapters[0] if adapters else {}
+        self._in_turn: Iterator[dict[str, Any]] = cycle([{}, *adapters])
 
     def run(self, plan: Sequence[Arrival]) -> Run:
         begin = time.perf_counter()
@@ -289,11 +300,13 @@ class _OfflineLoad:
         spec = self._spec
         if arrival.kind is Kind.SAMPLE:
             params, more = self._target()
+            more |= self._adapter
             self._engine.add_request(name, self._prompt(spec.prompt, spec.image), params, **more)
         else:
             self._others += 1
             try:
                 params, more = self._params(arrival.params)
+                more |= next(self._in_turn)
                 for number, prompt in enumerate(arrival.beside):
                     add_request(self._engine, f"{name}-{number}", prompt, params, **more)
                 seen = spec.image if arrival.same else arrival.pictures

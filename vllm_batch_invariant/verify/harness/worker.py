@@ -164,7 +164,7 @@ class Engine:
 
         Args:
             name: of the step.
-            requests: each a ``prompt`` and its ``params``.
+            requests: each a ``prompt`` and its ``params``, and perhaps the folder of its LoRA ``adapter``.
             reset_prefix_cache: let go of what is cached first.
             preempt_after: steps of the engine after which what runs is preempted; None for never.
             forget_images: let go of encoded images first, and of what processors made of them.

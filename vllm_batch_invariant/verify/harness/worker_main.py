@@ -58,6 +58,10 @@ class Driver:
 
     llm: Any = None
 
+    def __init__(self) -> None:
+        self._adapters: dict[str, int] = {}
+        """The number of each folder of an adapter."""
+
     def start(self, arguments: list[str]) -> dict[str, Any]:
         """Start the engine with the arguments of ``vllm serve``, the model first; returns its description."""
         from .engine import start_engine
@@ -89,7 +93,7 @@ class Driver:
                 if getattr(params, "n", 1) > 1:  # otherwise its samples come one by one
                     params.output_kind = RequestOutputKind.FINAL_ONLY
                 prompt = images.prompt_of(self.llm, request["prompt"], request.get("items", ()))
-                add_request(engine, name, prompt, params)
+                add_request(engine, name, prompt, params, **self._adapter_of(request))
             except Exception as error:  # vLLM refuses a request by any exception
                 if not request.get("may_be_refused"):
                     raise
@@ -113,6 +117,14 @@ class Driver:
             "preemptions": preemptions(self.llm) - before,
             "encoded": {name: count - encoded[name] for name, count in images.encoded(self.llm).items()},
         }
+
+    def _adapter_of(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What the engine is told of a request's LoRA adapter."""
+        from .engine import lora_request_of
+
+        if not (folder := request.get("adapter")):
+            return {}
+        return {"lora_request": lora_request_of(folder, self._adapters.setdefault(folder, len(self._adapters) + 1))}
 
     def call(self, what: dict[str, Any]) -> Any:
         """Call a function, named as in an entry point, with the engine as its first argument."""

@@ -13,11 +13,13 @@ from ...envs import FLAG
 from ..answers import PROMPT
 from ..arguments import (
     OneLineParser,
+    add_adapter,
     add_base_url,
     add_html,
     add_json,
     add_model,
     at_least,
+    check_adapter,
     check_base_url,
     check_model,
     check_reports,
@@ -268,12 +270,7 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("nothing to compute it: give --base-url of a server, or a model to load here")
     if options.base_url and options.serve_args:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
-    if options.adapter and options.base_url:
-        parser.error("--adapter is for an engine that is started here: leave out --base-url")
-    if options.adapter and not options.adapter.is_dir():
-        parser.error(f"--adapter {options.adapter}: no such folder")
-    if options.adapter and "--enable-lora" not in options.serve_args:
-        parser.error("--adapter needs an engine with adapters: --serve-args='--enable-lora --max-lora-rank 64'")
+    check_adapter(parser, options)
     if options.model_files and not options.base_url:
         parser.error("--model-files is for a server: the files of a model that is loaded here are known")
     if options.model_files and not options.model_files.is_dir():
@@ -286,12 +283,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("engine")
     add_model(target)
     add_base_url(target)
-    target.add_argument(
-        "--adapter",
-        type=Path,
-        metavar="FOLDER",
-        help="with an engine here that --serve-args start with LoRA: an adapter that the request has",
-    )
+    add_adapter(target, "the request has", repeatable=False)
     target.add_argument(
         "--model-files", type=Path, metavar="FOLDER", help="with --base-url: a folder here with the served files"
     )

@@ -119,13 +119,6 @@ def adapter_of(lora_request: Any) -> Adapter | None:
         raise NoTestError(one_line(error)) from error
 
 
-def lora_request_of(folder: str) -> Any:
-    """vLLM's request of an adapter in a folder, for an engine that has no other."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(Path(folder).resolve().name, 1, str(Path(folder).resolve()))
-
-
 def engine_info(llm: Any) -> EngineInfo:
     """Model and environment of an engine.
 

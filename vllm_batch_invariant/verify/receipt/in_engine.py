@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..harness import worker_main
+from ..harness.engine import lora_request_of
 from . import engine
 from .comparison import Note
 from .record import Receipt, Sampling
@@ -14,7 +15,7 @@ def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
     sampling = Sampling(**asked["sampling"])
     token_ids = tuple(_token_ids(llm, Text(**asked["prompt"])))
-    adapter = asked["adapter"] and engine.lora_request_of(asked["adapter"])
+    adapter = asked["adapter"] and lora_request_of(asked["adapter"])
     info = engine.engine_info(llm).asked_for(engine.adapter_of(adapter))
     if asked["trace"]:
         completion, trace = engine.traced(llm, token_ids, sampling, adapter)
@@ -32,7 +33,7 @@ def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     receipt = Receipt.from_json(asked["receipt"])
     token_ids = None if asked["prompt"] is None else _token_ids(llm, Text(**asked["prompt"]))
     how = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
-    adapter = asked["adapter"] and engine.lora_request_of(asked["adapter"])
+    adapter = asked["adapter"] and lora_request_of(asked["adapter"])
     return asdict(engine.verify(receipt, llm, lora_request=adapter, **how))
 
 

@@ -16,11 +16,13 @@ from ..addresses import address
 from ..answers import GENERATE, OF_POOLING, OF_TEXT, PROMPT, Counts, RequestSpec
 from ..arguments import (
     OneLineParser,
+    add_adapter,
     add_base_url,
     add_html,
     add_json,
     add_model,
     at_least,
+    check_adapter,
     check_base_url,
     check_model,
     check_reports,
@@ -50,6 +52,7 @@ def add_arguments(parser: OneLineParser) -> None:
     target = parser.add_argument_group("server or engine")
     add_model(target)
     add_base_url(target)
+    add_adapter(target, "the request has, with --offline; repeatable: concurrent requests have each in turn, and none")
     target.add_argument("--compare", action="store_true", help=f"serve with {FLAG}=0, then with 1")
     target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
     request = parser.add_argument_group("request")
@@ -123,6 +126,9 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--base-url is a server that already runs: leave out --offline, --compare and --serve-args")
     check_base_url(parser, options)
     _check_task(parser, options)
+    if options.adapter and not options.offline and not options.base_url:
+        parser.error("--adapter goes with --offline: ask a server with --lora-modules by --base-url and --model NAME")
+    check_adapter(parser, options)
     if options.compare and options.offline:
         parser.error("--compare starts two servers: leave out --offline, or run --offline once with each setting")
     check_reports(parser, options)
@@ -180,6 +186,7 @@ def spec_of(options: argparse.Namespace) -> RequestSpec:
         logprobs=options.logprobs,
         ignore_eos=options.ignore_eos,
         image=tuple(options.image or ()),
+        adapters=tuple(map(str, options.adapter)),
         **{name: getattr(options, name) for name in ("task", *OF_POOLING)},
     )
 
