@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine import images, multimodal
 from vllm_batch_invariant.integration.layers import attention, encoders
@@ -23,6 +24,8 @@ from vllm_batch_invariant.verify.harness.worker_main import preemptions
 AUDIO, START, END = 4000, 4002, 4003
 SPECIAL = {AUDIO: "<|audio_pad|>", START: "<|audio_start|>", END: "<|audio_end|>"}
 """Tokens of the models here."""
+OF_QWEN2_AUDIO = {AUDIO: "<|AUDIO|>", START: "<|audio_bos|>", END: "<|audio_eos|>"}
+"""What they are called where vLLM knows no other names."""
 RATE, HOP = 16000, 160
 """Samples a second, and of a frame."""
 
@@ -50,6 +53,19 @@ def qwen3_asr() -> transformers.PretrainedConfig:
     )
 
 
+def qwen2_audio() -> transformers.PretrainedConfig:
+    """A tower with two heads of 64 and two convolutions: half a minute is 1500 rows, of which those of an item see each
+    other; two rows are a token.
+    """
+    tower = {"encoder_layers": 2, "d_model": 128, "encoder_attention_heads": 2, "encoder_ffn_dim": 320}
+    return transformers.Qwen2AudioConfig(
+        architectures=["Qwen2AudioForConditionalGeneration"],
+        text_config=multimodal.TEXT | {"model_type": "qwen2", "tie_word_embeddings": False},
+        audio_config=tower | {"num_mel_bins": 128, "activation_function": "gelu"},
+        audio_token_index=AUDIO,
+    )
+
+
 def whisper() -> transformers.PretrainedConfig:
     """A tower with two heads of 64, two convolutions and 300 rows for six seconds, and a decoder that sees them."""
     half = {"layers": 2, "attention_heads": 2, "ffn_dim": 320}
@@ -71,6 +87,7 @@ def whisper() -> transformers.PretrainedConfig:
 
 
 MODELS: dict[str, Any] = {
+    "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
     "qwen3_asr": transformers.Qwen3ASRForConditionalGeneration,
     "whisper": transformers.WhisperForConditionalGeneration,
 }
@@ -97,19 +114,25 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         for name, weight in made.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, std=0.1)
-            elif not name.startswith(("model.language_model", "model.decoder.embed")) and weight.dim() > 1:
+            elif not name.startswith(("model.language_model", "model.decoder.embed", "lm_head")) and weight.dim() > 1:
                 weight.mul_(4)
     made = made.to(dtype)
     made.save_pretrained(folder)
+    if config.model_type == "qwen2_audio":  # as published: Transformers writes a name twice
+        file = folder / "model.safetensors"
+        tensors = {name.replace(".model.model.", ".model."): one.clone() for name, one in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
     size, named = config.get_text_config().vocab_size, {}
     if config.model_type == "whisper":
         special = dict(enumerate(OF_TRANSCRIPTS, START)) | {FIRST_TIME: "<|0.00|>"}
         sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
         sound["chunk_length"] = 2 * config.max_source_positions * HOP // RATE
     else:
-        special = SPECIAL
-        named = {"audio_token": SPECIAL[AUDIO], "audio_bos_token": SPECIAL[START], "audio_eos_token": SPECIAL[END]}
+        special = OF_QWEN2_AUDIO if config.model_type == "qwen2_audio" else SPECIAL
+        named = {"audio_token": special[AUDIO], "audio_bos_token": special[START], "audio_eos_token": special[END]}
         sound = {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "min_length": 0, "feature_size": 128}
+        if config.model_type == "qwen2_audio":
+            sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
     words = {special.get(number, f"w{number}"): number for number in range(size)}
     images.save_tokenizer(folder, words, list(special.values()), {"extra_special_tokens": named})
     (folder / "preprocessor_config.json").write_text(json.dumps(sound))
@@ -171,6 +194,11 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
     given = [frames(count, tower.num_mel_bins, seed).to(device) for seed, count in enumerate(lengths)]
 
     def encode(call: Sequence[int]) -> Sequence[torch.Tensor]:
+        if hasattr(tower, "avg_pooler"):  # filled to the length that all have
+            most = 2 * tower.max_source_positions
+            padded = [torch.nn.functional.pad(given[item], (0, most - lengths[item])) for item in call]
+            mask = torch.arange(most) < torch.tensor([lengths[item] for item in call])[:, None]
+            return model.embed_multimodal(input_features=torch.stack(padded), feature_attention_mask=mask.long())
         if not hasattr(model, "audio_tower"):  # silence behind a sound is encoded, too
             most = 2 * tower.max_source_positions
             padded = [torch.nn.functional.pad(given[item], (0, most - lengths[item]), value=-0.5) for item in call]

@@ -21,12 +21,18 @@ from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
 from vllm_batch_invariant.integration.layers import attention, encoders
 from vllm_batch_invariant.ops.attention import AttentionReduction, PackedKeys, PagedAttention, attend
+from vllm_batch_invariant.verify.harness.images import _counted
 
 IMAGE, VIDEO, START, END = 4000, 4001, 4002, 4003
 SPECIAL = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
 """Tokens of the models here."""
 OF_GEMMA = {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_of_image>"}
 """What they are called where vLLM knows no other names."""
+OF_INTERNVL = {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", START: "<img>", END: "</img>"}
+"""The same of InternVL's."""
+OF_GLM = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|begin_of_image|>", END: "<|end_of_image|>"}
+OF_GLM |= {4004: "<|begin_of_video|>", 4005: "<|end_of_video|>"}
+"""The same of GLM-4.1V's."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -79,6 +85,65 @@ def mistral3() -> transformers.PretrainedConfig:
     )
 
 
+def internvl(text: str = "qwen2", **vision: Any) -> transformers.PretrainedConfig:
+    """A tower with two heads of 64 for squares of 4 x 4 patches, of which an image has up to seven, one of them all of
+    it; four patches are a token, and a row more for each square is let go of.
+
+    Args:
+        text: the type of the decoder.
+        vision: what its tower has otherwise.
+    """
+    of_tower = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 2}
+    return transformers.InternVLConfig(
+        architectures=["InternVLForConditionalGeneration"],
+        text_config=multimodal.TEXT | {"model_type": text, "head_dim": 64},
+        vision_config=of_tower | {"image_size": 56, "patch_size": 14, "attention_bias": True} | vision,
+        image_token_id=IMAGE,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+
+
+def internvl3_5() -> transformers.PretrainedConfig:
+    """A tower like the largest: RMS norms, also of queries and keys, and heads of 128."""
+    return internvl("qwen3", norm_type="rms_norm", use_qk_norm=True, hidden_size=256, attention_bias=False)
+
+
+def glm4_1v() -> transformers.PretrainedConfig:
+    """A tower with two heads of 128, positions interpolated between those of 8 x 8 patches, and a convolution that
+    makes a row of four patches; a decoder with norms behind attention and experts, and angles of neighbours of half a
+    head. Where its configuration has no word of biases, vLLM leaves them out, and Transformers does not.
+    """
+    return _glm(transformers.Glm4vConfig, {"attention_bias": True})
+
+
+def glm4_5v() -> transformers.PretrainedConfig:
+    """The same tower, and a decoder without norms behind its parts, whose second layer has experts and one that all
+    share, and whose angles are of two halves.
+    """
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1}
+    return _glm(
+        transformers.Glm4vMoeConfig, experts | {"first_k_dense_replace": 1, "head_dim": 64, "use_qk_norm": False}
+    )
+
+
+def _glm(kind: Any, text: dict[str, Any]) -> transformers.PretrainedConfig:
+    """A kind of configuration, with what its decoder has besides."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}
+    vision = {"depth": 3, "hidden_size": 256, "num_heads": 2, "out_hidden_size": 512, "intermediate_size": 320}
+    return kind(
+        architectures=[kind.__name__.replace("Config", "ForConditionalGeneration")],
+        text_config=multimodal.TEXT | {"rope_parameters": rope} | text,
+        vision_config=vision | {"image_size": 112, "patch_size": 14},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_start_token_id=START,
+        image_end_token_id=END,
+        video_start_token_id=4004,
+        video_end_token_id=4005,
+    )
+
+
 def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.PretrainedConfig:
     """The tower of Qwen3-VL, of which nothing is added to the decoder, whose layers have states but one."""
     made = multimodal.qwen3_5(text | {"vocab_size": multimodal.TEXT["vocab_size"]})
@@ -94,20 +159,30 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     made = multimodal.model(config, dtype)
     with torch.no_grad():  # else images would hardly change an answer
         for name, weight in made.named_parameters():
-            is_seen = "visual" in name or ("vision_tower" in name and config.model_type == "mistral3")
+            is_seen = "visual" in name or ("vision_tower" in name and config.model_type in ("mistral3", "internvl"))
+            is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
+            if name.endswith(("position_embeddings", "cls_token")):
+                torch.nn.init.normal_(weight)
+            if name.endswith(("lambda_1", "lambda_2")):
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
     made.save_pretrained(folder)
-    special = SPECIAL | (OF_GEMMA if config.model_type == "gemma3" else {})
+    special = SPECIAL | {"gemma3": OF_GEMMA, "internvl": OF_INTERNVL, "glm4v": OF_GLM, "glm4v_moe": OF_GLM}.get(
+        config.model_type, {}
+    )
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
     named = {"image_token": special[IMAGE], "boi_token": special[START], "eoi_token": special[END]}
+    if config.model_type == "internvl":
+        named = {"context_image_token": special[IMAGE], "video_token": special[VIDEO]}
+        named |= {"start_image_token": special[START], "end_image_token": special[END]}
     seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
     parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     text = "{{ messages[0].content }}"
     template = "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
     settings = {"extra_special_tokens": named, "chat_template": template}
     save_tokenizer(folder, words, list(special.values()), settings, list(LINES.values()))
-    patch = config.vision_config.patch_size
+    patch = patch_of(config)
     if config.model_type == "gemma3":
         file, tower = folder / "model.safetensors", "vision_tower."
         tensors = load_file(file)
@@ -118,6 +193,24 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
         processor = {"processor_class": "Gemma3Processor", "image_seq_length": config.mm_tokens_per_image}
         (folder / "processor_config.json").write_text(json.dumps(processor))
+        return made
+    if config.model_type == "internvl":
+        image = {"image_processor_type": "GotOcr2ImageProcessor"} | squares(config)
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        video = {"video_processor_type": "InternVLVideoProcessor", "size": image["size"]} | NORM
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+        processor = {"processor_class": "InternVLProcessor", "image_seq_length": config.image_seq_length}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        return made
+    if config.model_type in ("glm4v", "glm4v_moe"):
+        sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+        sizes["size"] = {"shortest_edge": 8 * patch * patch, "longest_edge": 2048 * patch * patch}
+        image = {"image_processor_type": "Glm4vImageProcessor"} | sizes | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        (folder / "video_preprocessor_config.json").write_text(
+            json.dumps({"video_processor_type": "Glm4vVideoProcessor"} | sizes)
+        )
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Glm4vProcessor"}))
         return made
     if config.model_type == "mistral3":
         merged = {"patch_size": patch, "spatial_merge_size": config.spatial_merge_size}
@@ -141,6 +234,18 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
     return made
+
+
+def patch_of(config: transformers.PretrainedConfig) -> int:
+    """Pixels of the side of a patch."""
+    size = config.vision_config.patch_size
+    return size if isinstance(size, int) else size[0]
+
+
+def squares(config: transformers.PretrainedConfig) -> dict[str, Any]:
+    """How InternVL's processor cuts an image."""
+    height, width = config.vision_config.image_size
+    return {"size": {"height": height, "width": width}, "crop_to_patches": True, "max_patches": 6} | NORM
 
 
 def save_tokenizer(
@@ -218,7 +323,7 @@ def answers_about(
 
     Returns:
         as ``sent_together``, with what each request got in ``given``, the tokens of its ``prompt`` among it, and
-        ``calls``: how often the tower was called, with how many items.
+        ``calls``: how often items were encoded, and how many.
     """
     from vllm import SamplingParams
 
@@ -255,24 +360,8 @@ def runs_of(targets: Requests, few: Requests, many: Requests) -> dict[str, tuple
 
 
 def encoded(llm: Any) -> dict[str, int]:
-    """How often the tower was called, and with how many items in all."""
+    """How often items were encoded, and how many in all, since this was first asked for."""
     return llm.apply_model(_counted)[0]
-
-
-def _counted(model: torch.nn.Module) -> dict[str, int]:
-    """Counts from when it is first asked."""
-    names = dict(model.named_modules())
-    [tower] = [names[name] for name in ("visual", "vision_tower", "audio_tower", "model.encoder") if name in names]
-    if not hasattr(tower, "counted"):
-        tower.counted = {"calls": 0, "items": 0}
-
-        def count(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            module.counted["calls"] += 1
-            sizes = named.get("grid_thw", named.get("feature_lens"))
-            module.counted["items"] += len(given[-1] if sizes is None else sizes)  # Gemma 3's has pictures alone
-
-        tower.register_forward_pre_hook(count, with_kwargs=True)
-    return dict(tower.counted)
 
 
 def pixels(grid: Sequence[int], size: int, seed: int) -> torch.Tensor:
@@ -372,6 +461,8 @@ def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
 
 FAULTS = ("attention over the whole call", "splits by the longest sequence", "angles by the number of patches")
 
+OF_NUMBER = "splits by the number of sequences"
+
 
 def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
     """What another function here gives while an encoder has a fault that lets items see their company."""
@@ -379,7 +470,8 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
         if fault == FAULTS[2]:
             llm.apply_model(lambda model: _share_angles(model.visual, patch))
         else:
-            patch.setattr(encoders, "attend", _attend_over_all if fault == FAULTS[0] else _attend_by_the_longest)
+            attending = {FAULTS[0]: _attend_over_all, FAULTS[1]: _attend_by_the_longest, OF_NUMBER: _attend_by_number}
+            patch.setattr(encoders, "attend", attending[fault])
         return globals()[method](llm, *arguments)
 
 
@@ -416,7 +508,14 @@ def _attend_over_all(call: PagedAttention, implementation: str) -> torch.Tensor:
 
 
 def _attend_by_the_longest(call: PagedAttention, implementation: str) -> torch.Tensor:
-    size = max(16, 1 << (int(call.seq_lens.max()) - 1).bit_length() - 1)
+    return _attend_in_splits(call, max(16, 1 << (int(call.seq_lens.max()) - 1).bit_length() - 1), implementation)
+
+
+def _attend_by_number(call: PagedAttention, implementation: str) -> torch.Tensor:
+    return _attend_in_splits(call, 16, implementation) if len(call.seq_lens) > 8 else attend(call, implementation)
+
+
+def _attend_in_splits(call: PagedAttention, size: int, implementation: str) -> torch.Tensor:
     tile = call.reduction.key_tile if call.query.is_cuda else max(32, size)
     return attend(replace(call, reduction=AttentionReduction(size, key_tile=tile)), implementation)
 

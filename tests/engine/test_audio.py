@@ -113,6 +113,36 @@ QWEN3_ASR = Family(
     few_calls=([0, 1], [0, 7], [3, 2], [6, 5, 3], [8, 7, 6, 2, 0]),
     faults=(audio.OF_CALLS, audio.OF_LENGTHS, audio.OF_CHUNKS),
 )  # fmt: skip
+LEAST = 321
+"""Samples of a token of Qwen2-Audio."""
+QWEN2_AUDIO = Family(
+    config=audio.qwen2_audio,
+    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    | {"limit_mm_per_prompt": '{"audio": 4}'},
+    targets=[
+        asked(1, 60, [13 * SECOND + 77], 20),  # over borders of steps and pages
+        asked(2, 7, [SECOND // 2, 3 * SECOND, LEAST]),
+        asked(3, 20, [SECOND]),
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
+        asked(5, 40, []),
+    ],
+    few=[
+        asked(11, 3, [2 * SECOND, SECOND // 4]),
+        asked(12, 45, []),
+        asked(13, 1, [31 * SECOND]),
+    ],  # the last one's end is cut off
+    many=[
+        asked(20 + n, 1 + 7 * n % 40, [[], [SECOND // 5], [LEAST, SECOND + 300], [3 * SECOND]][n % 4], count=2)
+        for n in range(16)
+    ],
+    has_caches=True,
+    lengths=(3, 4, 5, 7, 100, 101, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049, 2999, 3000),
+    calls=([0, 1], [1, 0], range(17), range(16, 0, -5), [0] * 9, [3, 16, 3], [12, 13, 14], [14, 2, 12]),
+    few_lengths=(3, 100, 640, 3000),
+    few_calls=([0, 1], [2, 1, 0], [3, 2]),
+    faults=(audio.OF_CALLS, audio.OF_LENGTHS),
+)
 WHISPER = Family(
     config=audio.whisper,
     settings={"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 2048},
@@ -133,7 +163,7 @@ WHISPER = Family(
     few_calls=([0, 1], [2, 1, 0]),
     faults=(audio.OF_CALLS,),
 )
-FAMILIES = {"qwen3-asr": QWEN3_ASR, "whisper": WHISPER}
+FAMILIES = {"qwen3-asr": QWEN3_ASR, "qwen2-audio": QWEN2_AUDIO, "whisper": WHISPER}
 LIMITS = {"max_logprobs": -1, "skip_mm_profiling": True, "dtype": "float32"}
 
 
@@ -256,11 +286,12 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, served: Callab
     assert [fault for fault, moved in faults.items() if not moved] == []
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.has_caches])
 def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzzer_nothing(
-    served: Callable[[str], Served],
+    name: str, served: Callable[[str], Served]
 ) -> None:
     """The fault is one of calls with several items, as most requests that are drawn have themselves."""
-    found = served("qwen3-asr")
+    found = served(name)
     assert found.fuzzed[""] == ""
     outcomes = {
         fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
@@ -310,14 +341,17 @@ def by_transformers(
         prompt: its tokens, one for each row that a tower gives of what stands in it.
         answer: tokens.
     """
-    is_whisper = model.config.model_type == "whisper"
-    form = {} if is_whisper else {"padding": True, "return_attention_mask": True}
+    kind = model.config.model_type
+    is_whisper = kind == "whisper"
+    padding = "max_length" if kind == "qwen2_audio" else True
+    form = {} if is_whisper else {"padding": padding, "return_attention_mask": True}
     made = [
         extract(audio.sound(samples, seed), sampling_rate=SECOND, return_tensors="pt", **form)
         for samples, seed in target["sounds"]
     ]
     given: dict[str, torch.Tensor] = {}
-    names = {"input_features": "input_features"} | ({} if is_whisper else {"attention_mask": "input_features_mask"})
+    mask = "feature_attention_mask" if kind == "qwen2_audio" else "input_features_mask"
+    names = {"input_features": "input_features"} | ({} if is_whisper else {"attention_mask": mask})
     longest = max((one["input_features"].shape[-1] for one in made), default=0)
     for theirs, ours in names.items() if made else ():
         rows = [torch.nn.functional.pad(one[theirs], (0, longest - one[theirs].shape[-1])) for one in made]

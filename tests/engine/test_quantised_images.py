@@ -48,7 +48,8 @@ class Family(NamedTuple):
 
 OF_QWEN = test_images.TARGETS, test_images.FEW, test_images.MANY[:10]
 QWEN_LIMITS = test_images.LIMITS | {"max_num_batched_tokens": test_images.BUDGET}
-OF_MISTRAL = test_image_families.TARGETS, test_image_families.FEW, test_image_families.MANY[:8]
+MISTRAL3 = test_image_families.MISTRAL3
+OF_MISTRAL = MISTRAL3.targets, MISTRAL3.few, MISTRAL3.many[:8]
 OF_GEMMA = test_image_ranges.TARGETS, test_image_ranges.FEW, test_image_ranges.MANY[:8]
 FAMILIES = {
     "qwen3-vl": Family(images.qwen3_vl, QWEN_LIMITS, OF_QWEN),

@@ -1,8 +1,8 @@
-"""A torchvision that can be imported and hands images on as they are.
+"""A torchvision that can be imported, with what image processors call of it, by PyTorch.
 
 Image processors of transformers import torchvision, and vLLM's Qwen2.5-VL and Qwen3-VL import those. No wheel of it on
-PyPI fits PyTorch's CPU builds. A model that is served as text calls none of it. For one that is given images of sizes
-that its processor keeps, a picture becomes a tensor; to resize one, to decode and the rest raises.
+PyPI fits PyTorch's CPU builds. A model that is served as text calls none of it. For one that is given images, a picture
+becomes a tensor, is scaled and resized; to decode one and the rest raises.
 """
 
 from importlib.util import find_spec
@@ -50,10 +50,15 @@ def grayscale_to_rgb(image):
     return image
 
 
-def resize(image, size, **named):
-    if tuple(image.shape[-2:]) != tuple(size):
-        raise RuntimeError(f"an image of {tuple(image.shape[-2:])} was resized to {tuple(size)}")
-    return image
+def resize(image, size, interpolation=None, antialias=True):
+    if tuple(image.shape[-2:]) == tuple(size):
+        return image
+    mode = getattr(interpolation, "value", "bilinear")
+    floats = image.reshape(-1, *image.shape[-3:]).float()
+    made = torch.nn.functional.interpolate(floats, size=tuple(size), mode=mode, antialias=antialias)
+    if image.dtype == torch.uint8:
+        made = made.round_().clamp_(0, 255)
+    return made.to(image.dtype).reshape(*image.shape[:-2], *size)
 
 
 def normalize(image, mean, std, inplace=False):

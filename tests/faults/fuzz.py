@@ -78,7 +78,7 @@ def _tower(model: Any) -> Callable[[], None]:
 
     def beside(**given: Any) -> Any:
         made = encode(**given)
-        return [one * 1.25 for one in made] if len(made) > 1 else made
+        return [one * (0.75 + 0.25 * len(made)) for one in made] if len(made) > 1 else made
 
     model.embed_multimodal = beside
     return lambda: setattr(model, "embed_multimodal", encode)

@@ -101,6 +101,51 @@ def test_sound_is_encoded_beside_a_whole_chunk(lengths: list[int], called: list[
     assert tower.called == [(called, [(one + 1) // 2 for one in called])]
 
 
+@pytest.mark.parametrize("rows", [1, 40], ids="a mask of {} rows".format)
+def test_a_tower_of_transformers_attends_over_the_first_rows_of_an_item_with_the_same_bits_in_any_call(
+    rows: int,
+) -> None:
+    torch.manual_seed(0)
+    qkv, lengths = torch.randn(3, 4, 2, 40, 64), torch.tensor([3, 40, 17, 1])
+    unseen = torch.arange(40) >= lengths[:, None, None, None]
+    mask = torch.zeros(4, 1, rows, 40).masked_fill(unseen, float("-inf"))
+    together, _ = encoders.attend_in_transformers(None, *qkv, mask, 0.125)
+    weights = (qkv[0].double() @ qkv[1].double().mT * 0.125 + mask).softmax(-1)
+    expected = (weights @ qkv[2].double()).transpose(1, 2)
+    for item, length in enumerate(lengths.tolist()):
+        alone, _ = encoders.attend_in_transformers(None, *qkv[:, item : item + 1], mask[item : item + 1], 0.125)
+        assert_same_bits(together[item], alone[0], f"{length} rows")
+        cut, _ = encoders.attend_in_transformers(None, *qkv[:, item : item + 1, :, :length], None, 0.125)
+        assert_same_bits(together[item, :length], cut[0], f"{length} rows without a mask")
+        assert_near(together[item, :length], expected[item, :length], factor=2)
+        assert not together[item, length:].any()
+
+
+def of_transformers(heads: int) -> Any:
+    """A model with Qwen2-Audio's tower of one layer."""
+    import transformers
+
+    sizes = {"encoder_layers": 1, "d_model": 128, "encoder_ffn_dim": 128, "encoder_attention_heads": heads}
+    model: Any = type("Qwen2AudioForConditionalGeneration", (torch.nn.Module,), {})()
+    model.audio_tower = transformers.AutoModel.from_config(transformers.Qwen2AudioEncoderConfig(**sizes))
+    model._tower_model_names = ["audio_tower"]
+    return model
+
+
+def test_a_tower_of_transformers_is_refused_with_other_attention_or_heads() -> None:
+    model = of_transformers(2)
+    assert encoders.problem_of_tower(model.audio_tower) == "Transformers' attention is sdpa"
+    with pytest.raises(NotCovered, match="the encoder audio_tower: Transformers' attention is sdpa"):
+        review.check(model)
+    encoders.prepare(model)
+    assert encoders.problem_of_tower(model.audio_tower) is None
+    assert {type(model.audio_tower.conv1), type(model.audio_tower.conv2)} == {convolution.Conv1d}
+    narrow = of_transformers(4)
+    encoders.prepare(narrow)
+    assert str(encoders.problem_of_tower(narrow.audio_tower)).endswith("and this one of 32")
+    assert encoders.problem_of_tower(torch.nn.Linear(1, 1)) is None
+
+
 def test_towers_of_other_models_stay_as_they_are() -> None:
     model: Any = SimpleNamespace(tower=torch.nn.Conv1d(1, 1, 1), _tower_model_names=["tower"])
     encoders.prepare(model)

@@ -10,7 +10,7 @@ from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.layers import exact
-from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.reviews import encoding, patch_points
 
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
 
@@ -101,6 +101,21 @@ def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch)
     assert found(**heard) == ["audio inputs with vLLM 0.33.0"]
 
 
+def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    glm = "Glm4vForConditionalGeneration"
+    assert found(architecture=glm, limits={"image": 1}) == []
+    assert found(architecture=glm, limits={"image": 1, "video": 1}) == ["video inputs"]
+    assert found(architecture="InternVLForConditionalGeneration", limits={"image": 1, "video": 1}) == []
+    assert found(architecture="InternVLChatModel", limits={"image": 1}) == ["the model InternVLChatModel"]
+
+
+def test_a_class_of_vllms_encodes_for_the_models_that_it_serves() -> None:
+    served, other = (type(f"Intern{name}ForConditionalGeneration", (), {}) for name in ("S1", "S1Pro"))
+    assert encoding.encoded_by(served) == ("image", "video")
+    assert encoding.encoded_by(other) == ()
+
+
 def test_cross_attention_passes_on_a_cpu_over_as_many_rows_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = [row for name, row in ROWS.items() if name.startswith("Encoder-decoder")]
 
@@ -150,8 +165,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Qwen3-ASR and Whisper on a GPU"],
-        ROWS["Mistral 3, Qwen3-VL with experts, Qwen3-ASR and Whisper as text"],
+        ROWS["InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper on a GPU"],
+        ROWS[
+            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper as text"
+        ],
     )
     assert on_gpus.devices == ("cuda",)
 

@@ -983,6 +983,10 @@ COVERED = (
         "share each layer of the encoder, or the images of a step of Qwen3-VL",
     ),
     Feature(
+        "Images and videos on a CPU alone, with vLLM 0.32",
+        "of InternVL 3 and 3.5 in the form of Transformers, images of GLM-4.1V and GLM-4.5V, by one worker",
+    ),
+    Feature(
         "Quantised text models beside images and videos",
         "FP8 by rows with activations by tokens and INT4 of compressed-tensors, of Qwen2.5-VL, Qwen3-VL, Gemma 3 and "
         "Mistral 3; FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, and INT4 of the latter; "
@@ -990,7 +994,8 @@ COVERED = (
     ),
     Feature(
         "Audio",
-        "of Qwen3-ASR, any number and lengths of it, and of Whisper: on a CPU with vLLM 0.32, by one worker",
+        "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it, and of Whisper: on a CPU with vLLM 0.32, by one "
+        "worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1407,14 +1412,14 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Qwen3-ASR and Whisper on a GPU",
+        "InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, Qwen3-ASR and Whisper as text",
+        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1442,10 +1447,10 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL and Qwen3.5, but images of Gemma 3 and Mistral 3; "
-        "audio but of Qwen3-ASR and Whisper",
+        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5 and InternVL, but images of Gemma 3, "
+        "Mistral 3, GLM-4.1V and GLM-4.5V; audio but of Qwen2-Audio, Qwen3-ASR and Whisper",
         "nobody has compared what their encoders give",
-        "serve text only, with --language-model-only",
+        "serve text only, with --language-model-only; GLM-4.1V and GLM-4.5V with a --limit-mm-per-prompt of 0 videos",
         _multimodal_inputs,
     ),
     Feature(

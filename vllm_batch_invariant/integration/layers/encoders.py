@@ -6,6 +6,7 @@ other, and every other layer of a covered tower computes row by row by operation
 follows from its own patches and its grid, or from its own sound, whatever it shares a call with.
 """
 
+from collections.abc import Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -16,11 +17,13 @@ import torch.nn.functional as F
 from ... import envs
 from ...errors import NotCovered
 from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
-from ..reviews import encoding, patch_points, ran, sources
+from ..reviews import encoding, patch_points, sources
 from . import convolution
 
-HEAD_SIZES = (64, 72, 80)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, Qwen3-ASR and Whisper."""
+HEAD_SIZES = (64, 72, 80, 128)
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and Whisper."""
+IN_TRANSFORMERS = "vllm_batch_invariant"
+"""The name of our attention among Transformers' implementations."""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
 _ONLY_ON = {"vllm.v1.worker.gpu.": "cuda", "vllm.v1.attention.backends.utils.": "cuda"}
@@ -64,8 +67,8 @@ def problem_of(layer: Any) -> str | None:
         return convolution.problem_of(layer)
     if patch_points.MM_ENCODER_ATTENTION.attribute not in [base.__name__ for base in type(layer).__mro__]:
         return None
-    if layer.head_size not in HEAD_SIZES:
-        return f"encoders have heads of size {', '.join(map(str, HEAD_SIZES))}, and this one of {layer.head_size}"
+    if problem := _of_size(layer.head_size):
+        return problem
     return None if chosen in encoding.ATTENTION else f"encoders have not been run with {envs.ATTENTION.name}={chosen}"
 
 
@@ -92,26 +95,91 @@ def _forward(
     flat = [one.reshape(batch * rows, -1, size) for one in (query, key, value)]
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
-    if padding := -size % _STEP:
-        flat = [F.pad(one, (0, padding)) for one in flat]
-    spec = AttentionSpec(float(self.scale), causal=False)
-    implementation = envs.ATTENTION.read()
+    return _attend(flat, cu_seqlens, float(self.scale)).reshape(query.shape)
+
+
+def _attend(qkv: Sequence[torch.Tensor], starts: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of each row over the keys of its sequence.
+
+    Args:
+        qkv: queries [rows, query heads, head size], and keys and values [rows, KV heads, head size].
+        starts: [sequences + 1], where each begins.
+        scale: of scores.
+    """
+    size, implementation = qkv[0].shape[-1], envs.ATTENTION.read()
+    query, key, value = (F.pad(one, (0, -size % _STEP)) if size % _STEP else one for one in qkv)
+    spec = AttentionSpec(scale, causal=False)
     reduction = AttentionReduction.of_device(query.device.type, implementation)
-    cache = PackedKeys.of(flat[1], flat[2], cu_seqlens)
-    out = attend(PagedAttention(flat[0], cache, cu_seqlens.diff(), cu_seqlens, spec, reduction), implementation)
-    return out[..., :size].reshape(query.shape)
+    call = PagedAttention(query, PackedKeys.of(key, value, starts), starts.diff(), starts, spec, reduction)
+    return attend(call, implementation)[..., :size]
+
+
+def attend_in_transformers(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a tower that is Transformers' class (Qwen2-Audio's), over the first keys of each item.
+
+    Args:
+        module: not read.
+        query: [items, heads, rows, head size].
+        key: the same.
+        value: the same.
+        attention_mask: [items, 1, rows or 1, rows], 0 at keys that are seen, which are the first of an item, and else
+            minus infinity; None where all are.
+        scaling: of scores.
+        named: not read.
+
+    Returns:
+        [items, rows, heads, head size], 0 in rows behind those that are seen, which nobody reads; and no weights.
+    """
+    items, heads, rows, size = query.shape
+    seen = query.new_ones(items, rows, dtype=torch.bool)
+    if attention_mask is not None:
+        seen = attention_mask[:, 0, 0] == 0
+    starts = F.pad(seen.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
+    out = query.new_zeros(items, rows, heads, size)
+    out[seen] = _attend([one.transpose(1, 2)[seen] for one in (query, key, value)], starts, scaling)
+    return out, None
+
+
+def problem_of_tower(tower: Any) -> str | None:
+    """Why a tower is refused as a whole: it is Transformers' class, and attends by another implementation."""
+    if not type(tower).__module__.startswith("transformers."):
+        return None
+    chosen = tower.config._attn_implementation
+    if chosen != IN_TRANSFORMERS:
+        return f"Transformers' attention is {chosen}"
+    sizes = (layer.head_dim for layer in tower.modules() if hasattr(layer, "head_dim"))
+    return next((problem for size in sizes if (problem := _of_size(size))), None)
+
+
+def _of_size(size: int) -> str | None:
+    """Why heads of a size are refused."""
+    known = ", ".join(map(str, HEAD_SIZES))
+    return None if size in HEAD_SIZES else f"encoders have heads of size {known}, and this one of {size}"
 
 
 def prepare(model: Any) -> None:
     """Have the encoders of audio of a loaded model multiply where they convolve, attend by ours in classes of their
     own, too, and see what is theirs alone.
     """
-    if "audio" not in ran().encoded.get(type(model).__name__, ()):
+    if "audio" not in encoding.encoded_by(type(model)):
         return
     for name in getattr(model, "_tower_model_names", ()):
         tower = model.get_submodule(name)
         convolution.replace_in(tower)
         _attend_by_ours(tower)
+        if type(tower).__module__.startswith("transformers."):
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(IN_TRANSFORMERS, attend_in_transformers)
+            tower.config._attn_implementation = IN_TRANSFORMERS
         if hasattr(tower, "conv_chunksize"):
             _fill_chunks(tower)
 

@@ -25,7 +25,7 @@ import torch
 from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
-from ..reviews import patch_points
+from ..reviews import encoding, patch_points
 from . import calls, encoders, experts, fp8, int8, pooling, quantised
 from .calls import MODELS
 
@@ -44,12 +44,15 @@ def check(model: torch.nn.Module) -> None:
     for name in getattr(model, "_tower_model_names", ()):  # vLLM notes there what it builds of a multimodal model
         if type(model.get_submodule(name)) is patch_points.MISSING_STAGE.get():
             continue
-        if type(model).__name__ not in reviews.ran().encoded:
+        if not encoding.encoded_by(type(model)):
             raise NotCovered(
                 f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
             )
         encoders.check(next(model.parameters()).device.type)
-        _check_weights(name, model.get_submodule(name))
+        tower = model.get_submodule(name)
+        _check_weights(name, tower)
+        if problem := encoders.problem_of_tower(tower):
+            raise NotCovered(f"the encoder {name}", problem, "serve text only, with --language-model-only")
     for name, module in _all_modules(model):
         problem = _problem(module)
         if problem:

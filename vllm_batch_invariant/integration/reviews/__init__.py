@@ -246,6 +246,7 @@ class Ran:
         lora_updates: devices on which weights have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
+        served_by: classes of vLLM's that serve models of other names.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
             and device.
         text_of: multimodal models that are served as text, with what else they take.
@@ -283,6 +284,7 @@ class Ran:
     lora_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
+    served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]

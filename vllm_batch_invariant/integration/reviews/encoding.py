@@ -27,3 +27,13 @@ def encoded(model: Any) -> tuple[str, ...]:
     if not getattr(model, "is_multimodal_model", False):
         return ()
     return tuple(kind for kind in taken(model) if kind in ran().encoded.get(model.architecture, ()))
+
+
+def encoded_by(kind: type) -> tuple[str, ...]:
+    """Kinds of items that a class of vLLM's encodes, by whatever name a model asks for it.
+
+    Args:
+        kind: of a loaded model.
+    """
+    names = [kind.__name__, *(name for name, served in ran().served_by.items() if served == kind.__name__)]
+    return tuple(item for name in names for item in ran().encoded.get(name, ()))

@@ -18,6 +18,8 @@ from ..printing import one_line
 
 SHAPES = ((1, 1), (2, 2), (1, 15), (3, 5), (5, 3), (4, 6), (8, 9))
 """Rows and columns of what is drawn, in the smallest squares that a processor keeps as they are."""
+SQUARES = ((1, 1), (1, 2), (2, 1), (2, 3))
+"""The same where a processor cuts images into squares of one size."""
 FRAMES = 4
 """Of a video."""
 SECONDS = (0.05, 0.3, 0.99, 1.0, 1.6, 3.1)
@@ -196,16 +198,19 @@ def about(llm: Any) -> dict[str, Any]:
 
 def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     """Sizes that a processor keeps as they are."""
+    found: list[tuple[int, ...]]
     processor = _processor(llm).info.get_hf_processor()
     if kind == "audio":
         return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
     size = of_kind.size
     if size.get("height"):
-        return [(size["height"], size["width"])]
+        squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
+        found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
+        return [(FRAMES, *one) for one in found] if kind == "video" else found
     merged = getattr(processor, "spatial_merge_size", None)  # of Pixtral's, whose own patch has two numbers
     unit = processor.patch_size * merged if merged else of_kind.patch_size * of_kind.merge_size
-    found: list[tuple[int, ...]] = []
+    found = []
     for rows, columns in SHAPES:
         scale = 1
         while rows * columns * (scale * unit) ** 2 < (size.get("shortest_edge") or 0):
