@@ -106,7 +106,10 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     glm = "Glm4vForConditionalGeneration"
     assert found(architecture=glm, limits={"image": 1}) == []
     assert found(architecture=glm, limits={"image": 1, "video": 1}) == ["video inputs"]
-    assert found(architecture="InternVLForConditionalGeneration", limits={"image": 1, "video": 1}) == []
+    internvl = {"architecture": "InternVLForConditionalGeneration", "limits": {"image": 1, "video": 1}}
+    assert found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3")) == []
+    around_experts = found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3_moe"))
+    assert around_experts == [f"the model {internvl['architecture']} around one of the type 'qwen3_moe'"]
     assert found(architecture="InternVLChatModel", limits={"image": 1}) == ["the model InternVLChatModel"]
 
 

@@ -674,8 +674,13 @@ def _kind_of_attention(config: Config) -> str | None:
 
 def _unknown_multimodal(config: Config) -> str | None:
     model = config.model_config
-    known = not model.is_multimodal_model or model.architecture in RAN.text_of
-    return None if known else f"the model {model.architecture}"
+    if not model.is_multimodal_model:
+        return None
+    if model.architecture not in RAN.text_of:
+        return f"the model {model.architecture}"
+    text, known = getattr(getattr(model, "hf_text_config", None), "model_type", ""), RAN.text_models
+    found = text not in known.get(model.architecture, (text,))
+    return _when(found, f"the model {model.architecture} around one of the type {text!r}")
 
 
 def _multimodal_not_run_on_gpus(config: Config) -> str | None:
@@ -1405,7 +1410,7 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text",
+        "Other multimodal models, also as text; InternVL around other text models than Qwen2 and Qwen3",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 have been proven to be text models without their "
         "encoders",
         "serve one of these, or a text model",

@@ -250,6 +250,7 @@ class Ran:
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
             and device.
         text_of: multimodal models that are served as text, with what else they take.
+        text_models: types of the text models that have been run in multimodal ones which may have others, too.
         drafters: methods of speculative decoding, with the devices.
     """
 
@@ -287,6 +288,7 @@ class Ran:
     served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
+    text_models: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
 
 
