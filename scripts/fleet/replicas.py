@@ -14,6 +14,8 @@ from vllm_batch_invariant.verify.harness.server import free_port
 
 ROUTING = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1"}
 """Ray reads them while it is imported, in every process."""
+PATIENCE = dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), "60")
+"""On two cores beside engines that start, Ray's five seconds are short."""
 PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 HOST = "127.0.0.1"
 MODEL = "fleet"
@@ -32,7 +34,8 @@ def started() -> Iterator[str]:
     Yields:
         The address of its router.
     """
-    os.environ.update(ROUTING | {name: str(free_port()) for name in PORTS} | {"RAY_USAGE_STATS_ENABLED": "0"})
+    ports = {name: str(free_port()) for name in PORTS}
+    os.environ.update(ROUTING | PATIENCE | ports | {"RAY_USAGE_STATS_ENABLED": "0"})
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
     import ray
     from ray import serve
