@@ -5,7 +5,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 RUN = $(VENV)/bin/python -m
 DEMO_MODEL = .cache/smollm2
 
-.PHONY: demo fleet-demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
+.PHONY: demo fleet-demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann test-witnesses
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -84,6 +84,10 @@ test-patch-points: install
 # The core of the engine tests with every release of vLLM for CPUs: an environment of 1 GB and some minutes each.
 test-versions: install
 	$(RUN) scripts.check_versions --write
+
+# Whether bits changed since the last tag: small models are served by both, and CHANGELOG.md has to say what is found.
+test-witnesses: install
+	$(RUN) scripts.compare_witnesses
 
 # Every variant of the kernels for NVIDIA GPUs, compiled for each GPU and kept in .cache/triton: needs no GPU, and hours the
 # first time.

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     options = parser.parse_args(arguments)
-    logging.disable(logging.INFO)
+    logging.disable(logging.WARNING)
     with started() as url:
         found = {}
         for flag, mode, samples, kills in (
