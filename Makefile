@@ -5,7 +5,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 RUN = $(VENV)/bin/python -m
 DEMO_MODEL = .cache/smollm2
 
-.PHONY: demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann
+.PHONY: demo fleet-demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann test-witnesses
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -23,6 +23,15 @@ demo:
 	@echo "2/4 a small trained model in $(DEMO_MODEL)"
 	@$(MAKE) --no-print-directory $(DEMO_MODEL)/config.json
 	@$(RUN) scripts.demo $(DEMO_MODEL) $(if $(SAMPLES),--samples $(SAMPLES))
+
+$(VENV)/installed-fleet: $(VENV)/installed-$(DEVICE) requirements/fleet.txt
+	$(VENV)/bin/uv pip install -q --python $(VENV)/bin/python --override requirements/overrides-cpu.txt -r requirements/fleet.txt
+	touch $@
+
+# Two replicas of Ray Serve LLM on the CPU, of which some are killed, then plain vLLM in their place: a quarter of an hour on
+# two cores. SAMPLES=1000 compares as many answers.
+fleet-demo: $(VENV)/installed-fleet $(DEMO_MODEL)/config.json
+	$(RUN) scripts.fleet.demo $(DEMO_MODEL) $(if $(SAMPLES),--samples $(SAMPLES))
 
 # GRPO by TRL with plain vLLM and with the mode, and controls: a quarter of an hour on two cores.
 $(VENV)/installed-on-policy: $(VENV)/installed-$(DEVICE)
@@ -75,6 +84,10 @@ test-patch-points: install
 # The core of the engine tests with every release of vLLM for CPUs: an environment of 1 GB and some minutes each.
 test-versions: install
 	$(RUN) scripts.check_versions --write
+
+# Whether bits changed since the last tag: small models are served by both, and CHANGELOG.md has to say what is found.
+test-witnesses: install
+	$(RUN) scripts.compare_witnesses
 
 # Every variant of the kernels for NVIDIA GPUs, compiled for each GPU and kept in .cache/triton: needs no GPU, and hours the
 # first time.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bit_sources
+from scripts import bit_sources, compare_witnesses
 from scripts.bit_sources import CHANGELOG, OPS, digests, recorded, table
 
 ROOT = CHANGELOG.parent
@@ -79,3 +79,28 @@ def test_recording_replaces_the_first_table_alone(tmp_path: Path, monkeypatch: p
     assert bit_sources.CHANGELOG.read_text() == f"## next\n\n{table()}\n## before\n\n{old}"
     with pytest.raises(ValueError, match="no table"):
         recorded("nothing")
+
+
+def test_the_changelog_says_of_each_model_whether_its_witness_changed() -> None:
+    newest = CHANGELOG.read_text().partition(recorded(CHANGELOG.read_text()))[0]
+    assert compare_witnesses.said_in(newest).keys() == compare_witnesses.MODELS.keys()
+
+
+def test_what_is_recorded_of_witnesses_is_read_again_and_takes_the_place_of_the_last_record() -> None:
+    text = f"## [2]\n\n### Bits\n\nSome.\n\n{table()}\n## [1]\n"
+    once = compare_witnesses.with_table(text, "v1", {"dense": False, "experts": True}, "another order")
+    assert compare_witnesses.said_in(once) == {"dense": "no", "experts": "yes: another order"}
+    again = compare_witnesses.with_table(once, "v1", {"dense": False}, "")
+    assert compare_witnesses.said_in(again) == {"dense": "no"}
+    assert compare_witnesses.TABLE.sub("", again) == text
+    with pytest.raises(ValueError, match="say why"):
+        compare_witnesses.with_table(text, "v1", {"dense": True}, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "changed", "is_wrong"),
+    [("no", False, False), ("yes: a split", True, False), ("no", True, True), ("yes: a split", False, True)],
+)
+def test_a_changelog_that_says_something_else_of_a_witness_is_wrong(said: str, changed: bool, is_wrong: bool) -> None:
+    assert bool(compare_witnesses.wrong({"dense": said}, {"dense": changed})) is is_wrong
+    assert compare_witnesses.wrong({}, {"dense": changed})

@@ -26,6 +26,13 @@ COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["servic
 CLAIM, DEPLOYMENT, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
 ALERTS = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
 MONITOR = yaml.safe_load((ROOT / "deploy" / "podmonitor.yaml").read_text())
+POOL, ROUTE = yaml.safe_load_all((ROOT / "deploy" / "inference-pool.yaml").read_text())
+STACK = yaml.safe_load((ROOT / "deploy" / "production-stack.yaml").read_text())["servingEngineSpec"]
+[OF_THE_STACK] = STACK["modelSpec"]
+RAY = yaml.safe_load((ROOT / "deploy" / "ray-service.yaml").read_text())["spec"]
+[RAY_APPLICATION] = yaml.safe_load(RAY["serveConfigV2"])["applications"]
+[RAY_MODEL] = RAY_APPLICATION["args"]["llm_configs"]
+DYNAMO = yaml.safe_load((ROOT / "deploy" / "dynamo.yaml").read_text())["spec"]
 POD = DEPLOYMENT["spec"]["template"]
 [CONTAINER] = POD["spec"]["containers"]
 OF_OTHERS = {
@@ -137,6 +144,70 @@ def test_the_alerts_are_of_metrics_and_labels_that_there_are() -> None:
     assert {*re.findall(r"vllm:\w+", expressions)} == {METRIC, f"{RUNS}_total", f"{DIFFERENCES}_total"}
     named = {label for labels in re.findall(r"(?:by|on) \(([\w, ]+)\)", expressions) for label in labels.split(", ")}
     assert named - {"instance"} <= {*LABELS}
+
+
+def test_every_stack_has_this_version_and_sets_the_flag() -> None:
+    [worker] = [one for one in DYNAMO["components"] if one["type"] == "worker"]
+    [of_dynamo] = worker["podTemplate"]["spec"]["containers"]
+    images = {of_dynamo["image"], f"{OF_THE_STACK['repository']}:{OF_THE_STACK['tag']}"}
+    images |= {pod["containers"][0]["image"] for pod in ray_pods()}
+    assert {image.split(":")[1] for image in images} == {PROJECT["project"]["version"]}
+    assert {"name": envs.FLAG, "value": "1"} in of_dynamo["env"]
+    assert {"name": envs.FLAG, "value": "1"} in OF_THE_STACK["env"]
+    assert RAY_MODEL["runtime_env"]["env_vars"] == {envs.FLAG: "1"}
+
+
+def ray_pods() -> list[dict[str, Any]]:
+    cluster = RAY["rayClusterConfig"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_every_stack_has_replicas_on_one_kind_of_gpu() -> None:
+    [kind] = POD["spec"]["nodeSelector"].items()
+    [worker] = [one for one in DYNAMO["components"] if one["type"] == "worker"]
+    for pod in (worker["podTemplate"]["spec"], ray_pods()[1]):
+        assert pod["nodeSelector"] == dict([kind])
+        assert pod["enableServiceLinks"] is False
+    [[term]] = [terms["matchExpressions"] for terms in OF_THE_STACK["nodeSelectorTerms"]]
+    assert term == {"key": kind[0], "operator": "In", "values": [kind[1]]}
+    replicas = RAY_MODEL["deployment_config"]["num_replicas"]
+    assert min(replicas, worker["replicas"], OF_THE_STACK["replicaCount"]) > 1
+    assert RAY["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == replicas, "one GPU a pod"
+
+
+def test_the_pool_and_its_route_have_the_pods_and_the_port_of_the_deployment() -> None:
+    assert POOL["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
+    assert [port["number"] for port in POOL["spec"]["targetPorts"]] == [CONTAINER["ports"][0]["containerPort"]]
+    [rule] = ROUTE["spec"]["rules"]
+    assert rule["backendRefs"] == [
+        {"group": POOL["apiVersion"].split("/")[0], "kind": POOL["kind"], "name": POOL["metadata"]["name"]}
+    ]
+
+
+def test_the_arguments_of_every_stack_are_vllms() -> None:
+    [worker] = [one for one in DYNAMO["components"] if one["type"] == "worker"]
+    [of_dynamo] = worker["podTemplate"]["spec"]["containers"]
+    dynamo = " ".join(of_dynamo["args"]).removeprefix("--model ")
+    stack = f"{OF_THE_STACK['modelURL']} {' '.join(OF_THE_STACK['vllmConfig']['extraArgs'])}"
+    engine = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in RAY_MODEL["engine_kwargs"].items())
+    for arguments in (dynamo, stack, f"{RAY_MODEL['model_loading_config']['model_id']} {engine}"):
+        assert [*of_command(f"vllm serve {arguments}")] == []
+    assert OF_THE_STACK["lmcacheConfig"] == {"enabled": False}
+
+
+def test_ray_takes_the_application_and_reads_the_variables_of_its_nodes() -> None:
+    pytest.importorskip("ray")
+    from ray.llm._internal.serve import constants as of_llm
+    from ray.llm._internal.serve.core.ingress.builder import LLMServingArgs
+    from ray.serve._private import constants as of_serve
+    from ray.serve.schema import ServeDeploySchema
+
+    assert ServeDeploySchema.model_validate(yaml.safe_load(RAY["serveConfigV2"])).applications[0].name == "llm"
+    [model] = LLMServingArgs.model_validate(RAY_APPLICATION["args"]).llm_configs
+    assert model.get_engine_config().placement_bundles[0]["GPU"] == 1
+    for pod in ray_pods():
+        for variable in pod["containers"][0]["env"]:
+            assert any(hasattr(module, variable["name"]) for module in (of_llm, of_serve))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.faults.memory import flip, processes
 from tests.server.conftest import TOOLS
 from vllm_batch_invariant.integration.engine.witness import CANARIES, DIFFERENCES, RUNS
 from vllm_batch_invariant.verify.harness.server import Server, serve
@@ -36,37 +37,6 @@ def counted(server: Server) -> tuple[float, float]:
     page = httpx.get(f"{server.base_url[:-3]}/metrics", trust_env=False).text
     found = [re.search(rf"^{name}_total\{{.*\}} (\S+)$", page, re.MULTILINE) for name in (RUNS, DIFFERENCES)]
     return tuple(float(one[1]) if one else 0.0 for one in found)  # type: ignore[return-value]
-
-
-def processes(leader: int) -> Iterator[int]:
-    """A process and those that it has started."""
-    yield leader
-    for children in Path(f"/proc/{leader}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from processes(int(child))
-
-
-def flip(process: int, held: bytes) -> int:
-    """Flip a bit of the first number of these bytes, wherever a process may write them; returns how often."""
-    flips = 0
-    with open(f"/proc/{process}/mem", "r+b", buffering=0) as memory:
-        for line in Path(f"/proc/{process}/maps").read_text().splitlines():
-            span, rights, *_ = line.split()
-            begin, end = (int(each, 16) for each in span.split("-"))
-            if not rights.startswith("rw") or end - begin < len(held) or "/" in line:
-                continue
-            memory.seek(begin)
-            try:
-                content = memory.read(end - begin)
-            except OSError:
-                continue
-            at = content.find(held)
-            while at >= 0:
-                memory.seek(begin + at + 1)  # the upper byte of a bf16: the lowest bit but one of the exponent
-                memory.write(bytes([held[1] ^ 1]))
-                flips += 1
-                at = content.find(held, at + 1)
-    return flips
 
 
 def test_a_flipped_bit_of_a_weight_is_counted_among_requests(watched: Server, model: Path) -> None:

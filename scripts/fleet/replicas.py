@@ -1,0 +1,91 @@
+"""The application: Ray Serve LLM with vLLM's server in each replica, behind HAProxy and Ray's request router.
+
+Only with direct streaming is the replica's HTTP server vLLM's own, which has the route and the fingerprint.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.verify.harness.server import free_port
+
+ROUTING = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1"}
+"""Ray reads them while it is imported, in every process."""
+PATIENCE = dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), "60")
+"""On two cores beside engines that start, Ray's five seconds are short."""
+PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+HOST = "127.0.0.1"
+MODEL = "fleet"
+"""The name of the model."""
+REPLICA, PROCESS = "x-replica", "x-replica-process"
+"""Headers of every answer: which replica gave it, and the number of its process."""
+CONTEXT = 1024
+"""Tokens of a request at most."""
+_ROOT = str(Path(__file__).parents[2])
+
+
+@contextmanager
+def started() -> Iterator[str]:
+    """A Ray of this machine alone, for applications of :func:`served`.
+
+    Yields:
+        The address of its router.
+    """
+    ports = {name: str(free_port()) for name in PORTS}
+    os.environ.update(ROUTING | PATIENCE | ports | {"RAY_USAGE_STATS_ENABLED": "0"})
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    import ray
+    from ray import serve
+
+    # Ray only counts these CPUs: a replica asks for two
+    ray.init("local", num_cpus=64, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        port = free_port()
+        serve.start(http_options={"host": HOST, "port": port})
+        yield f"http://{HOST}:{port}"
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def served(folder: Path, replicas: int, variables: Mapping[str, str]) -> Iterator[None]:
+    """An application, until the end of the context.
+
+    Args:
+        folder: of the model.
+        replicas: how many, whatever happens to one of them.
+        variables: of the environment of each replica.
+    """
+    from ray import serve
+
+    serve.run(_application(folder, replicas, variables))
+    yield
+    serve.delete("default")
+
+
+def _application(folder: Path, replicas: int, variables: Mapping[str, str]) -> Any:
+    from ray.serve.llm import LLMConfig, build_openai_app
+
+    from .in_replica import NamedServer, OneCore
+
+    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    config = LLMConfig(
+        model_loading_config={"model_id": MODEL, "model_source": str(folder.resolve())},
+        accelerator_config={"kind": "cpu"},
+        server_cls=NamedServer,
+        callback_config={"callback_class": OneCore},
+        deployment_config={"num_replicas": replicas, "autoscaling_config": None, "health_check_period_s": 2},
+        runtime_env={"env_vars": environment | {FLAG: "0"} | variables},
+        log_engine_metrics=False,
+        engine_kwargs={
+            "dtype": "bfloat16",
+            "max_model_len": CONTEXT,
+            "max_num_batched_tokens": 16 * CONTEXT,
+            "enforce_eager": True,
+        },
+    )
+    return build_openai_app({"llm_configs": [config]})

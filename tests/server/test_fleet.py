@@ -1,0 +1,51 @@
+"""Replicas behind the router of Ray Serve LLM: one of them is killed, and all answers have the same bits; those of a
+replica with a wrong weight have others. Skipped without Ray.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from scripts.fleet.demo import is_one_fleet, lines
+from scripts.fleet.load import ask
+from scripts.fleet.replicas import served, started
+from tests.faults.memory import flip, processes
+from vllm_batch_invariant.envs import FLAG
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.exhaustive,
+    # Ray reads its variables while it is imported, so it is not imported here
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the replicas have CPUs"),
+]
+WEIGHT = "model.norm.weight"
+
+
+@pytest.fixture
+def fleet(model: Path) -> Iterator[str]:
+    """The address of the router of two replicas."""
+    with started() as url, served(model, 2, {FLAG: "1"}):
+        yield url
+
+
+def test_replicas_have_one_set_of_bits_while_one_is_killed_and_a_wrong_weight_is_seen(fleet: str, model: Path) -> None:
+    found = ask(fleet, 60, replicas=2, kills=1)
+    assert is_one_fleet(found), lines(found, 0)
+    assert len(found.answers) == len(found.said) == 3
+    assert len(found.killed) == 1
+    assert sum(found.asked.values()) == 60 + len(found.asked)
+    assert found.others > 0
+
+    [wrong, *_] = [name for name in found.said if name not in found.killed]
+    with safe_open(model / "model.safetensors", "pt") as file:
+        held = file.get_tensor(WEIGHT).view(torch.uint8).numpy().tobytes()
+    assert sum(flip(process, held) for process in processes(found.processes[wrong])) > 0
+    after = ask(fleet, 30, replicas=2)
+    assert set(after.answers) == set(found.said) - set(found.killed)
+    assert after.differing.total() > 0
+    assert after.values("fingerprint") == found.values("fingerprint"), "nobody was told of another weight"
