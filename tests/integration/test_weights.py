@@ -275,7 +275,10 @@ class Core:
     """As vLLM's ``EngineCore``, of a worker whose weights have a name."""
 
     def __init__(self, device_type: str = "cuda") -> None:
-        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device_type))
+        self.vllm_config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type=device_type),
+            model_config=SimpleNamespace(is_multimodal_model=False),
+        )
         self.scheduler = SimpleNamespace(pause_state=0, has_requests=lambda: True, running=["one"])
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.on_workers)
         self.weights, self.asked, self.resets, self.steps = "A", [], [], 0
@@ -296,6 +299,9 @@ class Core:
         self.resets.append(reset_running_requests)
         return True
 
+    def reset_encoder_cache(self) -> None:
+        self.resets.append("encoder")
+
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple = (), kwargs: Any = None) -> list:
         return self.on_workers(method, *args)
 
@@ -312,6 +318,16 @@ def core_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
     monkeypatch.setattr(patch_points.ENGINE_CORE.module(), "EngineCore", kind)
     weights.install(devices.of_config)
     return kind
+
+
+def test_other_weights_empty_the_cache_of_encoded_items_too(core_class: type[Core]) -> None:
+    core = core_class()
+    core.vllm_config.model_config.is_multimodal_model = True
+    core.collective_rpc("load", args=("B",))
+    core.step()
+    core.collective_rpc("load", args=("B",))
+    core.step()
+    assert core.resets == [True, "encoder"]
 
 
 @pytest.mark.parametrize("step", ["step", "step_with_batch_queue"])

@@ -477,6 +477,8 @@ def _look(core: Any, watch: Watch) -> None:
         running = len(scheduler.running)
         has_stored = kv_connectors.of_engine(core) is not None
         core.reset_prefix_cache(reset_running_requests=True, **({"reset_connector": True} if has_stored else {}))
+        if core.vllm_config.model_config.is_multimodal_model:
+            core.reset_encoder_cache()  # embeddings of images and sounds are found by those alone
         kv_connectors.take_weights(core, digest_in(found))
         logger.info(
             "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
