@@ -169,6 +169,7 @@ class Core:
 
     def __init__(self) -> None:
         self.loaded: list[Any] = []
+        self.removed: list[int] = []
         self.scheduler = SimpleNamespace(requests={})
 
     def preprocess_add_request(self, request: Any) -> Any:
@@ -178,20 +179,26 @@ class Core:
         self.loaded.append(lora_request)
         return True
 
+    def add_request(self, request: Any) -> None:
+        self.scheduler.requests[request.request_id] = request
+
     def remove_lora(self, lora_id: int) -> bool:
+        self.removed.append(lora_id)
         return True
 
 
 class Engine(Core):
     preprocess_add_request = adapters._with_digest(Core.preprocess_add_request)
-    add_lora = adapters._told_apart(Core.add_lora)
+    add_request = adapters._that_stands(Core.add_request)
+    add_lora = adapters._told_apart(Core.add_lora, Core.remove_lora)
     remove_lora = adapters._forgotten(Core.remove_lora)
 
 
 def sent(core: Core, path: Path, number: int = 1, salt: str | None = None, **more: Any) -> Any:
     """A request with an adapter, as the engine takes it."""
     adapter = LoRARequest("name", number, str(path), **more)
-    return core.preprocess_add_request(SimpleNamespace(lora_request=adapter, cache_salt=salt))
+    request = SimpleNamespace(lora_request=adapter, cache_salt=salt, request_id="request", client_index=0)
+    return core.preprocess_add_request(request)
 
 
 def test_a_prompt_is_found_by_what_is_in_its_adapters_files(tmp_path: Path) -> None:
@@ -247,6 +254,44 @@ def test_an_adapter_is_not_replaced_while_requests_have_it(tmp_path: Path) -> No
     core.add_lora(again)
 
 
+def test_a_request_that_a_load_in_place_overtakes_ends(tmp_path: Path) -> None:
+    """A thread of its own takes it from the client."""
+    core, folder, other = Engine(), files(tmp_path / "one", "first"), files(tmp_path / "two", "other")
+    overtaken = sent(core, folder)
+    core.add_lora(LoRARequest("name", 1, str(other), load_inplace=True))
+    with pytest.raises(ValueError, match="are not those that number 1 stands for"):
+        core.add_request(overtaken)
+    ended: list[Any] = []
+    core.output_queue, core._send_error_outputs_to_client = object(), lambda *said: ended.append(said)
+    core.add_request(overtaken)
+    assert ended == [(["request"], 0)]
+    assert not core.scheduler.requests
+    core.add_request(sent(core, other))
+    core.add_request(SimpleNamespace(lora_request=None, request_id="without one"))
+    assert [*core.scheduler.requests] == ["request", "without one"]
+
+
+def test_a_load_that_fails_leaves_no_part_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, folder, other = Engine(), files(tmp_path / "one", "first"), files(tmp_path / "two", "other")
+    sent(core, folder)
+
+    def fail(self: Core, lora_request: Any) -> bool:
+        raise RuntimeError("its shapes are another model's")
+
+    monkeypatch.setattr(Engine, "add_lora", adapters._told_apart(fail, Core.remove_lora))
+    with pytest.raises(RuntimeError, match="another model's"):
+        core.add_lora(LoRARequest("name", 1, str(other), load_inplace=True))
+    assert core.removed == [1]
+    sent(core, folder)
+
+
+def test_two_adapters_of_one_name_are_two() -> None:
+    first, again, second = (AdapterRequest("name", number, "path") for number in (1, 1, 2))
+    assert {first, again, second} == {first, second}
+    assert len({first, again, second}) == 2
+    assert first != "name"
+
+
 def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no LoRA adapter is in"):
         sent(Engine(), tmp_path)
@@ -255,9 +300,13 @@ def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_reads_the_files_that_the_engine_has_seen(tmp_path: Path) -> None:
     folder = files(tmp_path / "one", "first")
-    load = adapters._verified(lambda self, lora_request: "weights")
+    layer = SimpleNamespace(lora_a=torch.arange(3), lora_b=None)
+    file, weights = layer.lora_a, SimpleNamespace(loras={"layer": layer})
+    load = adapters._verified(lambda self, lora_request: weights)
     seen = AdapterRequest("name", 1, str(folder), digest=adapters.digest_of(str(folder)))
-    assert load(None, seen) == "weights"
+    assert load(None, seen) is weights
+    file.zero_()
+    assert layer.lora_a.tolist() == [0, 1, 2]
     files(folder, "other")
     for unseen in (seen, LoRARequest("name", 1, str(folder))):
         with pytest.raises(RuntimeError, match="changed while requests have it"):

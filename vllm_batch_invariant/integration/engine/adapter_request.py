@@ -13,5 +13,13 @@ class AdapterRequest(_Base):
     digest: str = ""
     """Of the files that a worker may read."""
 
-    __hash__ = _Base.__hash__
-    """That of its name, as vLLM's."""
+    def __eq__(self, other: object) -> bool:
+        """By its number, too: of two of one name in a step vLLM would give the workers one."""
+        return isinstance(other, _Base) and _identity(self) == _identity(other)
+
+    def __hash__(self) -> int:
+        return hash(_identity(self))
+
+
+def _identity(adapter: Any) -> tuple[str, int]:
+    return adapter.lora_name, adapter.lora_int_id

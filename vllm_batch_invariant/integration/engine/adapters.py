@@ -7,8 +7,9 @@ by; a number stands for one digest until its adapter is loaded in place while no
 other files for it.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from hashlib import sha256
 from inspect import signature
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from ...ops.lora import LoraReduction
 
+logger = logging.getLogger("vllm.batch_invariant")
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """That vLLM reads of an adapter's folder."""
 
@@ -40,7 +42,8 @@ def install(platform: type[Any], wrapper: str) -> None:
     platform.get_punica_wrapper = classmethod(lambda cls: wrapper)
     core = patch_points.ENGINE_CORE.get()
     core.preprocess_add_request = _with_digest(core.preprocess_add_request)
-    core.add_lora = _told_apart(core.add_lora)
+    core.add_request = _that_stands(core.add_request)
+    core.add_lora = _told_apart(core.add_lora, core.remove_lora)
     core.remove_lora = _forgotten(core.remove_lora)
 
 
@@ -86,7 +89,8 @@ def digest_of(path: str) -> str:
     if len(found) < 2:
         raise ValueError(f"no LoRA adapter is in {path}")
     states = [file.stat() for file in found]
-    seen = (*found, *((one.st_mtime_ns, one.st_size, one.st_ino) for one in states))
+    # a copy onto the file that keeps its time and size has another time of change
+    seen = (*found, *((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in states))
     if seen not in _digests:
         parts = [f"{file.name} {sha256(file.read_bytes()).hexdigest()}" for file in found]
         _digests[seen] = sha256("\n".join(parts).encode()).hexdigest()
@@ -114,11 +118,8 @@ def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         adapter = request.lora_request
         if adapter is not None:
             digest = digest_of(adapter.lora_path)
-            if beside(self).adapters.setdefault(adapter.lora_int_id, digest) != digest:
-                raise ValueError(
-                    f"the files of the LoRA adapter {adapter.lora_name} are not those that number "
-                    f"{adapter.lora_int_id} stands for: load it in place, or with a number of its own"
-                )
+            if not _stands_for(self, adapter, digest):
+                raise ValueError(_other_files(adapter))
             request.lora_request = _identified(adapter, digest, load_inplace=False)
             request.cache_salt = " ".join(filter(None, (digest, request.cache_salt)))
         return preprocess(self, request)
@@ -126,8 +127,42 @@ def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
-def _told_apart(add: Callable[..., bool]) -> Callable[..., bool]:
-    """vLLM's method that loads an adapter.
+def _stands_for(core: Any, adapter: Any, digest: str) -> bool:
+    """Whether the adapter's number stands for files of a digest, as it does from the first request on."""
+    return beside(core).adapters.setdefault(adapter.lora_int_id, digest) == digest
+
+
+def _other_files(adapter: Any) -> str:
+    return (
+        f"the files of the LoRA adapter {adapter.lora_name} are not those that number {adapter.lora_int_id} stands "
+        "for: load it in place, or with a number of its own"
+    )
+
+
+def _that_stands(add: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's method that has a request scheduled. One that came while its adapter was replaced, which a thread of its
+    own takes from the client, ends with an error.
+
+    It then raises:
+        ValueError: it is such a request, of an engine in its caller's process.
+    """
+
+    @wraps(add)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        adapter = request.lora_request
+        if adapter is None or _stands_for(self, adapter, adapter.digest):
+            add(self, request, *args, **kwargs)
+        elif hasattr(self, "output_queue"):
+            logger.warning("The request %s ends: %s.", request.request_id, _other_files(adapter))
+            self._send_error_outputs_to_client([request.request_id], request.client_index)
+        else:
+            raise ValueError(_other_files(adapter))
+
+    return add_request
+
+
+def _told_apart(add: Callable[..., bool], remove: Callable[..., bool]) -> Callable[..., bool]:
+    """vLLM's method that loads an adapter. Where it fails, a worker may hold a part of it, which ``remove`` takes away.
 
     It then raises:
         NotCovered: another adapter with that number is there and shall not be replaced, or requests have it.
@@ -153,7 +188,13 @@ def _told_apart(add: Callable[..., bool]) -> Callable[..., bool]:
                     "their answers would be of both",
                     "wait for them, or load it by another name",
                 )
-        loaded = add(self, _identified(lora_request, digest, lora_request.load_inplace))
+        try:
+            loaded = add(self, _identified(lora_request, digest, lora_request.load_inplace))
+        except Exception:
+            held.pop(number, None)
+            with suppress(Exception):
+                remove(self, number)
+            raise
         held[number] = digest
         return loaded
 
@@ -180,7 +221,8 @@ def _is_asked(core: Any, number: int) -> bool:
 
 
 def _verified(load: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's method that reads an adapter's files.
+    """vLLM's method that reads an adapter's files. What it gives is memory of its own: of a mapped file it would follow
+    what is written there.
 
     It then raises:
         RuntimeError: they are not those that the engine has seen.
@@ -189,6 +231,10 @@ def _verified(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def _load_adapter(self: Any, lora_request: Any) -> Any:
         loaded = load(self, lora_request)
+        for layer in loaded.loras.values():
+            layer.lora_a, layer.lora_b = (
+                one if one is None or one.is_pinned() else one.clone() for one in (layer.lora_a, layer.lora_b)
+            )
         if getattr(lora_request, "digest", None) != digest_of(lora_request.lora_path):
             raise RuntimeError(
                 f"the files of the LoRA adapter {lora_request.lora_name} changed while requests have it: answers would "

@@ -352,7 +352,7 @@ MEMBERS = {
     "DEVICE_WORKER": ("load_model", "get_model", "sleep", "wake_up"),
     "ENGINE_CORE": (
         *("_initialize_kv_caches", "collective_rpc", "step", "step_with_batch_queue", "reset_prefix_cache"),
-        *("preprocess_add_request", "add_lora", "remove_lora"),
+        *("preprocess_add_request", "add_request", "add_lora", "remove_lora"),
     ),
     "CONNECTOR_FACTORY": ("create_connector",),
     "FILE_CONNECTOR": (
