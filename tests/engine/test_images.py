@@ -3,6 +3,7 @@ others with other images, from the caches, in chunks and after preemption; and i
 """
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -338,3 +339,37 @@ def test_bits_stay_in_bf16(name: str, served: Callable[..., Served]) -> None:
     found = served(name, dtype="bfloat16")
     assert {run: differing for run in RUNS if "alone" not in run and (differing := found.differing(run))} == {}
     assert found.moved == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["by_buckets", "by_reload_weights"])
+def test_an_image_that_other_weights_have_seen_is_encoded_again(way: str, tmp_path: Path) -> None:
+    config, before, after = images.qwen3_vl(), tmp_path / "before", tmp_path / "after"
+    model = images.save(config, torch.float32, before)
+    shutil.copytree(before, after)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "visual" in name and weight.dim() > 1:
+                weight.mul_(1.25)
+    model.save_pretrained(after)
+    more = {
+        "dtype": "float32",
+        "max_num_batched_tokens": BUDGET,
+        "worker_extension_cls": "tests.engine.reloads.Extension",
+    }
+    variables = SETTINGS | {"PYTHONPATH": os.pathsep.join([*multimodal.python_path(tmp_path), PATHS])}
+    found: dict[Any, Any] = {}
+    for folder in (before, after):
+        with Engine(str(folder), arguments_of(LIMITS | OF_DEVICE | more), "1", variables, patience=400) as engine:
+
+            def answer() -> list[dict[str, Any]]:
+                asked = engine.call("tests.engine.images:answers", TARGETS[:1], config.vision_config.patch_size, "")
+                return asked["given"]
+
+            found[folder] = answer()
+            if folder is before:
+                assert not differing_answers(answer(), found[before])
+                engine.call(f"tests.engine.reloads:{way}", str(after))
+                found["replaced"] = answer()
+    assert not differing_answers(found["replaced"], found[after])
+    assert differing_answers(found[before], found[after])
