@@ -159,6 +159,7 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
     monkeypatch.setenv(TP_TREE.name, "2")
     assert found(**images, **data, **two) == []
     other = {**images, "architecture": "Mistral3ForConditionalGeneration"}
+    other["hf_text_config"] = SimpleNamespace(model_type="mistral")
     assert found(**other) == [f"image inputs of {other['architecture']} with {TP_TREE.name}=2"]
     monkeypatch.delenv(TP_TREE.name)
     assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
@@ -722,7 +723,13 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert rules() == f"gated delta rules with quantisation {by[1]}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     del by[1]
-    assert rules(device="cuda") is rules(device="cuda", tensor_parallel_size=2) is None
+    on_a_gpu = partial(rules, device="cuda")
+    assert on_a_gpu() is on_a_gpu(tensor_parallel_size=2) is on_a_gpu(is_moe=True) is None
+    assert on_a_gpu(is_moe=True, tensor_parallel_size=2) == f"gated delta rules with quantisation {BLOCKS}"
+    by[0] = "awq with int4 weights"
+    assert on_a_gpu() is None
+    assert on_a_gpu(is_moe=True) == on_a_gpu(tensor_parallel_size=2) == f"gated delta rules with quantisation {by[0]}"
+    by[0] = BLOCKS
     assert spaces(device="cuda") == f"state spaces of Mamba-2 with quantisation {BLOCKS}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"

@@ -625,7 +625,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
-    other = _other_quantisation(config, kept.quantised.get(ran_on, ()))
+    other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -645,6 +645,15 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
+
+
+def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ...]:
+    """Kinds of quantised weights that have run beside such layers; fewer of experts on GPUs, and by two of these."""
+    several, is_moe = config.parallel_config.tensor_parallel_size > 1, config.model_config.is_moe
+    if kept is _DELTA_RULES and ran_on == "cuda" and (several or is_moe):
+        by_two = () if is_moe else RAN.delta_rule_quantised_by_two_gpus
+        return by_two if several else RAN.delta_rule_experts_on_gpus
+    return kept.quantised.get(ran_on, ())
 
 
 def _experts_without_a_gate(config: Config) -> str | None:
@@ -1071,7 +1080,7 @@ COVERED = (
         "Quantised weights beside these",
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
         "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
-        "with 0.33",
+        "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two",
     ),
     Feature(
         "LoRA adapters",
@@ -1410,7 +1419,8 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL around other text models than Qwen2 and Qwen3",
+        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3 and "
+        "Mistral",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 have been proven to be text models without their "
         "encoders",
         "serve one of these, or a text model",
@@ -1510,9 +1520,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5) elsewhere, over 2 workers or several engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16, with "
-        "drafts",
+        "Gated delta rules (Qwen3.5) elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other "
+        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts, "
+        "other quantisation of experts or by two",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,

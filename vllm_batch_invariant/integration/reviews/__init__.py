@@ -225,6 +225,8 @@ class Ran:
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
+        delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
+        delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         mamba2_models: with state spaces of Mamba-2 beside attention.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -264,6 +266,8 @@ class Ran:
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
+    delta_rule_experts_on_gpus: tuple[str, ...]
+    delta_rule_quantised_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
