@@ -60,6 +60,8 @@ _REQUEST_PARAMETERS = {
 """Of ``generation_kwargs``: those by which no token is drawn in another way."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM's ``max_lora_rank`` may be."""
+_DEFAULT = "default"
+"""PEFT's name of an adapter, which it writes where vLLM looks for it."""
 _POSTED = "trained"
 """Name of the adapter in the engine."""
 _ROWS_AT_ONCE = 64
@@ -175,8 +177,15 @@ def _room_for(model: Any) -> dict[str, Any]:
     """Settings of an engine that serves the one adapter of a model of PEFT's.
 
     Raises:
-        NotCovered: other weights of the model are trained, too, or the rank is larger than vLLM has room for.
+        NotCovered: other weights of the model are trained, too, the adapter has another name than PEFT's default, whose
+            files are read, or its rank is larger than vLLM has room for.
     """
+    if [*model.active_adapters] != [_DEFAULT]:
+        raise NotCovered(
+            f"the adapter {', '.join(model.active_adapters)}",
+            f"the engine reads the files of the one whose name is {_DEFAULT!r}",
+            "leave adapter_name out",
+        )
     own = [name for name, weight in model.named_parameters() if weight.requires_grad and not is_adapters_own(name)]
     if own:
         raise NotCovered(
@@ -193,8 +202,8 @@ def _room_for(model: Any) -> dict[str, Any]:
 
 def serve_adapter(trainer: GRPOTrainer) -> Path:
     """Have the colocated engine of a trainer serve the adapter that is trained from its files, loaded in place before
-    each rollout. TRL's own way is to merge it into the weights, which rounds them, and to take it out again, by which
-    the weights change.
+    each rollout, above the base weights of the trainer's model, which are sent now. TRL's own way is to merge it into
+    the weights, which rounds them, and to take it out again, by which the weights change.
 
     Args:
         trainer: with a model of PEFT's, whose ``vllm_generation`` has started an engine with ``enable_lora``.
@@ -214,6 +223,11 @@ def serve_adapter(trainer: GRPOTrainer) -> Path:
     generation, made = trainer.vllm_generation, tempfile.mkdtemp(prefix="vllm-adapter-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     generate, engine, of_vllm = generation.llm.generate, generation.llm.llm_engine, patch_points.LORA_REQUEST.get()
+    base = trainer.model.get_base_model().named_parameters()
+    # the engine has read the model's name, which may stand for other weights than those in memory
+    engine.model_executor.driver_worker.model_runner.get_model().load_weights(
+        (name.replace(".base_layer.", "."), weight.data) for name, weight in base if not is_adapters_own(name)
+    )
 
     def post() -> None:
         trainer.model.save_pretrained(made)

@@ -109,6 +109,7 @@ class OfPeft(torch.nn.Module):
         )
         self.embed_tokens = torch.nn.Embedding(4, 4).requires_grad_(trains_all)
         self.peft_config = {"default": SimpleNamespace(r=rank, rank_pattern={"v_proj": 4})}
+        self.active_adapters = ["default"]
 
 
 @needs_trl
@@ -125,6 +126,9 @@ def test_what_an_adapters_files_cannot_hold_is_refused() -> None:
 
     refuses(lambda: trl._room_for(OfPeft(8, trains_all=True)), "weights beside the adapter .*embed_tokens.weight")
     refuses(lambda: trl._room_for(OfPeft(513)), "an adapter of rank 513")
+    other = OfPeft(8)
+    other.active_adapters = ["mine"]
+    refuses(lambda: trl._room_for(other), "the adapter mine: .* whose name is 'default'")
 
 
 @needs_trl
@@ -137,9 +141,18 @@ def test_the_adapter_is_written_and_loaded_in_place_before_each_rollout() -> Non
     def generate(prompts: Any, sampling_params: Any = None, **named: Any) -> None:
         seen.append(("asked", named["lora_request"].lora_path))
 
-    engine = SimpleNamespace(add_lora=lambda one: seen.append((one.lora_int_id, one.lora_path, one.load_inplace)))
+    served = SimpleNamespace(load_weights=lambda weights: seen.extend((name, "sent") for name, _ in weights))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: served))
+    engine = SimpleNamespace(
+        add_lora=lambda one: seen.append((one.lora_int_id, one.lora_path, one.load_inplace)),
+        model_executor=SimpleNamespace(driver_worker=worker),
+    )
+    layer = torch.nn.ModuleDict({"base_layer": torch.nn.Linear(4, 4, bias=False), "lora_A": OfPeft(8).q_proj["lora_A"]})
+    base = torch.nn.ModuleDict({"q_proj": layer})
     generation = SimpleNamespace(llm=SimpleNamespace(generate=generate, llm_engine=engine))
-    model = SimpleNamespace(save_pretrained=lambda folder: seen.append(("written", folder)))
+    model = SimpleNamespace(
+        save_pretrained=lambda folder: seen.append(("written", folder)), get_base_model=lambda: base
+    )
     trainer = SimpleNamespace(
         vllm_generation=generation,
         model=model,
@@ -149,7 +162,7 @@ def test_the_adapter_is_written_and_loaded_in_place_before_each_rollout() -> Non
     folder = str(trl.serve_adapter(trainer))
     generation.sync_weights()
     generation.llm.generate(["a"], None)
-    assert seen == [("written", folder), (1, folder, True), ("asked", folder)]
+    assert seen == [("q_proj.weight", "sent"), ("written", folder), (1, folder, True), ("asked", folder)]
     trainer.accelerator.num_processes = 2
     refuses(lambda: trl.serve_adapter(trainer), "an adapter that several processes train")
     trainer.args.vllm_enable_sleep_mode = True
