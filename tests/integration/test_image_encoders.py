@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("vllm")
 
@@ -121,12 +123,49 @@ def test_a_convolution_passes_that_is_a_matmul(changes: dict[str, Any], refused:
 def test_an_image_has_no_identifier_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = patch_points.RENDERER.get()
     monkeypatch.setattr(renderer, "_process_mm_uuids", lambda self, data, found, uuids, request: uuids)
+    monkeypatch.setattr(renderer, "_process_multimodal", renderer._process_multimodal)
+    hasher = patch_points.IMAGE_ID.module()
+    monkeypatch.setattr(hasher, "_get_image_id_bytes", hasher._get_image_id_bytes)
+    hashed = [hasher.MultiModalHasher.hash_kwargs("sha256", image=image(named)) for named in (False, True)]
     items.install()
+    again = [hasher.MultiModalHasher.hash_kwargs("sha256", image=image(named)) for named in (False, True)]
+    assert hashed[0] != hashed[1]
+    assert again == [hashed[0]] * 2
     process = renderer._process_mm_uuids
     for free in ({}, {"image": [None, None]}, {"image": None}):
         assert process(SimpleNamespace(), {}, {}, free, "1") == free
     with pytest.raises(patch_points.VALIDATION_ERROR.get(), match="identifier of the user's for image"):
         process(SimpleNamespace(), {}, {}, {"image": [None, "mine"]}, "1")
+
+
+def image(named: bool) -> Any:
+    """One with an identifier in it, or without."""
+    made = Image.new("RGB", (2, 3))
+    if named:
+        made.getexif()[Image.ExifTags.Base.ImageID] = uuid.UUID(int=7)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "refused"),
+    [
+        (0.0, None, False),
+        (0.1, None, True),
+        (0.0, {"dither": 0.1}, True),
+        (0.1, {"audio_kwargs": {"dither": 0.0}}, False),
+    ],
+)
+def test_sound_gets_no_noise(own: float, asked: Any, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = items._without_noise(lambda self, *_: "processed")
+    processor = SimpleNamespace(feature_extractor=SimpleNamespace(dither=own))
+    info = SimpleNamespace(get_hf_processor=lambda: processor)
+    renderer = SimpleNamespace(get_mm_processor=lambda: SimpleNamespace(info=info))
+    assert process(renderer, [], {"image": []}, None, asked) == "processed"
+    if not refused:
+        assert process(renderer, [], {"audio": []}, None, asked) == "processed"
+        return
+    with pytest.raises(patch_points.VALIDATION_ERROR.get(), match="noise in sound"):
+        process(renderer, [], {"audio": []}, None, asked)
 
 
 def methods_of_deepstack() -> dict[str, Any]:

@@ -162,6 +162,8 @@ CONV2D = PatchPoint(("vllm.model_executor.layers.conv",), "Conv2dLayer")
 """Convolutions of images, on GPUs by cuDNN."""
 RENDERER = PatchPoint(("vllm.renderers.base",), "BaseRenderer")
 """Makes what the engine gets of prompts with images and the like, in the front end."""
+IMAGE_ID = PatchPoint(("vllm.multimodal.hasher",), "_get_image_id_bytes")
+"""Takes the identifier of an image out of its file, where it has one, instead of its pixels."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
 """Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
 LLAMA_MLP = PatchPoint(("vllm.model_executor.models.llama",), "LlamaMLP")
@@ -333,7 +335,7 @@ OPTIONAL = {
     "BIND_CAPTURE",
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
-    *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER"),
+    *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER", "IMAGE_ID"),
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
@@ -382,7 +384,7 @@ MEMBERS = {
     ),
     "PUNICA_WRAPPER": ("_update_base_metadata",),
     "LORA_WORKER": ("_load_adapter",),
-    "RENDERER": ("_process_mm_uuids",),
+    "RENDERER": ("_process_mm_uuids", "_process_multimodal"),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),
     "ENCODER_STATE": ("prepare_inputs",),
