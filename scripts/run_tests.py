@@ -26,6 +26,8 @@ ENGINES, OTHERS = "engine or server", "not engine and not server"
 """Tests by marker."""
 HAVE_ENGINES = ("tests/engine", "tests/hf", "tests/server")
 """Folders with tests of the first marker: all others take a quarter of a minute to look through."""
+OF_EXPERTS = "tests/ops/moe"
+"""Whose tests in the interpreter take as long as half of the others: two parts may run at a time."""
 COUNTED = re.compile(r"^=+ (.*) in [\d.]+s", re.MULTILINE)
 
 
@@ -70,7 +72,8 @@ def parts(exhaustive: bool) -> tuple[Part, ...]:
         Part("engines", (*pytest, *HAVE_ENGINES, "-m", ENGINES), {"OMP_WAIT_POLICY": "PASSIVE"}),
         Part("lint", (*made, "lint")),
         Part("others", (*pytest, "-m", OTHERS), {"OMP_WAIT_POLICY": "PASSIVE"}),
-        Part("interpreted", (*pytest, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
+        Part("interpreted", (*pytest, "-m", "interpreted", f"--ignore={OF_EXPERTS}"), {"TRITON_INTERPRET": "1"}),
+        Part("interpreted, experts", (*pytest, OF_EXPERTS, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("NPU", (*made, "test-npu"), {}, (npu,), "the kernels for an Ascend NPU are not compiled"),
         Part("site", (*made, "test-site"), {}, ("npm",), "the site is not built and its pages are not tested"),
     )
