@@ -278,6 +278,7 @@ class Core:
         self.vllm_config = SimpleNamespace(
             device_config=SimpleNamespace(device_type=device_type),
             model_config=SimpleNamespace(is_multimodal_model=False),
+            lora_config=None,
         )
         self.scheduler = SimpleNamespace(pause_state=0, has_requests=lambda: True, running=["one"])
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.on_workers)
@@ -318,6 +319,20 @@ def core_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
     monkeypatch.setattr(patch_points.ENGINE_CORE.module(), "EngineCore", kind)
     weights.install(devices.of_config)
     return kind
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "start_weight_update"])
+def test_weights_beneath_adapters_are_refused_on_a_gpu_before_they_are_let_go(
+    core_class: type[Core], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, on_a_cpu = core_class(), core_class("cpu")
+    assert core.collective_rpc(method) == ["done"]
+    core.vllm_config.lora_config = on_a_cpu.vllm_config.lora_config = object()
+    with pytest.raises(NotCovered, match="new weights of a model with LoRA adapters on a device of the type cuda"):
+        core.collective_rpc(method)
+    assert on_a_cpu.collective_rpc(method) == ["done"]
+    monkeypatch.setenv(envs.UNTRIED.name, "1")
+    assert core.collective_rpc(method) == ["done"]
 
 
 def test_other_weights_empty_the_cache_of_encoded_items_too(core_class: type[Core]) -> None:

@@ -78,6 +78,10 @@ class Watch:
     """What steps gave outside of a step, which the next ones hand on."""
 
 
+_REPLACING = ("reload_weights", "start_weight_update")
+"""Calls by which vLLM replaces weights."""
+
+
 def install(device_of: Callable[[Any], Any]) -> None:
     """Have every engine of this process look for other weights after its workers were called.
 
@@ -91,6 +95,9 @@ def install(device_of: Callable[[Any], Any]) -> None:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if method == METHOD:
             return [digest_in(_served(self))]
+        if method in _REPLACING:  # before vLLM lets go of the old ones
+            of_engine = self.vllm_config
+            _refuse_beside_adapters(of_engine.lora_config is not None, {of_engine.device_config.device_type})
         if method != ENGINE_INFO:
             _before_call(self, device_of)
         return call(self, method, *args, **kwargs)
@@ -322,7 +329,7 @@ def watch_loading(model: torch.nn.Module) -> None:
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        _refuse_beside_adapters(model, devices)
+        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, devices)
         global _written
         _written += 1
         linear.restore_weights()
@@ -336,17 +343,18 @@ def watch_loading(model: torch.nn.Module) -> None:
     model.load_weights = watched
 
 
-def _refuse_beside_adapters(model: torch.nn.Module, devices: Set[str]) -> None:
+def _refuse_beside_adapters(has_adapters: bool, devices: Set[str]) -> None:
     """Refuse new weights of a model with LoRA adapters where that has not been run.
 
     Args:
+        has_adapters: whether the model may have some.
         devices: types of those that have the weights.
 
     Raises:
         NotCovered: it is such a model.
     """
     untried = sorted(devices - {*reviews.ran().lora_updates})
-    if untried and getattr(model, "lora_manager", None) is not None and not envs.starts_untried():
+    if untried and has_adapters and not envs.starts_untried():
         raise NotCovered(
             f"new weights of a model with LoRA adapters on a device of the type {untried[0]}",
             "they have not been run there",
