@@ -72,7 +72,7 @@ def parts(exhaustive: bool) -> tuple[Part, ...]:
         Part("engines", (*pytest, *HAVE_ENGINES, "-m", ENGINES), {"OMP_WAIT_POLICY": "PASSIVE"}),
         Part("lint", (*made, "lint")),
         Part("others", (*pytest, "-m", OTHERS), {"OMP_WAIT_POLICY": "PASSIVE"}),
-        Part("interpreted", (*pytest, "-m", "interpreted", f"--ignore={OF_EXPERTS}"), {"TRITON_INTERPRET": "1"}),
+        Part("interpreted", (*pytest, f"--ignore={OF_EXPERTS}", "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("interpreted, experts", (*pytest, OF_EXPERTS, "-m", "interpreted"), {"TRITON_INTERPRET": "1"}),
         Part("NPU", (*made, "test-npu"), {}, (npu,), "the kernels for an Ascend NPU are not compiled"),
         Part("site", (*made, "test-site"), {}, ("npm",), "the site is not built and its pages are not tested"),
