@@ -7,7 +7,10 @@ import torch
 import transformers
 
 from tests.fakes import torchvision
+from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
+from vllm_batch_invariant.verify.outcome import Outcome
 
 TEXT = {
     "vocab_size": 4096,
@@ -156,3 +159,13 @@ def answers(llm: Any, prompts: list[list[int]], with_picture: list[int] | None =
             said = str(error)
     done |= finished(drive(engine))
     return {"said": said, "answers": [describe(done[f"{number}"])["completions"] for number in range(len(prompts))]}
+
+
+def assert_a_check_finds_the_faulty_tower(checked: dict[str, CheckResults]) -> None:
+    """Of results by the fault of an engine, "" for none: items in one call break with the fault "tower" alone."""
+    outcomes = {
+        fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
+        for fault, results in checked.items()
+    }
+    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), checked[""].gaps
+    assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS

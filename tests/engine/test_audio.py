@@ -17,9 +17,7 @@ from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_o
 from tests.engine.test_images import by_tools, text
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
-from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
 from vllm_batch_invariant.verify.check.results import CheckResults
-from vllm_batch_invariant.verify.outcome import Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -293,12 +291,7 @@ def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzze
     """The fault is one of calls with several items, as most requests that are drawn have themselves."""
     found = served(name)
     assert found.fuzzed[""] == ""
-    outcomes = {
-        fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
-        for fault, results in found.checked.items()
-    }
-    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), found.checked[""].gaps
-    assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
+    multimodal.assert_a_check_finds_the_faulty_tower(found.checked)
 
 
 def test_plain_vllm_fails_the_same_comparison(engine_of: Starts) -> None:

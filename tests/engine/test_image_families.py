@@ -18,9 +18,7 @@ from tests.engine import images, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.test_images import by_tools, exact, patches_of, text
 from vllm_batch_invariant.integration.coverage import RAN
-from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
 from vllm_batch_invariant.verify.check.results import CheckResults
-from vllm_batch_invariant.verify.outcome import Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -252,12 +250,7 @@ def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzze
 ) -> None:
     found = served(name)
     assert found.fuzzed[""] == ""
-    outcomes = {
-        fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
-        for fault, results in found.checked.items()
-    }
-    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), found.checked[""].gaps
-    assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
+    multimodal.assert_a_check_finds_the_faulty_tower(found.checked)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
