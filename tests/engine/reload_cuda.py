@@ -258,7 +258,7 @@ def differences(cases: Sequence[Case]) -> list[str]:
         }
         of_cases = (STAYS, "0", "1") if any(case.adapters for case in cases) else ()
         adapters = {
-            name: str(written(Path(folder, name), Path(folders[""][0]), 8 + 4 * seed, seed))
+            name: str(written(Path(folder, "adapters", name), Path(folders[""][0]), 8 + 4 * seed, seed))
             for seed, name in enumerate(of_cases)
         }
         engines = [start(case, folders[case.model], backend) for case in cases]

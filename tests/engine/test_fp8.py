@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, of_trainer, plain_logprobs, rollout
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, UNTRIED_THERE, concurrent_requests, request, run, tokens
 from tests.fp8_checkpoints import FORMS, write
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
@@ -34,6 +34,8 @@ RELOADS = "tests.engine.reloads"
 WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name", "by_hand")
 BLOCKS = "fp8 by blocks"
 SHAPE = Shape(hidden=256, intermediate=512, layers=2, head_size=128, vocab=1024, max_length=512, dtype="bfloat16")
+ROWS_THEMSELVES = "fp8 by tensors", "compressed-tensors by rows", "compressed-tensors by tensors"
+"""Forms whose activations have a scale a token."""
 VOCABULARY = range(3, 900)
 TARGET = request(tokens(150, 1, VOCABULARY), max_tokens=8)
 OF_TRAINER = (1, 45, 130)
@@ -236,10 +238,17 @@ def test_drafts_leave_the_bits_of_a_target(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="needs two devices")
-def test_workers_that_share_a_model_make_the_tree_of_one(checkpoints: Checkpoints) -> None:
-    folder = checkpoints.of(BLOCKS)
-    tree = {TP_TREE.name: "2"}
-    one = asked_of(folder, {}, {}, VLLM_CPU_OMP_THREADS_BIND="0", **tree)
-    two = asked_of(folder, {}, {"tensor_parallel_size": 2}, VLLM_CPU_OMP_THREADS_BIND="0|1", **tree)
-    assert two["fresh"] == one["fresh"]
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("name", FORMS)
+def test_two_workers_leave_a_request_its_bits_and_with_a_tree_have_those_of_one(
+    checkpoints: Checkpoints, name: str
+) -> None:
+    """A row's own scale follows from the part of it that a worker has: there is no tree."""
+    folder, of_rows = checkpoints.of(name), name in ROWS_THEMSELVES
+    variables = UNTRIED_THERE | ({} if of_rows else {TP_TREE.name: "2"})
+    two = asked_of(folder, {}, {"tensor_parallel_size": 2}, VLLM_CPU_OMP_THREADS_BIND="0|1", **variables)
+    alone, warm, among_others = two["fresh"]
+    assert alone == warm == among_others
+    if not of_rows:
+        one = asked_of(folder, {}, {}, VLLM_CPU_OMP_THREADS_BIND="0", **variables)
+        assert two["fresh"] == one["fresh"]

@@ -1,5 +1,6 @@
 """Which multimodal models the start-up check lets pass, by what vLLM's configuration says about them."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +170,7 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper on a GPU"],
+        ROWS["Whisper on a GPU"],
         ROWS[
             "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper as text"
         ],
@@ -181,14 +182,14 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
         model = SimpleNamespace(is_multimodal_model=True, architecture=architecture, multimodal_config=items)
         return SimpleNamespace(model_config=model)
 
-    mistral, qwen = "Mistral3ForConditionalGeneration", "Qwen3ASRForConditionalGeneration"
-    assert on_gpus.used(config(qwen, 1)) == f"{qwen} on a GPU"
+    mistral, whisper = "Mistral3ForConditionalGeneration", "WhisperForConditionalGeneration"
+    assert on_gpus.used(config(whisper, 1)) == f"{whisper} on a GPU"
     assert on_gpus.used(config(mistral, 1)) is None
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
     assert as_text.used(config(mistral, 1)) is None
     assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert on_gpus.used(config(qwen, 1)) is None
+    assert on_gpus.used(config(whisper, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -515,7 +516,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
         return [what for row in rows if (what := row.found(config))]
 
 
-def test_adapters_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_pass_where_they_have_run() -> None:
     assert refusals_of_adapters() == refusals_of_adapters(lora_dtype="torch.bfloat16") == []
     ngrams = SimpleNamespace(method="ngram")
     assert refusals_of_adapters(tensor_parallel_size=2) == refusals_of_adapters(speculative_config=ngrams) == []
@@ -525,10 +526,17 @@ def test_adapters_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusals_of_adapters("0.33.0", "cuda") == []
     assert refusals_of_adapters("0.32.0", "cuda") == ["LoRA adapters on a GPU with vLLM 0.32.0"]
     on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda")
-    assert on_a_gpu(tensor_parallel_size=2) == ["LoRA adapters beside tensor parallelism 2"]
-    monkeypatch.setenv(UNTRIED.name, "1")
     assert on_a_gpu(tensor_parallel_size=2) == on_a_gpu(speculative_config=ngrams) == []
     assert on_a_gpu(quantization="fp8", kind=BLOCKS) == []
+
+
+def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "online with float8 weights"
+    monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, lora_quantised={"cpu": (kind,)}))
+    on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda", quantization="online", kind=kind)
+    assert on_a_gpu() == [f"LoRA adapters with quantisation {kind}"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_a_gpu() == []
 
 
 @pytest.mark.parametrize(

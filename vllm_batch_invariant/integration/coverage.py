@@ -225,10 +225,10 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
-    quantises = schemes.quantises_activations(model, of_weights)
+    unshared = set(schemes.of_activations(model, of_weights)) - {*RAN.activations_by_two_gpus}
     found = {
         "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
-        "with quantised activations by several GPUs": quantises
+        f"of {min(unshared, default='')} by several GPUs": unshared
         and parallel.tensor_parallel_size > 1
         and not (model.is_moe or _keeps(config, _DELTA_RULES)),
         "in stages": parallel.pipeline_parallel_size > 1,
@@ -992,13 +992,9 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, also with experts, images of Gemma 3 and Mistral 3: on a CPU with vLLM "
-        "0.32, on a GPU with 0.33, by one worker; of Qwen3-VL without experts and Gemma 3 also by two workers, which "
-        "share each layer of the encoder, or the images of a step of Qwen3-VL",
-    ),
-    Feature(
-        "Images and videos on a CPU alone, with vLLM 0.32",
-        "of InternVL 3 and 3.5 in the form of Transformers, images of GLM-4.1V and GLM-4.5V, by one worker",
+        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, also with experts, and InternVL 3 and 3.5 in Transformers' form, images "
+        "of Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, on a GPU with 0.33; of Qwen3-VL without "
+        "experts and Gemma 3 also by two workers, which share each layer of the encoder, or images of a step",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1008,8 +1004,8 @@ COVERED = (
     ),
     Feature(
         "Audio",
-        "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it, and of Whisper: on a CPU with vLLM 0.32, by one "
-        "worker",
+        "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; of "
+        "Whisper on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1040,7 +1036,7 @@ COVERED = (
         "Weights and activations in FP8",
         "of dense models, with the checkpoint's own scales: blocks of 128 x 128 with activations by groups of 128 "
         "(fp8, compressed-tensors), tensors (both) and rows (compressed-tensors) with activations by tokens or a given "
-        "scale; on a CPU with vLLM 0.32, on one GPU with 0.33",
+        "scale; on a CPU with vLLM 0.32, on one or two GPUs with 0.33",
     ),
     Feature(
         "Weights quantised while they are loaded",
@@ -1068,8 +1064,8 @@ COVERED = (
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, with drafts of n-grams and of MTP where there is no prefix cache; in bf16 on one GPU or two "
-        "with 0.33, without drafts; states in fp32",
+        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP where there is no prefix "
+        "cache, on GPUs by one; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -1084,9 +1080,9 @@ COVERED = (
     ),
     Feature(
         "LoRA adapters",
-        "of dense models, on a CPU with vLLM 0.32 by one worker or two, also beside weights in INT4, INT8 and FP8 (by "
-        "blocks or rows), with drafts of n-grams, or new weights, on one GPU with 0.33: a request has the bits that it "
-        "has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
+        "of dense models, on a CPU with vLLM 0.32, on GPUs with 0.33, by one worker or two, also beside weights in "
+        "INT4, INT8 and FP8 (by blocks or rows) and drafts of n-grams, on a CPU new weights: a request has the bits that "
+        "it has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
     ),
     Feature(
         "Scheduling",
@@ -1304,10 +1300,9 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, made FP8 by rows or tensors, activations by several workers but "
-        "of Qwen3.5",
+        "by several engines, in exact arithmetic, made FP8 by rows or tensors, int8 codes by several",
         "they have not been run there",
-        "use vLLM 0.32 on a CPU or 0.33 on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts all but the last",
+        f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
     ),
     Feature(
@@ -1337,19 +1332,19 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of experts, of models that pool, take images, keep states, or are quantised but, on a CPU, in "
-        "INT4 and INT8 by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or "
-        "by two streams",
+        "LoRA adapters of experts, of models that pool, take images, keep states, or are quantised but in INT4 and "
+        "INT8 by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two "
+        "streams",
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters beside over 2 workers on a CPU, several GPUs, the tree, stages, several engines, drafts but "
-        "n-grams on a CPU, exact arithmetic, FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
+        "FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
         "these have not been run together",
-        f"leave one out, or merge the adapter; {envs.UNTRIED.name}=1 starts what a CPU has run, and sleep",
+        f"leave one out, or merge the adapter; {envs.UNTRIED.name}=1 starts the last",
         _beside_adapters,
         arguments=(
             *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP),
@@ -1427,9 +1422,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper on a GPU",
-        "they have been run on a CPU alone",
-        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
+        "Whisper on a GPU",
+        "it has been run on a CPU alone",
+        "serve it on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1521,8 +1516,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules (Qwen3.5) elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts, "
-        "other quantisation of experts or by two",
+        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts or "
+        "experts of other quantisation by two",
         "these have not been run",
         "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,

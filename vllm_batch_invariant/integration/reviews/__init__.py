@@ -227,6 +227,7 @@ class Ran:
         delta_rule_models: with gated delta rules beside attention.
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
+        activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         mamba2_models: with state spaces of Mamba-2 beside attention.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -268,6 +269,7 @@ class Ran:
     delta_rule_models: tuple[str, ...]
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
+    activations_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]

@@ -213,9 +213,10 @@ def makes_int8_experts(model: Any, config: Any) -> bool:
     return any(one in _INT8_EXPERTS for one in _of_model(model, config))
 
 
-def quantises_activations(model: Any, config: Any) -> bool:
-    """Whether layers of a quantised model multiply codes with codes."""
-    return any("float8" in one.activations or "int8" in one.activations for one in _of_model(model, config))
+def of_activations(model: Any, config: Any) -> tuple[str, ...]:
+    """How layers of a quantised model are that multiply codes with codes, as :attr:`Scheme.kind` calls it."""
+    coded = (one for one in _of_model(model, config) if "float8" in one.activations or "int8" in one.activations)
+    return tuple(dict.fromkeys(one.kind for one in coded))
 
 
 def _of_model(model: Any, config: Any) -> Iterator[Scheme]:
