@@ -1064,8 +1064,8 @@ COVERED = (
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP where there is no prefix "
-        "cache, on GPUs by one; states in fp32",
+        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP where there is no "
+        "prefix cache, on GPUs by one; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -1081,8 +1081,8 @@ COVERED = (
     Feature(
         "LoRA adapters",
         "of dense models, on a CPU with vLLM 0.32, on GPUs with 0.33, by one worker or two, also beside weights in "
-        "INT4, INT8 and FP8 (by blocks or rows) and drafts of n-grams, on a CPU new weights: a request has the bits that "
-        "it has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
+        "INT4, INT8 and FP8 (by blocks or rows) and drafts of n-grams, on a CPU new weights: a request has the bits "
+        "that it has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
     ),
     Feature(
         "Scheduling",
