@@ -1082,7 +1082,8 @@ COVERED = (
         "LoRA adapters",
         "of dense models, on a CPU with vLLM 0.32, on GPUs with 0.33, by one worker or two, also beside weights in "
         "INT4, INT8 and FP8 (by blocks or rows) and drafts of n-grams, on a CPU new weights: a request has the bits "
-        "that it has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
+        "that it has where its adapter is alone, one without those of a server without LoRA; not those of merged "
+        "weights",
     ),
     Feature(
         "Scheduling",
