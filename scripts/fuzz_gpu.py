@@ -93,14 +93,16 @@ def preempts(settings: Settings) -> bool:
     return settings.small_cache and settings.requests > 4 and settings.step_tokens > 64 and not settings.drafts
 
 
-def chosen(fuzzer: Fuzzer, count: int) -> list[int]:
-    """Numbers of settings: each adds as much as any draw does to the values that those before it have. Every second one
-    preempts, if there are so many; at most one in three sleeps, because those wait for each other.
+def chosen(fuzzer: Fuzzer, count: int, words: Sequence[str] = ()) -> list[int]:
+    """Numbers of settings that have these words: each adds as much as any draw does to the values that those before it
+    have. Every second one preempts, if there are so many; at most one in three sleeps, because those wait for each
+    other.
     """
     drawn = {number: words_of(fuzzer.settings(number)) for number in range(DRAWN)}
+    drawn = {number: found for number, found in drawn.items() if found.issuperset(words)}
     seen: Counter[str] = Counter()
     numbers: list[int] = []
-    for place in range(count):
+    for place in range(min(count, len(drawn))):
         awake = sum("sleep" in fuzzer.settings(number).options for number in numbers) >= count / 3
         left = [number for number in drawn if number not in numbers]
         left = [number for number in left if not (awake and "sleep" in fuzzer.settings(number).options)] or left
@@ -215,6 +217,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="make tiny models, for a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--settings", type=int, default=14, help="engines in all (default: 14)")
+    parser.add_argument("--with", dest="words", nargs="*", default=(), help="words of their labels, as adapters=on")
     parser.add_argument("--schedules", type=int, default=22, help="most schedules of an engine (default: 22)")
     parser.add_argument("--seconds", type=float, default=390, help="after which no schedule starts (default: 390)")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time on one GPU (default: 4)")
@@ -268,7 +271,7 @@ def _run(options: argparse.Namespace, models: Sequence[str], log: Log) -> int:
     jobs: list[Job] = []
     for place, (model, one) in enumerate(fuzzers.items()):
         count = options.settings // len(fuzzers) + (place < options.settings % len(fuzzers))
-        jobs += [Job(one, number, Path(model).name) for number in chosen(one, count)]
+        jobs += [Job(one, number, Path(model).name) for number in chosen(one, count, options.words)]
     ours = list(fuzzers.values())
     control = fuzzer(models[0], "0", options.control)
     if options.control:

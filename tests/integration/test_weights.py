@@ -135,6 +135,19 @@ def test_a_weight_on_a_gpu_is_prepared_again_without_vllms_configuration(monkeyp
     assert layer.processed == 2
 
 
+def test_a_layer_with_adapters_is_not_processed_beside_the_one_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM 0.33 it shows what the one within has, its method among it."""
+
+    class Method:
+        def process_weights_after_loading(self, layer: Any) -> None:
+            raise AssertionError(layer)
+
+    linear._prepare_after_loading(Method)
+    with_adapters: Any = torch.nn.Module()
+    with_adapters.base_layer = torch.nn.Linear(2, 2)
+    Method().process_weights_after_loading(with_adapters)
+
+
 def test_digits_on_a_gpu_are_made_again_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """By stand-ins for the kernels: what is looked at is when they are called, and which memory has the result."""
     from vllm_batch_invariant.ops.exact import cuda

@@ -30,7 +30,7 @@ from vllm_batch_invariant.verify.fuzz.schedule import (
     draw_settings,
     draw_targets,
 )
-from vllm_batch_invariant.verify.harness.engine import pages_of_states, sampling_params
+from vllm_batch_invariant.verify.harness.engine import pages_of_states, pages_of_windows, sampling_params
 from vllm_batch_invariant.verify.harness.requests import (
     BUDGET,
     BUDGETS,
@@ -87,7 +87,7 @@ def everywhere(count: int = 24) -> Iterator[tuple[Place, Settings]]:
 def test_settings_of_a_seed_are_those_that_findings_and_their_lines_name() -> None:
     """But for options, which follow what is installed."""
     labels = "\n".join(replace(one, options={}).label for _, one in everywhere())
-    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "d93da3e2280efe0a"
+    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "3b2bd952bd1ddf27"
 
 
 def test_the_gate_lets_pass_all_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,10 +468,29 @@ def test_a_model_with_states_is_drawn_on_a_gpu_with_the_runner_that_serves_it(
     kinds = ["linear_attention", "full_attention"]
     model = {"architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
     drawn = [draw_settings("states", number, 256, Place("cuda", 4, 2, model=model)) for number in range(40)]
-    assert {(one.drafts, one.workers, one.stages, one.tree) for one in drawn} == {(0, 1, 1, 1)}
+    assert {(one.workers, one.stages, one.tree) for one in drawn} == {(1, 1, 1)}
+    assert {one.drafts > 0 for one in drawn if one.prefix_cache} == {False}
+    assert {one.drafts > 0 for one in drawn if not one.prefix_cache} == ({False, True} if ran else {False})
     assert {one.runner for one in drawn} == ({"", "1"} if ran else {""})
     assert {one.eager for one in drawn} == {one.prefix_cache for one in drawn} == {True, False}
     assert {one.options.get("sleep", NONE) for one in drawn} == ({NONE, "on"} if ran else {NONE})
+
+
+def test_a_small_cache_holds_what_windows_and_the_states_of_cuda_graphs_take_beside_keys() -> None:
+    config = {"layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 2, "sliding_window": 128}
+    assert pages_of_windows(config, 16, 300) == 3 * 28
+    assert pages_of_windows({"layer_types": ["sliding_attention"] * 5, "sliding_window": 128}, 16, 300) == 0
+    drawn = draw_settings(5, 0, CONTEXT, PLACES["two GPUs"])
+    settings = replace(drawn, requests=64, context=256, page=128, small_cache=True, state_pages=2, window_pages=0)
+    of_graphs, eager = (replace(settings, eager=eager).arguments("model")[-1] for eager in (False, True))
+    assert (of_graphs, eager) == ("65", "6")
+
+
+def test_quantised_weights_on_a_gpu_are_drawn_in_one_stage() -> None:
+    model = {"quantization_config": {"quant_method": "fp8"}, "num_hidden_layers": 4}
+    for device, stages in (("cuda", {1}), ("cpu", {1, 2})):
+        drawn = (draw_settings(5, number, CONTEXT, Place(device, 4, 2, model)) for number in range(40))
+        assert {one.stages for one in drawn} == stages
 
 
 def test_states_take_two_pages_of_each_group_of_layers() -> None:

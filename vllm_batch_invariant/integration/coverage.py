@@ -1479,7 +1479,7 @@ REFUSED = (
         "leave one of the two out, or serve text only, with --language-model-only; "
         f"{envs.UNTRIED.name}=1 starts the last",
         _beside_encoded,
-        arguments=(PIPELINE, SPECULATION, KV_CACHE, envs.ATTENTION.name),
+        arguments=(PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name),
     ),
     Feature(
         "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "

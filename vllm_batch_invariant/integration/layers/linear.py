@@ -273,6 +273,8 @@ def _prepare_after_loading(method: type[Any]) -> None:
     process = method.process_weights_after_loading
 
     def process_weights_after_loading(self: object, layer: torch.nn.Module) -> None:
+        if hasattr(layer, "base_layer"):  # a layer with adapters, which shows the method of the one within
+            return
         process(self, layer)
         if layer.weight.is_cuda and layer.weight.ndim == 2:
             kept = beside(layer)

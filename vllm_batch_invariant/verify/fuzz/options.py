@@ -137,6 +137,11 @@ class Place:
         return any("expert" in name for name in self.model)
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether the model's weights are quantised, or may become so while they are loaded."""
+        return bool(self.model.get("quantization_config")) or not self.is_open("--quantization")
+
+    @property
     def is_divisible(self) -> bool:
         """Whether two workers can share the model's heads."""
         heads, of_rules = self.model.get("num_attention_heads") or 0, self.model.get("linear_num_key_heads") or 0
@@ -335,6 +340,7 @@ FIELDS = (
         lambda place: (2, 1) if place.device == "cuda" else (2,),
         lambda place, one: (
             place.is_open("--pipeline", "--tensor", "--speculative")
+            and not (place.device == "cuda" and place.is_quantised)
             and place.model.get("num_hidden_layers", 1) > 1
             and place.holds(2)
             and one.workers == one.tree == 1
@@ -405,8 +411,7 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
 def _takes_adapters(place: Place) -> bool:
     """Whether adapters have run there, and the model has the layers that those to draw are for, not quantised."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
-    quantised = place.model.get("quantization_config") or not place.is_open("--quantization")
-    return _has_run(coverage.RAN.lora, place) and architecture in adapters.MODELS and not quantised
+    return _has_run(coverage.RAN.lora, place) and architecture in adapters.MODELS and not place.is_quantised
 
 
 def _has_no_adapters(settings: Any) -> bool:

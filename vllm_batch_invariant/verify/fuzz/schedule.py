@@ -13,7 +13,7 @@ from typing import Any
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
 from ..harness import adapters, images, pooling
-from ..harness.engine import pages_of_states
+from ..harness.engine import pages_of_states, pages_of_windows
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Option, Place, starts
 
@@ -65,6 +65,7 @@ class Settings:
         pooler: of a model that pools, how: a type of vLLM's, or its "own"; empty for one that generates.
         whole: prompts come whole.
         state_pages: pages of a small cache for the states of a request, beside those for its keys.
+        window_pages: those for keys of layers with a sliding window, beside layers without.
         whole_images: a step must have an image whole.
     """
 
@@ -88,6 +89,7 @@ class Settings:
     pooler: str = ""
     whole: bool = False
     state_pages: int = 0
+    window_pages: int = 0
     whole_images: bool = False
 
     def arguments(self, model: str) -> list[str]:
@@ -114,12 +116,13 @@ class Settings:
             made += [coverage.SPECULATION, json.dumps(drafter)]
         for option in OPTIONS:
             made += option.arguments.get(self.options.get(option.name, NONE), ())
-        # one page is vLLM's own
-        return made + (
-            ["--num-gpu-blocks-override", str(-(-self.context // self.page) + 2 + self.state_pages)]
-            if self.small_cache
-            else []
-        )
+        return made + (["--num-gpu-blocks-override", str(self._pages)] if self.small_cache else [])
+
+    @property
+    def _pages(self) -> int:
+        """Of a small cache: one is vLLM's own, and CUDA graphs have a state for each of the most requests."""
+        least = -(-self.context // self.page) + 2 + self.state_pages + self.window_pages
+        return max(least, self.requests + 1) if self.state_pages and not self.eager else least
 
     @property
     def environment(self) -> dict[str, str]:
@@ -193,6 +196,8 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         exact=is_exact(),
         state_pages=pages_of_states(place.model),
     )
+    windows = pages_of_windows(place.model.get("text_config", place.model), settings.page, settings.step_tokens)
+    settings = replace(settings, window_pages=windows)
     if place.is_multimodal and not settings.text:
         settings = replace(settings, whole_images=place.model.get("model_type") in SEE_ALL)
     if place.pools:
