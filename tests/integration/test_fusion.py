@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.integration import devices
 from vllm_batch_invariant.integration.devices import record
-from vllm_batch_invariant.integration.layers import activation, norm_fusion, norm_rotary
+from vllm_batch_invariant.integration.layers import activation, code_fusion, norm_fusion, norm_rotary
 from vllm_batch_invariant.integration.layers.fusion import ForwardFusion, Fusion
 from vllm_batch_invariant.integration.reviews import sources
 from vllm_batch_invariant.integration.side_table import beside
@@ -33,7 +33,12 @@ class Noting(Fusion):
 
 
 def test_a_gpu_fuses_floats_and_nothing_else_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = (activation.GATED_MLP, norm_rotary.HEAD_NORMS, norm_fusion.ADDING_NORMS)
+    fused = (
+        activation.GATED_MLP,
+        norm_rotary.HEAD_NORMS,
+        code_fusion.WRITING_CODES,
+        norm_fusion.ADDING_NORMS,
+    )
     assert [devices.get(device).fusions for device in ("cuda", "cpu")] == [fused, ()]
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     assert [devices.get(device).fusions for device in ("cuda", "cpu")] == [(), ()]

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
-from vllm_batch_invariant.integration.layers import experts, norm_fusion
+from vllm_batch_invariant.integration.layers import decoders, experts, norm_fusion
+from vllm_batch_invariant.integration.layers.decoders import DECODERS, Decoder
 from vllm_batch_invariant.integration.layers.experts import CudaExperts
-from vllm_batch_invariant.integration.layers.norm_fusion import DECODERS, Decoder
 from vllm_batch_invariant.integration.parallel import tensor_tree
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.side_table import beside
@@ -367,10 +367,10 @@ def test_a_model_that_differs_stays_as_it_is(change: str, ours: AllReduce) -> No
 
 
 def test_a_vllm_whose_layers_nobody_has_read_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, ours: AllReduce) -> None:
-    assert norm_fusion.was_read(), "the installed one was"
+    assert decoders.was_read(), "the installed one was"
     read = reviews.functions("decoders")["vllm.model_executor.models.llama"]
     monkeypatch.setitem(read, "LlamaMLP.forward", ("",))
-    monkeypatch.setattr(norm_fusion, "was_read", norm_fusion.was_read.__wrapped__)
+    monkeypatch.setattr(decoders, "was_read", decoders.was_read.__wrapped__)
     assert norm_fusion.fuse(decoder_of(DECODERS[0]), ours) == 0
 
 
@@ -419,7 +419,7 @@ def test_a_worker_alone_reads_sources_only_for_experts(
             return self.model
 
     if not has_experts:
-        monkeypatch.setattr(norm_fusion, "was_read", lambda: pytest.fail("sources were read"))
+        monkeypatch.setattr(decoders, "was_read", lambda: pytest.fail("sources were read"))
     monkeypatch.setattr(patch_points.TENSOR_PARALLEL.get(), "world_size", 1)
     beside(patch_points.TENSOR_PARALLEL.get().device_communicator).all_reduce = None
     worker = Worker()

@@ -684,10 +684,13 @@ def rows() -> None:
             norm.rms_norm(x, x[0], 1e-6, x, None)
         if length == 5120:
             norm.rms_norm(x, x[0], 1e-6, x, None, adds_one=True)
+            norm.rms_norm(x, x[0], 1e-6, x, None, codes=QuantiseReduction.of_dtype(x.dtype, E4M3, 128))
         softmax.log_softmax(x, -1, dtype=torch.float32)
         softmax.softmax(x, -1)
         reduce.mean(x, -1)
-    silu.silu_and_mul(torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16))
+    x = torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16)
+    silu.silu_and_mul(x)
+    silu.silu_and_mul(x, codes=QuantiseReduction.of_dtype(x.dtype, E4M3, 128))
     turned_heads(2)
     gated_heads(2, "silu")
     gated_groups(2)
@@ -975,6 +978,12 @@ def check_norms_behind_sums(widths: Sequence[int]) -> None:
         name = f"rows of {hidden} in {dtype} lie behind all-reduces and experts as in a norm alone"
         layouts = alone.reduced_layouts
         check(name, len(layouts) > 0 and behind == 4 * [layouts])
+        codes = QuantiseReduction.of_dtype(dtype, E4M3, 128)
+        coded = launch_on(90, norm.rms_norm, x, x[0], 1e-6, x, None, codes=codes)
+        coded += launch_on(90, moe.add_and_norm, products_like(x), x, x[0], 1e-6, codes)
+        behind = [one.reduced_layouts for one in coded]
+        name = f"rows of {hidden} in {dtype} whose codes are written, too, lie as others in a norm"
+        check(name, [found[: len(layouts)] for found in behind] == 2 * [layouts] and all(map(len, behind)))
 
 
 def check_every_gluon_kernel() -> None:

@@ -17,6 +17,7 @@ class Entry:
         scales: of such a layer, names of the parameters that it stores beside the weight.
         exact: of a linear layer on a GPU, its product in exact arithmetic.
         norm_adds: of a row-parallel layer without a bias, whether the norm behind it adds what the workers give.
+        codes: of a norm or an activation, what it writes as codes, too; None: nothing.
         heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
             that is found out.
         all_reduce: of a communicator on GPUs, what adds floating-point numbers.
@@ -40,6 +41,7 @@ class Entry:
     scales: tuple[str, ...] = ()
     exact: Any = None
     norm_adds: bool = False
+    codes: Any = None
     heads_fit: bool | None = None
     all_reduce: Any = None
     is_made: bool = False

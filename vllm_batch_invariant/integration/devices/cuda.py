@@ -15,6 +15,7 @@ from ...ops.devices import DEVICES
 from ..engine import adapters, cuda_graphs, draft_graphs
 from ..layers import (
     activation,
+    code_fusion,
     delta_rule,
     exact,
     experts,
@@ -199,6 +200,6 @@ DEVICE = Cuda(
     has_speculation=True,
     has_thinking_budgets=True,
     has_tree=True,
-    fusions=(activation.GATED_MLP, norm_rotary.HEAD_NORMS, norm_fusion.ADDING_NORMS),
+    fusions=(activation.GATED_MLP, norm_rotary.HEAD_NORMS, code_fusion.WRITING_CODES, norm_fusion.ADDING_NORMS),
 )
 EXACT = ExactCuda.of(DEVICE, "by Triton")

@@ -148,6 +148,11 @@ def computes(layer: Any) -> bool:
     return patch_points.METHOD_BASE.is_there() and type(getattr(layer, "quant_method", None)) is _method()
 
 
+def quantises(layer: Any) -> QuantiseReduction:
+    """How a layer of ours quantises what it is given."""
+    return QuantiseReduction.of_dtype(layer.params_dtype, E4M3, layer.quant_method.source.group)
+
+
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """Those of a model's layers that are computed by ours, by names; and of linear layers beside these, by theirs.
 

@@ -11,56 +11,22 @@ bits are those of the operations apart. Somebody has read which classes do so: w
 operations stay apart, and so they do in a stage of a pipeline, and where a drafter reads hidden states between layers.
 """
 
-import functools
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...ops.dispatch import module_for
 from ..parallel import tensor_tree
-from ..reviews import patch_points, sources
+from ..reviews import patch_points
 from ..side_table import beside
+from .code_fusion import codes_of
+from .decoders import is_known, is_ours, kinds_of
 from .experts import CudaExperts
 from .fusion import Fusion, is_watched
 
 logger = logging.getLogger("vllm.batch_invariant")
-
-
-class Decoder(NamedTuple):
-    """Classes of vLLM that make a decoder, each as "module.Class" of ``vllm.model_executor.models``; the last is the
-    name that a layer has for its MLP or its experts.
-    """
-
-    model: str
-    layer: str
-    attention: str
-    blocks: tuple[str, ...]
-    name: str = "mlp"
-
-
-DECODERS = (
-    Decoder("llama.LlamaModel", "llama.LlamaDecoderLayer", "llama.LlamaAttention", ("llama.LlamaMLP",)),
-    Decoder("mistral.MistralModel", "mistral.MistralDecoderLayer", "mistral.MistralAttention", ("llama.LlamaMLP",)),
-    Decoder("qwen2.Qwen2Model", "qwen2.Qwen2DecoderLayer", "qwen2.Qwen2Attention", ("qwen2.Qwen2MLP",)),
-    Decoder("qwen3.Qwen3Model", "qwen3.Qwen3DecoderLayer", "qwen3.Qwen3Attention", ("qwen2.Qwen2MLP",)),
-    Decoder(
-        "qwen3_moe.Qwen3MoeModel",
-        "qwen3_moe.Qwen3MoeDecoderLayer",
-        "qwen3_moe.Qwen3MoeAttention",
-        ("qwen3_moe.Qwen3MoeMLP", "qwen3_moe.Qwen3MoeSparseMoeBlock"),
-    ),
-    Decoder(
-        "mixtral.MixtralModel",
-        "mixtral.MixtralDecoderLayer",
-        "mixtral.MixtralAttention",
-        ("mixtral.MixtralMoE",),
-        "block_sparse_moe",
-    ),
-)
-"""Those whose ``forward`` methods, in ``reviews/functions.toml``, were read."""
-_MODELS = "vllm.model_executor.models."
 
 
 class _AddingNorms(Fusion):
@@ -95,11 +61,11 @@ def fuse(model: torch.nn.Module, all_reduce: Any) -> int:
     """
     fused = 0
     for decoder in model.modules():
-        pairs = list(_pairs(decoder)) if _is_known(decoder) else []
+        pairs = list(_pairs(decoder)) if is_known(decoder) else []
         found = [(layer, _experts_of(layer), norm) for layer, norm in pairs]
         if all_reduce is None:
-            found = [(layer, experts, norm) for layer, experts, norm in found if experts and _is_ours(norm)]
-        elif not all((experts or _adds_ranks(layer)) and _is_ours(norm) for layer, experts, norm in found):
+            found = [(layer, experts, norm) for layer, experts, norm in found if experts and is_ours(norm)]
+        elif not all((experts or _adds_ranks(layer)) and is_ours(norm) for layer, experts, norm in found):
             continue
         for layer, experts, norm in found:
             if experts is None:
@@ -114,42 +80,12 @@ def fuse(model: torch.nn.Module, all_reduce: Any) -> int:
 
 def _pairs(decoder: Any) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """Layers that give a sum, each with the norm behind it."""
-    kinds, followers = _kinds_of(decoder), [layer.input_layernorm for layer in decoder.layers[1:]]
+    kinds, followers = kinds_of(decoder), [layer.input_layernorm for layer in decoder.layers[1:]]
     assert kinds is not None
     for layer, next_norm in zip(decoder.layers, [*followers, decoder.norm], strict=True):
         yield layer.self_attn.o_proj, layer.post_attention_layernorm
         block = getattr(layer, kinds.name)
         yield block.experts if hasattr(block, "experts") else block.down_proj, next_norm
-
-
-def _kinds_of(decoder: Any) -> Decoder | None:
-    return next((kinds for kinds in DECODERS if _MODELS + kinds.model == _name(decoder)), None)
-
-
-def _is_known(decoder: Any) -> bool:
-    """Whether a module is a whole model of known classes, of which nobody reads the hidden states between layers."""
-    kinds = _kinds_of(decoder)
-    if kinds is None or not was_read() or getattr(decoder, "aux_hidden_state_layers", None):
-        return False
-    is_whole = (decoder.start_layer, decoder.end_layer) == (0, len(decoder.layers))
-    return is_whole and all(
-        [_name(layer), _name(layer.self_attn)] == [_MODELS + kinds.layer, _MODELS + kinds.attention]
-        and _name(getattr(layer, kinds.name)) in [_MODELS + block for block in kinds.blocks]
-        for layer in decoder.layers
-    )
-
-
-def _name(module: torch.nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-@functools.cache
-def was_read() -> bool:
-    """Whether the installed vLLM has the sources that were read."""
-    unread = next(iter(sources.unread("decoders", sources.installed)), None)
-    if unread:
-        logger.info("%s is not the one known here: sums and norms stay apart.", unread)
-    return unread is None
 
 
 def _adds_ranks(row: Any) -> bool:
@@ -173,12 +109,6 @@ def _experts_of(layer: Any) -> CudaExperts | None:
     spreads = config.is_sequence_parallel or config.skip_final_all_reduce or config.dp_size > 1 or config.pcp_size > 1
     is_ours = isinstance(method, CudaExperts) and not method.defers_sum
     return method if is_ours and is_plain and not spreads else None
-
-
-def _is_ours(norm: Any) -> bool:
-    """Whether a norm is the mode's, of whole rows with a weight."""
-    kind = patch_points.CUSTOM_OP.module().op_registry_oot.get("RMSNorm")
-    return type(norm) is kind and norm.has_weight and not norm.variance_size_override
 
 
 class _Sender:
@@ -213,6 +143,8 @@ def _adding(norm: Any, layer: "CudaExperts | _Sender", all_reduce: Any) -> Any:
         deferred = layer.take_deferred()
         if residual is None or (deferred is None and all_reduce is None):
             return alone(x, residual)
-        return add.add_and_norm(x if deferred is None else deferred, residual, norm.weight.data, norm.variance_epsilon)
+        given = x if deferred is None else deferred, residual, norm.weight.data, norm.variance_epsilon
+        codes = None if all_reduce else codes_of(norm)
+        return add.add_and_norm(*given) if codes is None else add.add_and_norm(*given, codes)
 
     return forward

@@ -23,9 +23,10 @@ from ..formats.triton_decode import PackedTile
 from ..linear import triton_gemm
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE
 from ..linear.reduction import LinearReduction
+from ..norm.cuda import quantised
 from ..norm.reduction import NormReduction
 from ..quantise import cuda as quantising
-from ..quantise.reduction import E4M3
+from ..quantise.reduction import E4M3, QuantiseReduction
 from ..scaled_linear import cuda as scaled_linear
 from ..scaled_linear.reduction import GROUP, ScaledLinearReduction
 from ..softmax import softmax
@@ -649,7 +650,7 @@ def a_norm_may_add(x: torch.Tensor, reduction: MoeReduction) -> bool:
 
 
 def add_and_norm(
-    of: Products, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    of: Products, residual: torch.Tensor, weight: torch.Tensor, eps: float, codes: QuantiseReduction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum over experts, and RMSNorm of it and a residual, in one launch: the bits of :func:`moe` and of
     :func:`..norm.rms_norm`.
@@ -658,6 +659,7 @@ def add_and_norm(
         of: of :func:`products`.
         residual: [tokens, hidden] of its dtype.
         weight: [hidden]
+        codes: as of :func:`..norm.cuda.rms_norm`.
 
     Returns:
         the normalised rows, and the sum with the residual, rounded: [tokens, hidden].
@@ -671,14 +673,16 @@ def add_and_norm(
         raise ValueError(f"{tokens} rows of {hidden} in {dtype} have a residual and a weight of {found}")
     norm = NormReduction.of_device("cuda", hidden, dtype)
     residual, out = aligned(residual), torch.empty(tokens, hidden, dtype=dtype, device=residual.device)
-    residual_out = torch.empty_like(out)
+    residual_out, made = torch.empty_like(out), quantised(out, norm, codes)
+    operands = *of.operands, residual, aligned(weight), out, residual_out, *made.operands
     launch(
         combine_norm_kernel,
         triton.cdiv(tokens, norm.rows_per_program),
-        (*of.operands, residual, aligned(weight), out, residual_out, tokens, hidden // norm.stride_unit, eps),
+        (*operands, tokens, hidden // norm.stride_unit, eps),
         on=out,
         waits=True,
         **of.constants,
+        **made.constants,
         **norm.options,
     )
     return out, residual_out

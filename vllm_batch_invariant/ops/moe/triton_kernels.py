@@ -25,6 +25,7 @@ from ..common.dependent_launch import wait_for_kernel_before
 from ..common.triton_rows import row_sum
 from ..formats.triton_decode import decoded_tile
 from ..norm.triton_kernels import load_weight, norm_of
+from ..quantise.triton_kernels import store_codes
 from ..silu.triton_kernels import silu_times
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -554,8 +555,9 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["num_rows", "row_units"])
 def combine_norm_kernel(
     expert_out_ptr, weights_ptr, ids_ptr, places_ptr, residual_ptr, norm_weight_ptr, out_ptr, residual_out_ptr,
-    num_rows, row_units, eps,
-    TOP_K: tl.constexpr, IS_PART: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
+    codes_ptr, scale_ptr, num_rows, row_units, eps,
+    TOP_K: tl.constexpr, IS_PART: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr, NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The sums of :func:`combine_kernel`, rounded, with a residual added, and normalised in the tiles that a norm alone
     has::
@@ -563,7 +565,7 @@ def combine_norm_kernel(
         x = round(sum) + residual,  residual_out = round(x),  out = x * rsqrt(mean(x**2) + eps) * norm_weight
 
     residual, out, residual_out: [num_rows, N], norm_weight: [N]; row_units: N / stride_unit, of which
-    the compiler knows as little as of a norm's strides.
+    the compiler knows as little as of a norm's strides. With QUANTISE also codes of out, and their scales.
     """
     wait_for_kernel_before(OVERLAPS)
     row = tl.program_id(0) * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)
@@ -577,4 +579,6 @@ def combine_norm_kernel(
     of_row = tl.broadcast_to(columns[None, :], mask.shape)
     total = weighted_sum(expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, length, of_row, mask, TOP_K, IS_PART)
     x = _round(total, out_ptr.dtype.element_ty) + residual.to(tl.float32)
-    norm_of(x, norm_weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
+    y = norm_of(x, norm_weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
+    if QUANTISE is not None:
+        store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, NORM.length, GROUP, QUANTISE)

@@ -3,6 +3,10 @@
 y = x * rsqrt(mean(x[:variance_size]**2) + eps) * weight, of x + residual where there is one
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +15,10 @@ from ...errors import NotCovered
 from ..common.dependent_launch import wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
+from ..quantise import cuda as quantising
+from ..quantise.kept import keep
+from ..quantise.reduction import QuantiseReduction
+from ..quantise.triton_kernels import store_codes
 from .reduction import NormReduction
 from .triton_kernels import function_of_gate, load_weight, norm_of, normalised, rstd_of, weighted
 
@@ -56,6 +64,8 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     residual_out_ptr,
+    codes_ptr,
+    scale_ptr,
     num_rows,
     x_inner_size,
     stride_x_outer,
@@ -68,6 +78,8 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     ADDS_ONE: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANTISE: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -89,10 +101,12 @@ def _rms_norm_kernel(
         if HAS_WEIGHT:
             weight = load_weight(weight_ptr, offs, mask, ADDS_ONE)  # [rows_per_program, block]
         x = _load_rows(x_ptr, residual_ptr, x_starts, residual_starts, offs, mask, HAS_RESIDUAL)
-        norm_of(
+        y = norm_of(
             x, weight, offs, out_ptr, residual_out_ptr, out_starts, offs[None, :], mask, eps,
             VARIANCE_SIZE, HAS_RESIDUAL, HAS_WEIGHT, NORM,
         )  # fmt: skip
+        if QUANTISE is not None:
+            store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, NORM.length, GROUP, QUANTISE)
     else:
         # Triton 3.6 takes no tuple of plain numbers.
         acc = tl.zeros((tl.constexpr(NORM.rows_per_program), tl.constexpr(NORM.block)), tl.float32)
@@ -179,6 +193,27 @@ def _indexed(x: torch.Tensor, stride_unit: int) -> tuple[torch.Tensor, int, int,
     return aligned(x), 1, x.shape[-1] // stride_unit, 0
 
 
+class Quantised(NamedTuple):
+    """Codes that a norm's kernel writes beside its rows: operands and constants of its launch."""
+
+    operands: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    constants: Mapping[str, Any] = MappingProxyType({"GROUP": None, "QUANTISE": None})
+
+
+_NOT_QUANTISED = Quantised()
+
+
+def quantised(out: torch.Tensor, norm: NormReduction, codes: QuantiseReduction | None) -> Quantised:
+    """What a kernel writes beside ``out`` [..., N], which from then on is kept with it; nothing without ``codes``, and
+    where a program has no whole row, or no whole groups, in its tile.
+    """
+    if codes is None or codes.group is None or norm.length > norm.block or norm.block % codes.group:
+        return _NOT_QUANTISED
+    stored, scales = quantising.empty(out, codes)
+    keep(out, stored.view(codes.codes), scales, codes)
+    return Quantised((stored, scales), {"GROUP": codes.group, "QUANTISE": quantising.QuantiseNumbers.of(codes)})
+
+
 def _checked_rows(x: torch.Tensor, *others: torch.Tensor | None) -> int:
     """The number of rows of x, which is refused like dtypes that the kernels do not have."""
     for tensor in (x, *others):
@@ -197,9 +232,13 @@ def rms_norm(
     residual: torch.Tensor | None,
     variance_size: int | None,
     adds_one: bool = False,
+    codes: QuantiseReduction | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package. No copy is made of tensors [rows, N] or [rows, heads, N] that are packed along N and
     start every row at a multiple of 16 bytes.
+
+    With ``codes`` the kernel also quantises the normalised rows, and keeps that with them (:func:`..quantise.kept`), if
+    a program has a whole row and its groups in a tile.
     """
     length, num_rows = x.shape[-1], _checked_rows(x, weight, residual)
     reduction = NormReduction.of_device("cuda", length, x.dtype)
@@ -207,7 +246,7 @@ def rms_norm(
     residual_out = None if residual is None else torch.empty_like(out)
     if num_rows:
         x, *x_rows = _indexed(x, reduction.stride_unit)
-        residual_rows = [1, 0, 0]
+        residual_rows, made = [1, 0, 0], quantised(out, reduction, codes)
         if residual is not None:
             residual, *residual_rows = _indexed(residual, reduction.stride_unit)
         launch(
@@ -219,6 +258,7 @@ def rms_norm(
                 None if weight is None else aligned(weight),
                 out,
                 residual_out,
+                *made.operands,
                 num_rows,
                 *x_rows,
                 *residual_rows,
@@ -230,6 +270,7 @@ def rms_norm(
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
             ADDS_ONE=adds_one,
+            **made.constants,
             **reduction.options,
         )
     return out if residual_out is None else (out, residual_out)

@@ -62,7 +62,7 @@ def norm_of(
     VARIANCE_SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalises rows that lie in one tile, however they came, multiplies them with the weight, and stores them; with
-    HAS_RESIDUAL the rows as they came, too.
+    HAS_RESIDUAL the rows as they came, too. Returns what it stored of the first.
 
     Args:
         x: [BLOCK_M, BLOCK_N] fp32, 0 behind a row's length.
@@ -76,4 +76,6 @@ def norm_of(
     y = normalised(x, offs, eps, VARIANCE_SIZE, NORM)
     if HAS_WEIGHT:
         y = weighted(y, weight)
-    tl.store(out_ptr + starts + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
+    y = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + starts + columns, y, mask=mask)
+    return y

@@ -9,6 +9,7 @@ import torch
 from ..common.launch import launch
 from ..common.row_reduction import REDUCTIONS_KEPT, gpu_block, gpu_warps, next_power_of_two
 from ..common.triton_rows import aligned
+from .kept import kept
 from .reduction import E4M3, QuantiseReduction
 from .triton_kernels import quantise_kernel
 
@@ -27,6 +28,11 @@ class QuantiseNumbers(NamedTuple):
     least: float
     divides: bool
     scale_of_zeros: float
+
+    @classmethod
+    def of(cls, reduction: QuantiseReduction) -> "QuantiseNumbers":
+        """Those of a reduction."""
+        return cls(*(getattr(reduction, name) for name in cls._fields))
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,12 @@ class QuantiseSchedule:
 def quantise(
     x: torch.Tensor, scale: torch.Tensor | None, reduction: QuantiseReduction
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the operation's package."""
+    """See the operation's package; what a kernel has kept of the rows is not made again."""
+    if scale is None and (found := kept(x, reduction)) is not None:
+        return found
     length, counts = x.shape[-1], reduction.scales_of(x.shape[-1])
     schedule = QuantiseSchedule.of(length, reduction.group)
-    codes = torch.empty(x.shape, dtype=_STORED.get(reduction.codes, reduction.codes), device=x.device)
-    shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    codes, scales = empty(x, reduction)
     if scales.numel():
         launch(
             quantise_kernel,
@@ -70,10 +76,18 @@ def quantise(
             waits=True,
             LENGTH=length,
             STATIC=scale is not None,
-            QUANTISE=QuantiseNumbers(*(getattr(reduction, name) for name in QuantiseNumbers._fields)),
+            QUANTISE=QuantiseNumbers.of(reduction),
             GROUP=reduction.group or max(length, 1),
             BLOCK=schedule.block,
             GROUPS=schedule.groups,
             num_warps=schedule.num_warps,
         )
     return codes.view(reduction.codes), scales
+
+
+def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of x, as a kernel takes them, and scales that nobody has written."""
+    counts = reduction.scales_of(x.shape[-1])
+    codes = torch.empty(x.shape, dtype=_STORED.get(reduction.codes, reduction.codes), device=x.device)
+    shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
+    return codes, torch.empty(shape, dtype=torch.float32, device=x.device)

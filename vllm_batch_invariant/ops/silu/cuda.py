@@ -9,6 +9,10 @@ import triton.language as tl
 from ..common.dependent_launch import wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import aligned
+from ..quantise import cuda as quantising
+from ..quantise.kept import keep
+from ..quantise.reduction import QuantiseReduction
+from ..quantise.triton_kernels import store_codes
 from .triton_kernels import silu_times
 
 
@@ -25,7 +29,10 @@ _SCHEDULE = SiluSchedule()
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, LENGTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, codes_ptr, scale_ptr,
+    LENGTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     wait_for_kernel_before(OVERLAPS)
     PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -34,22 +41,39 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, LENGTH: tl.constexpr, BLOCK: tl.constex
     gate = tl.load(x_ptr + row * 2 * LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * LENGTH + LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * LENGTH + offs, silu_times(gate, up, dtype).to(dtype), mask=mask)
+    y = silu_times(gate, up, dtype).to(dtype)
+    tl.store(out_ptr + row * LENGTH + offs, y, mask=mask)
+    if QUANTISE is not None:
+        y, first = tl.where(mask, y, 0.0).to(dtype)[None, :], tl.program_id(0) % PARTS * BLOCK
+        rows = row + tl.arange(0, 1)
+        store_codes(y, rows, rows >= 0, first, codes_ptr, scale_ptr, LENGTH, GROUP, QUANTISE)
 
 
-def silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """See the operation's package; ``out``, packed, is written instead of a new tensor."""
-    length = x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], length, dtype=x.dtype, device=x.device) if out is None else out
+def silu_and_mul(
+    x: torch.Tensor, out: torch.Tensor | None = None, codes: QuantiseReduction | None = None
+) -> torch.Tensor:
+    """See the operation's package; ``out``, packed, is written instead of a new tensor. With ``codes``, of groups, the
+    kernel also quantises what it gives, and keeps that with a new tensor (:func:`..quantise.kept`).
+    """
+    length, of_codes = x.shape[-1] // 2, (None, None, None, None)
+    is_new = out is None
+    out = torch.empty(*x.shape[:-1], length, dtype=x.dtype, device=x.device) if is_new else out
+    if codes is not None and codes.group is not None and is_new and out.numel():
+        stored, scales = quantising.empty(out, codes)
+        keep(out, stored.view(codes.codes), scales, codes)
+        of_codes = stored, scales, codes.group, quantising.QuantiseNumbers.of(codes)
+    stored, scales, group, numbers = of_codes
     if out.numel():
         launch(
             _silu_and_mul_kernel,
             out.numel() // length * triton.cdiv(length, _SCHEDULE.block),
-            (aligned(x), out),
+            (aligned(x), out, stored, scales),
             on=x,
             waits=True,
             LENGTH=length,
             BLOCK=_SCHEDULE.block,
+            GROUP=group,
+            QUANTISE=numbers,
             num_warps=_SCHEDULE.num_warps,
         )
     return out
