@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from benchmarks.attention_cases import Case, Request
+from vllm_batch_invariant.ops.common.dtypes import E4M3
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Batch:
     query: torch.Tensor
     """[tokens, heads, head_size], one request after the other."""
     cache: torch.Tensor
-    """[pages, page_size, kv_heads, 2 * head_size], values beside their keys."""
+    """[pages, page_size, kv_heads, 2 * head_size], values beside their keys; bf16, or e4m3 with scales of 1."""
     table: torch.Tensor
     """[requests, most pages] int32, the pages of each request."""
     seq_lens: torch.Tensor
@@ -43,6 +44,11 @@ class Batch:
     def values(self) -> torch.Tensor:
         """[pages, page_size, kv_heads, head_size]"""
         return self.cache[..., self.query.shape[2] :]
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether keys and values are e4m3."""
+        return self.cache.dtype == E4M3
 
     @property
     def page_size(self) -> int:
@@ -100,6 +106,7 @@ def batches_of(case: Case, page_size: int, copies: int, device: str) -> list[Bat
     pages, tokens = int(counts.sum()), sum(request.tokens for request in case.requests)
     sizes = copies, pages, page_size, shape.kv_heads, 2 * shape.head_size
     caches = torch.empty(sizes, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    caches = caches.to(E4M3) if case.in_codes else caches
     exists = torch.arange(int(counts.max()), device=device) < counts[:, None]
     table = torch.zeros(exists.shape, dtype=torch.int32, device=device)
     table[exists] = torch.randperm(pages, generator=generator, device=device).int()

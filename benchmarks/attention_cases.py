@@ -1,7 +1,7 @@
 """What the attention benchmark measures: the heads of real models, and steps that an engine makes with them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -48,6 +48,8 @@ class Case:
     shape: Shape
     phase: str
     requests: tuple[Request, ...]
+    in_codes: bool = False
+    """Whether keys and values are e4m3."""
 
     @cached_property
     def work(self) -> Work:
@@ -61,7 +63,7 @@ class Case:
     def cache_bytes(self) -> int:
         """Keys and values of all requests."""
         keys = sum(request.context for request in self.requests)
-        return 2 * keys * self.shape.kv_heads * self.shape.head_size * _ELEMENT_SIZE
+        return 2 * keys * self.shape.kv_heads * self.shape.head_size * (1 if self.in_codes else _ELEMENT_SIZE)
 
     @property
     def decode_only(self) -> bool:
@@ -80,6 +82,7 @@ class Case:
             head=self.shape.head_size,
             page=page_size,
             dtype="bf16",
+            **({"cache": "fp8"} if self.in_codes else {}),
         )
 
 
@@ -114,8 +117,16 @@ CASES = tuple(case for shape in SHAPES for case in _cases(shape))
 
 
 def cases_of(filters: Sequence[str]) -> tuple[Case, ...]:
-    """The cases that have every word of one of ``filters``: a shape's name, a phase, a pair such as ``batch=8``."""
+    """The cases that have every word of one of ``filters``: a shape's name, a phase, a pair such as ``batch=8``; with
+    ``cache=fp8`` keys and values are e4m3.
+    """
     wanted = [set(text.split()) for text in filters]
+    every = *CASES, *(replace(case, in_codes=True) for case in CASES)
     return tuple(
-        case for case in CASES if any(words <= {case.shape.name, case.phase, *case.text(0).split()} for words in wanted)
+        case
+        for case in every
+        if any(
+            words <= {case.shape.name, case.phase, *case.text(0).split()} and case.in_codes == ("cache=fp8" in words)
+            for words in wanted
+        )
     )

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.attention_batch import Batch
 from benchmarks.attention_cases import Request
+from vllm_batch_invariant.ops.common.dtypes import E4M3
 
 _LONGEST_PREFILL = 8192
 _NEIGHBOUR_BEFORE, _NEIGHBOUR_AFTER = Request(199, 199), Request(1, 1001)
@@ -41,7 +42,7 @@ class Exact:
         request = batch.requests[place]
         visible = request.context - request.tokens + row + 1
         query = batch.query[batch.rows[place].start + row].double().unflatten(0, (batch.kv_heads, -1))
-        cache = batch.cache[batch.pages(place)].flatten(0, 1)[:visible]
+        cache = _numbers(batch.cache, batch.pages(place)).flatten(0, 1)[:visible]
         keys, values = (part.double() for part in cache.split(batch.head_size, dim=-1))
         weights = torch.softmax(torch.einsum("hgd,khd->hgk", query, keys) * batch.scale, dim=-1)
         return torch.einsum("hgk,khd->hgd", weights, values).flatten(0, 1)
@@ -55,9 +56,19 @@ def cancel(batch: Batch) -> None:
         pages = batch.pages(place)
         half = len(pages) // 2
         if half:
-            opposite = batch.cache[pages[:half].flip(0)]
+            opposite = _numbers(batch.cache, pages[:half].flip(0))
             opposite[..., batch.head_size :].neg_()
-            batch.cache[pages[-half:]] = opposite
+            _bits(batch.cache)[pages[-half:]] = _bits(opposite.to(batch.cache.dtype))
+
+
+def _bits(cache: torch.Tensor) -> torch.Tensor:
+    """Of e4m3, which PyTorch does not index."""
+    return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
+
+
+def _numbers(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Of some pages: bf16."""
+    return _bits(cache)[pages].view(cache.dtype).to(torch.bfloat16)
 
 
 def other_bits(

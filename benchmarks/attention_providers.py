@@ -57,6 +57,7 @@ def _ours(implementation: str, reduction: AttentionReduction, **options: object)
             batch.table,
             batch.seq_lens,
             batch.query_start_loc,
+            *_scales(batch),
             scale=batch.scale,
             reduction=reduction,
             implementation=implementation,
@@ -65,6 +66,11 @@ def _ours(implementation: str, reduction: AttentionReduction, **options: object)
         )
 
     return Provider(f"ours-{implementation}", attend, promises_bits=True, **options)
+
+
+def _scales(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Of keys and of values, where they are codes."""
+    return (torch.ones((), device=batch.query.device),) * 2 * batch.in_codes
 
 
 def ours_by(kernels: object = None) -> Provider:
@@ -77,7 +83,9 @@ def ours_by(kernels: object = None) -> Provider:
 
     def plan(batch: Batch) -> dict[str, object]:
         planning = import_module("vllm_batch_invariant.ops.attention.plan")
-        shape = planning.AttentionShape(batch.heads, batch.kv_heads, batch.head_size, batch.query.dtype, reduction)
+        heads = batch.heads, batch.kv_heads, batch.head_size
+        stored = batch.cache.dtype if batch.in_codes else None
+        shape = planning.AttentionShape(*heads, batch.query.dtype, reduction, stored)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
         planner = planning.Planner(shape, batch.query.device, len(batch.requests), tokens, keys, kernels=kernels)
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
@@ -138,13 +146,19 @@ def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider
             window_size=_NO_WINDOW,
             num_splits=splits,
         )
-        return {"scheduler_metadata": metadata, "num_splits": splits, "unscaled": _unscaled(batch)}
+        query = batch.query.to(batch.cache.dtype)  # vLLM quantises queries, too, which is not timed
+        return {"scheduler_metadata": metadata, "num_splits": splits, "unscaled": _unscaled(batch), "query": query}
 
     def attend(
-        batch: Batch, out: torch.Tensor, scheduler_metadata: torch.Tensor, num_splits: int, unscaled: torch.Tensor
+        batch: Batch,
+        out: torch.Tensor,
+        scheduler_metadata: torch.Tensor,
+        num_splits: int,
+        unscaled: torch.Tensor,
+        query: torch.Tensor,
     ) -> None:
         flash_attn_varlen_func(
-            q=batch.query,
+            q=query,
             k=batch.keys,
             v=batch.values,
             out=out,

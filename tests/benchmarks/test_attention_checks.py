@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.attention_batch import Batch, batches_of
-from benchmarks.attention_cases import Case
+from benchmarks.attention_cases import Case, cases_of
 from benchmarks.attention_checks import Exact, cancel, other_bits
 from tests.benchmarks.attention_fakes import CHUNK, DECODE, MIXED, PREFILL, exact, lazy, row_by_row
 
@@ -127,3 +127,16 @@ def test_a_decode_with_other_bits_than_its_prefill_is_found() -> None:
 
     single = replace(DECODE, requests=DECODE.requests[:1])
     assert other_bits(runs(phased), anything, batch_of(single)) == ["request 0 by prefill"]
+
+
+def test_keys_and_values_that_are_codes_are_cancelled_and_compared_as_others() -> None:
+    batch = batch_of(replace(DECODE, in_codes=True))
+    assert (batch.cache.dtype, batch.in_codes) == (torch.float8_e4m3fn, True)
+    numbers = replace(batch, cache=batch.cache.to(torch.bfloat16))
+    out = runs(row_by_row)(numbers)
+    assert Exact(batch).error(out) == Exact(numbers).error(out) < 0.01
+    for one in (batch, numbers):
+        cancel(one)
+    assert torch.equal(batch.cache.float(), numbers.cache.float())
+    assert not any("fp8" in case.text(16) for case in cases_of(["decode"]))
+    assert len(cases_of(["decode cache=fp8"])) == len(cases_of(["decode"]))
