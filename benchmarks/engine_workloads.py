@@ -178,6 +178,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         *(TokenTime(batch, 64, 128, adapters=used) for used in (0, 1, 8) for batch in (1, 8, 64)),
         *(Prefill(16, 4096, adapters=used) for used in (0, 1)),
     ),
+    "adapters-prefill": tuple(Prefill(16, 4096, adapters=used) for used in (0, 1)),
     "adapters-small": (*(TokenTime(3, 32, 4, adapters=used) for used in (0, 2)), Prefill(2, 128, adapters=1)),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
     "speculation-small-repeats": (TokenTime(1, 32, 8, run=4), TokenTime(3, 32, 8, run=4)),
