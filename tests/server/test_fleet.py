@@ -12,8 +12,9 @@ from safetensors import safe_open
 
 from scripts.fleet.demo import is_one_fleet, lines
 from scripts.fleet.load import ask
+from scripts.fleet.processes import processes
 from scripts.fleet.replicas import served, started
-from tests.faults.memory import flip, processes
+from tests.faults.memory import flip
 from vllm_batch_invariant.envs import FLAG
 
 pytestmark = [
