@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ import openai
 from vllm_batch_invariant import resume
 from vllm_batch_invariant.verify.harness.load import filler
 
+from .processes import kill
 from .replicas import HOST, MODEL
 
 TRIES = 100
@@ -116,20 +117,29 @@ class Cutter:
                 await self._relay(from_router, writer, int(cut) if method == "POST" else 0, method == "POST")
 
     async def _relay(self, router: asyncio.StreamReader, client: asyncio.StreamWriter, cut: int, streams: bool) -> None:
-        parts, tail, is_whole = 0, b"", not streams
+        came, written = b"", 0
         try:
             while piece := await router.read(1 << 16):
-                client.write(piece)
+                came += piece
+                ends = _end_of(came, cut) if cut else None
+                client.write(came[written:ends])
                 await client.drain()
-                parts += (tail + piece).count(b"data: ") - tail.count(b"data: ")
-                is_whole |= b"data: [DONE]" in tail + piece
-                tail = (tail + piece)[-11:]
-                if cut and parts >= cut and not is_whole:
+                if ends is not None:
                     self.cuts += 1
                     return
+                written = len(came)
         except ConnectionError:  # of one side: the other is closed, too
             pass
-        self.lost += not is_whole
+        self.lost += streams and b"data: [DONE]" not in came
+
+
+def _end_of(came: bytes, part: int) -> int | None:
+    """Where a part of a stream ends, of those that are counted from 1; None while it has not come."""
+    end = 0
+    for _ in range(part):
+        if not (end := came.find(b"\n\n", end) + 2) > 1:
+            return None
+    return end
 
 
 @contextmanager
@@ -158,6 +168,7 @@ class Continued:
         failed: why answers did not come to an end, and how often.
         cuts: connections that were closed in the middle of a stream.
         lost: streams that ended early by themselves, and errors of the router.
+        kills: replicas that were killed meanwhile.
     """
 
     asked: Counter[str] = field(default_factory=Counter)
@@ -166,6 +177,12 @@ class Continued:
     failed: Counter[str] = field(default_factory=Counter)
     cuts: int = 0
     lost: int = 0
+    kills: int = 0
+
+    @property
+    def ended(self) -> int:
+        """Answers that came to an end, or will not."""
+        return self.asked.total() + self.failed.total()
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -200,6 +217,8 @@ def break_off(
     times: int,
     concurrency: int,
     ended: threading.Event,
+    replica: Callable[[], int],
+    kills: int,
 ) -> Continued:
     """Break each kind of answers at random tokens, and compare what they become with the unbroken ones.
 
@@ -210,11 +229,16 @@ def break_off(
         times: broken answers of each kind.
         concurrency: how many at once.
         ended: none is begun after it is set.
+        replica: waits until all replicas are there, and returns the number of the process of one.
+        kills: replicas that are killed. Before each, a part of the answers waits until all are there, so that it has
+            some to break.
     """
     found, client, lock = Continued(), client_of(url), threading.Lock()
     found.unbroken.update({kind: len(set(answers)) for kind, answers in expected.items()})
+    gate = threading.Semaphore(0)
 
     def ask(cutter: Cutter, kind: str, index: int, cut: int) -> None:
+        gate.acquire()
         if ended.is_set():
             return
         servers = [f"{cutter.url}/{cut}/v1", *[f"{cutter.url}/0/v1"] * TRIES]
@@ -236,6 +260,19 @@ def break_off(
                 index = time_ % len(given)
                 parts = given[index]["max_tokens"] * given[index].get("n", 1)
                 begun.append(pool.submit(ask, cutter, kind, index, chance.randrange(1, parts)))
+        try:
+            part = len(begun) // (kills + 1)
+            for stage in range(kills):
+                process = replica()
+                gate.release(part)
+                while found.ended < stage * part + part // 3 and not ended.is_set():
+                    time.sleep(0.01)
+                if not ended.is_set():
+                    kill(process)
+                    found.kills += 1
+            replica()
+        finally:
+            gate.release(len(begun))
         for one in begun:
             one.result()
         found.cuts, found.lost = cutter.cuts, cutter.lost

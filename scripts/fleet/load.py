@@ -62,15 +62,17 @@ class Pace:
     Attributes:
         concurrency: samples in flight.
         others: other requests in flight.
-        every: seconds between a kill and the next, or more, until all replicas are there again; None: the kills are at
-            equal distances between the samples.
+        every: seconds between a kill and the next, or more, until all replicas are there again; samples go on until
+            the last kill. None: the kills are at equal distances between the samples.
         ended: no sample begins, and no replica is killed, after it is set.
+        patience: seconds until a request is answered, or a replica is there.
     """
 
     concurrency: int = CONCURRENCY
     others: int = OTHERS
     every: float | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    patience: float = PATIENCE
 
 
 @dataclass
@@ -123,7 +125,8 @@ class Load:
         self._http, self._replicas, self._pace = http, replicas, pace
         self._targets = samples
         self._first: dict[str, Answer] = {}
-        self._allowed = self._begun = self._done = 0
+        self._allowed: float = 0
+        self._begun = self._done = self._kills = 0
 
     async def run(self, samples: int, kills: int) -> Found:
         """Ask so many samples, and kill so many replicas at equal distances between them, or at the pace's.
@@ -135,10 +138,11 @@ class Load:
         for name in self._targets:
             await self._sample(name)
         begin = time.monotonic()
+        self._kills = kills if self._pace.every is not None else 0
         ended, stages = asyncio.Event(), kills + 1 if self._pace.every is None else 1
         others = [asyncio.create_task(self._other(random.Random(seed), ended)) for seed in range(self._pace.others)]
         workers = [asyncio.create_task(self._samples(samples)) for _ in range(self._pace.concurrency)]
-        killer = asyncio.create_task(self._kill_again(kills if self._pace.every is not None else 0))
+        killer = asyncio.create_task(self._kill_again())
         try:
             for stage in range(stages):
                 if stage:
@@ -146,7 +150,7 @@ class Load:
                     await asyncio.sleep(1)  # until samples are in flight
                     self._kill()
                     await self._meet()
-                self._allowed = samples * (stage + 1) // stages
+                self._allowed = samples * (stage + 1) // stages if self._pace.every is None else float("inf")
                 while self._done < self._allowed and not all(worker.done() for worker in workers):
                     await self._check([*workers, killer])
             await asyncio.gather(*workers)
@@ -156,11 +160,10 @@ class Load:
             for task in (killer, *workers):
                 task.cancel()
             await asyncio.gather(killer, *others, *workers, return_exceptions=True)
-        await self._meet()
         return self.found
 
-    async def _kill_again(self, kills: int) -> None:
-        for _ in range(kills):
+    async def _kill_again(self) -> None:
+        while len(self.found.killed) < self._kills:
             await asyncio.sleep(self._pace.every or 0)
             await self._meet()
             self._kill()
@@ -171,7 +174,7 @@ class Load:
             worker.result()
 
     async def _samples(self, samples: int) -> None:
-        while self._begun < samples and not self._pace.ended.is_set():
+        while (self._begun < samples or len(self.found.killed) < self._kills) and not self._pace.ended.is_set():
             if self._begun >= self._allowed:
                 await asyncio.sleep(0.05)
                 continue
@@ -201,7 +204,7 @@ class Load:
 
     async def _post(self, chat: bool, body: Mapping[str, Any]) -> httpx.Response:
         """Ask until a replica answers: one that is killed takes its requests with it."""
-        path, deadline = "/v1/chat/completions" if chat else "/v1/completions", time.monotonic() + PATIENCE
+        path, deadline = "/v1/chat/completions" if chat else "/v1/completions", time.monotonic() + self._pace.patience
         while True:
             try:
                 reply = await self._http.post(path, json=body)
@@ -218,7 +221,7 @@ class Load:
 
     async def _meet(self) -> None:
         """Wait until all replicas are there, and keep what each says of itself."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self._pace.patience
         while len(self.found.processes) < self._replicas:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(self.found.processes)} of {self._replicas} replicas are there")
@@ -252,16 +255,17 @@ def ask(
 
     Args:
         url: the address of its router.
-        samples: requests that are compared, behind the first of each kind.
+        samples: requests that are compared, behind the first of each kind; at least so many where the pace's kills take
+            longer.
         replicas: that are kept alive.
-        kills: replicas that are killed meanwhile, at most.
+        kills: replicas that are killed meanwhile.
         asked: the samples by name; by default :func:`targets` of 16 tokens.
         pace: how many at once, and when replicas are killed.
     """
 
     async def run() -> Found:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=0)  # a router that is replaced closes connections
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=pace.patience, limits=limits) as http:
             return await Load(http, replicas, asked or targets(16), pace).run(samples, kills)
 
     return asyncio.run(run())

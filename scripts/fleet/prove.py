@@ -5,7 +5,7 @@ usage: python -m scripts.fleet.prove MODEL [--parts load,broken,throughput] [--j
 load: requests of many prompts, while a replica is killed every minute and comes back; each answer is compared with the
 first one of its prompt. broken: answers that are cut at random tokens, by closing their connection and by killing
 replicas, go on through the router, and are compared with unbroken ones. throughput: the same load for each replica, on
-all replicas and on one.
+all replicas and on one, for which it is started again.
 
 Prints a line of JSON for each part. Exit status: 0 if no answer differs and every request came to an end; 1 otherwise.
 """
@@ -25,12 +25,9 @@ from vllm_batch_invariant.envs import FLAG
 
 from . import broken
 from .load import Found, Pace, ask, mixture
-from .replicas import scale, served, started
+from .replicas import served, started
 
 PARTS = ("load", "broken", "throughput")
-ON = {FLAG: "1"}
-ENDLESS = 1 << 40
-"""Samples, or kills, of which a time is the limit."""
 
 
 @contextmanager
@@ -67,70 +64,51 @@ def described(found: Found) -> dict[str, Any]:
 def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """The first part."""
     with until(options.seconds) as ended:
-        pace = Pace(options.concurrency, every=options.kill_every, ended=ended)
+        pace = Pace(options.concurrency, every=options.kill_every, ended=ended, patience=options.patience)
         kinds = mixture(options.prompts, options.max_tokens)
-        found = ask(url, options.requests, options.replicas, ENDLESS, kinds, pace)
+        found = ask(url, options.requests, options.replicas, options.kills, kinds, pace)
     return described(found) | {"asked_for": options.requests}
 
 
 def break_off(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The second part: broken answers beside a load in which replicas are killed."""
+    """The second part."""
+
+    def replica() -> int:
+        nothing = ask(url, 0, options.replicas, 0, mixture(1, 1), Pace(others=0, patience=options.patience))
+        return next(iter(nothing.processes.values()))
+
     asked = broken.requests(options.length, min(broken.PROMPTS, options.broken))
     expected = broken.unbroken(url, asked, options.concurrency)
-    found: list[broken.Continued] = []
     with until(options.broken_seconds) as ended:
-
-        def continue_all() -> None:
-            try:
-                found.append(broken.break_off(url, asked, expected, options.broken, options.concurrency, ended))
-            finally:
-                ended.set()
-
-        continuing = threading.Thread(target=continue_all)
-        continuing.start()
-        pace = Pace(min(4, options.concurrency), others=0, every=options.broken_kill_every, ended=ended)
-        beside = ask(url, ENDLESS, options.replicas, ENDLESS, mixture(4, options.max_tokens), pace)
-        continuing.join()
-    [continued] = found
+        found = broken.break_off(
+            url, asked, expected, options.broken, options.concurrency, ended, replica, options.broken_kills
+        )
     return {
-        "broken": dict(continued.asked),
+        "broken": dict(found.asked),
         "asked_for": options.broken,
-        "differences": continued.differing.total(),
-        "differing": dict(continued.differing),
-        "distinct_unbroken": dict(continued.unbroken),
-        "failed": dict(continued.failed),
-        "cut_connections": continued.cuts,
-        "lost_streams": continued.lost,
-        "beside": described(beside),
+        "differences": found.differing.total(),
+        "differing": dict(found.differing),
+        "distinct_unbroken": dict(found.unbroken),
+        "failed": dict(found.failed),
+        "cut_connections": found.cuts,
+        "kills": found.kills,
+        "lost_streams": found.lost,
     }
 
 
-def throughput(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The third part: the application has one replica afterwards."""
-    kinds, rates, found = mixture(options.prompts, options.max_tokens), {}, {}
-    for replicas in (options.replicas, 1):
-        scale(options.model, replicas, ON)
-        pace = Pace(options.rate_concurrency * replicas, others=0)
-        found[replicas] = ask(url, options.rate_requests * replicas, replicas, 0, kinds, pace)
-        rates[replicas] = found[replicas].tokens / found[replicas].seconds
-    return {
-        "tokens_per_second": {str(replicas): round(rate, 1) for replicas, rate in rates.items()},
-        "requests": {str(replicas): one.asked.total() for replicas, one in found.items()},
-        "replicas": {str(replicas): dict(one.answers) for replicas, one in found.items()},
-        "differences": sum(one.differing.total() for one in found.values()),
-        "ratio": round(rates[options.replicas] / rates[1], 3),
-    }
+def throughput(url: str, options: argparse.Namespace, replicas: int) -> dict[str, Any]:
+    """The same load for each of so many replicas."""
+    pace = Pace(options.rate_concurrency * replicas, others=0, patience=options.patience)
+    kinds = mixture(options.prompts, options.max_tokens)
+    return described(ask(url, options.rate_requests * replicas, replicas, 0, kinds, pace))
 
 
 def is_proven(part: str, said: dict[str, Any]) -> bool:
     """Whether a part has no difference, and nothing is missing."""
-    if part == "load":
+    if part != "broken":
         return not said["differences"] and len(said["fingerprints"]) == len(said["witnesses"]) == 1
-    if part == "broken":
-        counts = {*said["broken"].values()}
-        is_whole = not said["failed"] and counts == {said["asked_for"]} and len(said["broken"]) == len(broken.kinds(1))
-        return is_whole and not said["differences"] and not said["beside"]["differences"]
-    return not said["differences"]
+    is_whole = len(said["broken"]) == len(broken.kinds(1)) and {*said["broken"].values()} == {said["asked_for"]}
+    return is_whole and not said["differences"] and not said["failed"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,9 +121,11 @@ def parser() -> argparse.ArgumentParser:
         ("replicas", 2, "that are kept alive"),
         ("prompts", 48, "different requests of load and throughput"),
         ("max-tokens", 32, "tokens of their answers at most"),
-        ("requests", 10_000, "of load, at most"),
+        ("requests", 10_000, "of load, or more until the last kill"),
+        ("kills", 3, "replicas that are killed in load"),
         ("concurrency", 64, "requests in flight, but for throughput"),
         ("broken", 200, "answers of each kind that are broken"),
+        ("broken-kills", 2, "replicas that are killed in broken"),
         ("length", 32, "tokens of a broken answer"),
         ("rate-requests", 2000, "of throughput, for each replica"),
         ("rate-concurrency", 64, "requests in flight for each replica, of throughput"),
@@ -153,9 +133,9 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     for name, seconds, what in (
         ("kill-every", 60, "between two kills of load; a kill waits until all replicas are there"),
-        ("seconds", 240, "of load at most, without the start of the last replica that was killed"),
-        ("broken-kill-every", 15, "between two kills of broken"),
-        ("broken-seconds", 150, "of broken at most, in the same way"),
+        ("seconds", 240, "of load at most"),
+        ("broken-seconds", 240, "after which no answer is broken"),
+        ("patience", 180, "until a request is answered or a replica is there; then the run ends with an error"),
     ):
         told = f"seconds {what} (default: {seconds})"
         made.add_argument(f"--{name}", type=float, default=seconds, metavar="S", help=told)
@@ -165,20 +145,36 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; returns the exit status."""
     options = parser().parse_args(arguments)
-    parts = {"load": load, "broken": break_off, "throughput": throughput}
+    parts = options.parts.split(",")
     logging.disable(logging.WARNING)
-    proven, begin = True, time.monotonic()
-    with started() as url, served(options.model, options.replicas, ON):
-        print(json.dumps({"part": "start", "seconds": round(time.monotonic() - begin, 1)}), flush=True)
-        for part in options.parts.split(","):
+    proven = True
+
+    def say(part: str, begin: float, said: dict[str, Any]) -> None:
+        line = json.dumps({"part": part, "wall_seconds": round(time.monotonic() - begin, 1)} | said)
+        print(line, flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(line + "\n")
+
+    with started() as url:
+        rates = {}
+        for replicas in (options.replicas, 1) if "throughput" in parts else (options.replicas,):
             begin = time.monotonic()
-            said = parts[part](url, options)
-            line = json.dumps({"part": part, "wall_seconds": round(time.monotonic() - begin, 1)} | said)
-            print(line, flush=True)
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(line + "\n")
-            proven &= is_proven(part, said)
+            with served(options.model, replicas, {FLAG: "1"}):
+                say("start", begin, {"replicas": replicas})
+                for part in parts if replicas == options.replicas else ["throughput"]:
+                    begin = time.monotonic()
+                    if part == "throughput":
+                        said = throughput(url, options, replicas)
+                        rates[replicas] = said["tokens"] / said["seconds"]
+                    else:
+                        said = {"load": load, "broken": break_off}[part](url, options)
+                    say(part, begin, said)
+                    proven &= is_proven(part, said)
+        if rates:
+            ratio = rates[options.replicas] / rates[1]
+            per_second = {str(replicas): round(rate, 1) for replicas, rate in rates.items()}
+            say("ratio", begin, {"tokens_per_second": per_second, "ratio": round(ratio, 3)})
     return int(not proven)
 
 

@@ -74,22 +74,9 @@ def served(folder: Path, replicas: int, variables: Mapping[str, str]) -> Iterato
     """
     from ray import serve
 
-    scale(folder, replicas, variables)
+    serve.run(_application(folder, replicas, variables))
     yield
     serve.delete("default")
-
-
-def scale(folder: Path, replicas: int, variables: Mapping[str, str]) -> None:
-    """Start an application, or give the one that runs another number of replicas; returns when they are there.
-
-    Args:
-        folder: of the model.
-        replicas: how many.
-        variables: of the environment of each replica, with which the application was started.
-    """
-    from ray import serve
-
-    serve.run(_application(folder, replicas, variables))
 
 
 def _application(folder: Path, replicas: int, variables: Mapping[str, str]) -> Any:
