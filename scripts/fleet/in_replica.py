@@ -7,6 +7,7 @@ from typing import Any
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.serve.llm import LLMServer
+from vllm.plugins import load_general_plugins
 
 from .replicas import PROCESS, REPLICA
 
@@ -40,11 +41,14 @@ class NamedServer(LLMServer):
 
 
 class Offline(CallbackBase):
-    """Nothing is downloaded."""
+    """Nothing is downloaded, and the process that answers has vLLM's plugins: with GPUs Ray makes the configuration of
+    the engine in another process, and otherwise only that one and the engine's would load them.
+    """
 
     async def on_before_node_init(self) -> None:
         """Called by Ray before the engine starts."""
         self.ctx.run_init_node = False
+        load_general_plugins()
 
 
 class OneCore(Offline):
