@@ -119,10 +119,10 @@ class Load:
     """A load on the fleet behind an address, where ``replicas`` of a model are kept alive."""
 
     def __init__(
-        self, http: httpx.AsyncClient, replicas: int, samples: Mapping[str, RequestSpec], pace: Pace = Pace()
+        self, http: httpx.AsyncClient, replicas: int, samples: Mapping[str, RequestSpec], pace: Pace | None = None
     ) -> None:
         self.found = Found()
-        self._http, self._replicas, self._pace = http, replicas, pace
+        self._http, self._replicas, self._pace = http, replicas, pace or Pace()
         self._targets = samples
         self._first: dict[str, Answer] = {}
         self._allowed: float = 0
@@ -249,7 +249,7 @@ def ask(
     replicas: int = 2,
     kills: int = 0,
     asked: Mapping[str, RequestSpec] | None = None,
-    pace: Pace = Pace(),
+    pace: Pace | None = None,
 ) -> Found:
     """Put a load on a fleet.
 
@@ -265,7 +265,8 @@ def ask(
 
     async def run() -> Found:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=0)  # a router that is replaced closes connections
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=pace.patience, limits=limits) as http:
-            return await Load(http, replicas, asked or targets(16), pace).run(samples, kills)
+        given = pace or Pace()
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=given.patience, limits=limits) as http:
+            return await Load(http, replicas, asked or targets(16), given).run(samples, kills)
 
     return asyncio.run(run())
