@@ -3,13 +3,15 @@
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Callable
 
 import httpx
 import pytest
 
+from scripts.fleet import load
 from scripts.fleet.demo import is_one_fleet, lines
-from scripts.fleet.load import Found, Load
+from scripts.fleet.load import Found, Load, Pace, mixture, targets
 from scripts.fleet.replicas import PROCESS, REPLICA
 from vllm_batch_invariant.integration.engine.endpoint import PATH
 
@@ -38,11 +40,11 @@ def router(logprobs: dict[str, float], lost: int = 0, witnesses: tuple[str, str]
     return answer
 
 
-def found_of(answer: Callable) -> Found:
+def found_of(answer: Callable, kills: int = 0, pace: Pace | None = None) -> Found:
     async def run() -> Found:
         transport = httpx.MockTransport(answer)
         async with httpx.AsyncClient(base_url="http://router", transport=transport) as http:
-            return await Load(http, 2, 4).run(12, 0)
+            return await Load(http, 2, targets(4), pace).run(12, kills)
 
     return asyncio.run(run())
 
@@ -77,3 +79,41 @@ def test_a_replica_that_answered_nothing_is_no_fleet() -> None:
     found = found_of(router({"one": LOGPROB, "two": LOGPROB}))
     del found.answers["two"]
     assert not is_one_fleet(found)
+
+
+def test_samples_go_on_until_the_last_kill_of_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    logprobs = {"0": LOGPROB, "1": LOGPROB}
+    killed: list[int] = []
+
+    def come_back(process: int) -> None:
+        killed.append(process)
+        del logprobs[next(iter(logprobs))]
+        logprobs[f"behind {len(killed)} kills"] = LOGPROB
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        turns.append(len(turns))
+        name = [*logprobs][turns[-1] % len(logprobs)]
+        return await router({name: LOGPROB}, witnesses=("w", "w"))(request)
+
+    turns: list[int] = []
+    monkeypatch.setattr(load, "kill", come_back)
+    found = found_of(answer, kills=2, pace=Pace(concurrency=2, others=1, every=0.05))
+    assert len(killed) == len(found.killed) == 2
+    assert found.asked.total() > 15
+    assert not found.differing.total()
+    assert {name: len(answers) for name, answers in found.distinct.items()} == dict.fromkeys(targets(4), 1)
+
+
+def test_no_sample_begins_behind_the_end() -> None:
+    ended = threading.Event()
+    ended.set()
+    found = found_of(router({"one": LOGPROB, "two": LOGPROB}), pace=Pace(ended=ended))
+    assert found.asked.total() == len(targets(4))
+
+
+def test_a_mixture_has_greedy_and_seeded_requests_and_chats() -> None:
+    specs = [*mixture(12, 32).values()]
+    assert {spec.temperature == 0 for spec in specs[::2]} == {True}
+    assert len({spec.seed for spec in specs[1::2] if spec.temperature}) == 6
+    assert {spec.chat for spec in specs} == {True, False}
+    assert all(1 <= spec.max_tokens <= 32 for spec in specs)

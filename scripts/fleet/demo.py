@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm_batch_invariant.envs import FLAG
 
-from .load import Found, ask
+from .load import Found, ask, targets
 from .replicas import served, started
 
 OF_PLAIN = 60
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             with served(options.model, options.replicas, {FLAG: flag}):
                 print(f"  all there after {time.monotonic() - begin:.0f} s", flush=True)
                 begin = time.monotonic()
-                found[flag] = ask(url, samples, options.replicas, kills, options.max_tokens)
+                found[flag] = ask(url, samples, options.replicas, kills, targets(options.max_tokens))
                 print("\n".join(f"  {line}" for line in lines(found[flag], time.monotonic() - begin)), flush=True)
     if not found["0"].differing.total():
         print("plain vLLM gave no other bits here: this run says nothing")

@@ -1,4 +1,4 @@
-"""What runs in a replica beside Ray Serve LLM and vLLM: its name in every answer, and a core of its own."""
+"""What runs in a replica beside Ray Serve LLM and vLLM: its name in every answer, and on a CPU a core of its own."""
 
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -7,6 +7,7 @@ from typing import Any
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.serve.llm import LLMServer
+from vllm.plugins import load_general_plugins
 
 from .replicas import PROCESS, REPLICA
 
@@ -39,11 +40,22 @@ class NamedServer(LLMServer):
         return app
 
 
-class OneCore(CallbackBase):
-    """The number of threads decides bits, so each replica has one, on a core by its rank; and nothing is downloaded."""
+class Offline(CallbackBase):
+    """Nothing is downloaded, and the process that answers has vLLM's plugins: with GPUs Ray makes the configuration of
+    the engine in another process, and otherwise only that one and the engine's would load them.
+    """
 
     async def on_before_node_init(self) -> None:
         """Called by Ray before the engine starts."""
         self.ctx.run_init_node = False
+        load_general_plugins()
+
+
+class OneCore(Offline):
+    """The number of threads decides bits, so each replica has one, on a core by its rank."""
+
+    async def on_before_node_init(self) -> None:
+        """Called by Ray before the engine starts."""
+        await super().on_before_node_init()
         cores, rank = sorted(os.sched_getaffinity(0)), serve.get_replica_context().rank
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[getattr(rank, "rank", rank) % len(cores)])

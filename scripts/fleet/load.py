@@ -1,9 +1,8 @@
 """Requests to a fleet: samples, which are always the same, beside other requests, while replicas are killed."""
 
 import asyncio
-import os
 import random
-import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,9 @@ import httpx
 from scripts.demo import QUESTION
 from vllm_batch_invariant.integration.engine.endpoint import PATH
 from vllm_batch_invariant.verify.answers import Answer, RequestSpec, answer_from
+from vllm_batch_invariant.verify.harness.load import filler
 
+from .processes import kill
 from .replicas import MODEL, PROCESS, REPLICA
 
 CONCURRENCY = 6
@@ -36,6 +37,44 @@ def targets(max_tokens: int) -> dict[str, RequestSpec]:
     }
 
 
+def mixture(prompts: int, max_tokens: int) -> dict[str, RequestSpec]:
+    """As many prompts, of 1 to 1000 characters: every other one is greedy, the rest have seeds, and every third is a
+    chat. Their answers have up to ``max_tokens`` tokens.
+    """
+    chance = random.Random(0)
+    return {
+        f"prompt {index}": RequestSpec(
+            prompt=filler(chance, chance.choice((1, 30, 200, 1000))),
+            chat=index % 3 == 2,
+            max_tokens=chance.randrange(1, max_tokens + 1),
+            temperature=chance.choice((0.5, 1.0)) * (index % 2),
+            seed=index,
+            ignore_eos=True,
+        )
+        for index in range(prompts)
+    }
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a load is put on a fleet.
+
+    Attributes:
+        concurrency: samples in flight.
+        others: other requests in flight.
+        every: seconds between a kill and the next, or more, until all replicas are there again; samples go on until
+            the last kill. None: the kills are at equal distances between the samples.
+        ended: no sample begins, and no replica is killed, after it is set.
+        patience: seconds until a request is answered, or a replica is there.
+    """
+
+    concurrency: int = CONCURRENCY
+    others: int = OTHERS
+    every: float | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    patience: float = PATIENCE
+
+
 @dataclass
 class Found:
     """What came of a load.
@@ -46,6 +85,9 @@ class Found:
         again: requests that were sent again because their replica had gone.
         differing: by the name of a sample, how many of its answers have other bits than the first.
         asked: by the name of a sample, how many were compared.
+        distinct: by the name of a sample, its different answers.
+        tokens: of all answers to samples.
+        seconds: that the samples took.
         others: answers to other requests.
         said: what each replica says of itself, by its name; empty with the mode off.
         processes: the numbers of the processes of the replicas that are alive.
@@ -56,6 +98,9 @@ class Found:
     again: int = 0
     differing: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
+    distinct: dict[str, set[Answer]] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
     others: int = 0
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
     processes: dict[str, int] = field(default_factory=dict)
@@ -73,41 +118,55 @@ class Found:
 class Load:
     """A load on the fleet behind an address, where ``replicas`` of a model are kept alive."""
 
-    def __init__(self, http: httpx.AsyncClient, replicas: int, max_tokens: int) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, replicas: int, samples: Mapping[str, RequestSpec], pace: Pace | None = None
+    ) -> None:
         self.found = Found()
-        self._http, self._replicas = http, replicas
-        self._targets = targets(max_tokens)
+        self._http, self._replicas, self._pace = http, replicas, pace or Pace()
+        self._targets = samples
         self._first: dict[str, Answer] = {}
-        self._allowed = self._begun = self._done = 0
+        self._allowed: float = 0
+        self._begun = self._done = self._kills = 0
 
     async def run(self, samples: int, kills: int) -> Found:
-        """Ask so many samples, and kill so many replicas at equal distances between them.
+        """Ask so many samples, and kill so many replicas at equal distances between them, or at the pace's.
 
-        Half of the samples between two kills wait until the next replica is there, so that it has some to answer.
+        At equal distances, half of the samples between two kills wait until the next replica is there, so that it has
+        some to answer.
         """
         await self._meet()
         for name in self._targets:
             await self._sample(name)
-        ended = asyncio.Event()
-        others = [asyncio.create_task(self._other(random.Random(seed), ended)) for seed in range(OTHERS)]
-        workers = [asyncio.create_task(self._samples(samples)) for _ in range(CONCURRENCY)]
+        begin = time.monotonic()
+        self._kills = kills if self._pace.every is not None else 0
+        ended, stages = asyncio.Event(), kills + 1 if self._pace.every is None else 1
+        others = [asyncio.create_task(self._other(random.Random(seed), ended)) for seed in range(self._pace.others)]
+        workers = [asyncio.create_task(self._samples(samples)) for _ in range(self._pace.concurrency)]
+        killer = asyncio.create_task(self._kill_again())
         try:
-            for stage in range(kills + 1):
+            for stage in range(stages):
                 if stage:
-                    self._allowed += samples // (kills + 1) // 2
+                    self._allowed += samples // stages // 2
                     await asyncio.sleep(1)  # until samples are in flight
                     self._kill()
                     await self._meet()
-                self._allowed = samples * (stage + 1) // (kills + 1)
-                while self._done < self._allowed:
-                    await self._check(workers)
+                self._allowed = samples * (stage + 1) // stages if self._pace.every is None else float("inf")
+                while self._done < self._allowed and not all(worker.done() for worker in workers):
+                    await self._check([*workers, killer])
             await asyncio.gather(*workers)
+            self.found.seconds = time.monotonic() - begin
         finally:
             ended.set()
-            for task in workers:
+            for task in (killer, *workers):
                 task.cancel()
-            await asyncio.gather(*others, *workers, return_exceptions=True)
+            await asyncio.gather(killer, *others, *workers, return_exceptions=True)
         return self.found
+
+    async def _kill_again(self) -> None:
+        while len(self.found.killed) < self._kills:
+            await asyncio.sleep(self._pace.every or 0)
+            await self._meet()
+            self._kill()
 
     async def _check(self, workers: list[asyncio.Task[None]]) -> None:
         done, _ = await asyncio.wait(workers, timeout=0.1, return_when=asyncio.FIRST_EXCEPTION)
@@ -115,7 +174,7 @@ class Load:
             worker.result()
 
     async def _samples(self, samples: int) -> None:
-        while self._begun < samples:
+        while (self._begun < samples or len(self.found.killed) < self._kills) and not self._pace.ended.is_set():
             if self._begun >= self._allowed:
                 await asyncio.sleep(0.05)
                 continue
@@ -133,6 +192,8 @@ class Load:
         self.found.answers[reply.headers[REPLICA]] += 1
         self.found.asked[name] += 1
         self.found.differing[name] += answer != first
+        self.found.distinct.setdefault(name, set()).add(answer)
+        self.found.tokens += len(answer.tokens)
 
     async def _other(self, chance: random.Random, ended: asyncio.Event) -> None:
         while not ended.is_set():
@@ -143,7 +204,7 @@ class Load:
 
     async def _post(self, chat: bool, body: Mapping[str, Any]) -> httpx.Response:
         """Ask until a replica answers: one that is killed takes its requests with it."""
-        path, deadline = "/v1/chat/completions" if chat else "/v1/completions", time.monotonic() + PATIENCE
+        path, deadline = "/v1/chat/completions" if chat else "/v1/completions", time.monotonic() + self._pace.patience
         while True:
             try:
                 reply = await self._http.post(path, json=body)
@@ -160,7 +221,7 @@ class Load:
 
     async def _meet(self) -> None:
         """Wait until all replicas are there, and keep what each says of itself."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self._pace.patience
         while len(self.found.processes) < self._replicas:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(self.found.processes)} of {self._replicas} replicas are there")
@@ -176,26 +237,36 @@ class Load:
                 await asyncio.sleep(0.2)
 
     def _kill(self) -> None:
-        """Kill the replica that has been there longest, with its requests."""
+        """Kill the replica that has been there longest, with its requests and the processes that it has started."""
         name = next(iter(self.found.processes))
-        os.kill(self.found.processes.pop(name), signal.SIGKILL)
+        kill(self.found.processes.pop(name))
         self.found.killed.append(name)
 
 
-def ask(url: str, samples: int, replicas: int = 2, kills: int = 0, max_tokens: int = 16) -> Found:
+def ask(
+    url: str,
+    samples: int,
+    replicas: int = 2,
+    kills: int = 0,
+    asked: Mapping[str, RequestSpec] | None = None,
+    pace: Pace | None = None,
+) -> Found:
     """Put a load on a fleet.
 
     Args:
         url: the address of its router.
-        samples: requests that are compared, behind the first of each kind.
+        samples: requests that are compared, behind the first of each kind; at least so many where the pace's kills take
+            longer.
         replicas: that are kept alive.
         kills: replicas that are killed meanwhile.
-        max_tokens: of a sample.
+        asked: the samples by name; by default :func:`targets` of 16 tokens.
+        pace: how many at once, and when replicas are killed.
     """
 
     async def run() -> Found:
-        limits = httpx.Limits(keepalive_expiry=0)  # a router that is replaced closes connections
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE, limits=limits) as http:
-            return await Load(http, replicas, max_tokens).run(samples, kills)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=0)  # a router that is replaced closes connections
+        given = pace or Pace()
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=given.patience, limits=limits) as http:
+            return await Load(http, replicas, asked or targets(16), given).run(samples, kills)
 
     return asyncio.run(run())

@@ -1,6 +1,7 @@
 """The application: Ray Serve LLM with vLLM's server in each replica, behind HAProxy and Ray's request router.
 
-Only with direct streaming is the replica's HTTP server vLLM's own, which has the route and the fingerprint.
+Only with direct streaming is the replica's HTTP server vLLM's own, which has the route and the fingerprint. A replica
+has a GPU where there is one, with a worker that Ray starts, and a core of a CPU otherwise.
 """
 
 import os
@@ -24,6 +25,10 @@ REPLICA, PROCESS = "x-replica", "x-replica-process"
 """Headers of every answer: which replica gave it, and the number of its process."""
 CONTEXT = 1024
 """Tokens of a request at most."""
+SHARED_MEMORY = 256 << 20
+"""Bytes of Ray's object store, through which no answer goes."""
+CACHE = 8 << 30
+"""Bytes of keys and values on a GPU: said beforehand, because a replica measures while a killed one's are let go."""
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -40,8 +45,15 @@ def started() -> Iterator[str]:
     import ray
     from ray import serve
 
-    # Ray only counts these CPUs: a replica asks for two
-    ray.init("local", num_cpus=64, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        "local",
+        num_cpus=64,  # Ray only counts them: a replica asks for two
+        object_store_memory=SHARED_MEMORY,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        _node_ip_address=HOST,  # a machine may have no other network
+    )
     try:
         port = free_port()
         serve.start(http_options={"host": HOST, "port": port})
@@ -68,24 +80,26 @@ def served(folder: Path, replicas: int, variables: Mapping[str, str]) -> Iterato
 
 
 def _application(folder: Path, replicas: int, variables: Mapping[str, str]) -> Any:
+    import torch
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    from .in_replica import NamedServer, OneCore
+    from .in_replica import NamedServer, Offline, OneCore
 
-    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "HF_HUB_OFFLINE": "1", FLAG: "0"} | variables
+    engine: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": CONTEXT}
+    if on_gpus := torch.cuda.is_available():
+        engine |= {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": CACHE}
+    else:
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        engine |= {"max_num_batched_tokens": 16 * CONTEXT, "enforce_eager": True}
     config = LLMConfig(
         model_loading_config={"model_id": MODEL, "model_source": str(folder.resolve())},
-        accelerator_config={"kind": "cpu"},
+        accelerator_config={"kind": "gpu" if on_gpus else "cpu"},
         server_cls=NamedServer,
-        callback_config={"callback_class": OneCore},
+        callback_config={"callback_class": Offline if on_gpus else OneCore},
         deployment_config={"num_replicas": replicas, "autoscaling_config": None, "health_check_period_s": 2},
-        runtime_env={"env_vars": environment | {FLAG: "0"} | variables},
+        runtime_env={"env_vars": environment},
         log_engine_metrics=False,
-        engine_kwargs={
-            "dtype": "bfloat16",
-            "max_model_len": CONTEXT,
-            "max_num_batched_tokens": 16 * CONTEXT,
-            "enforce_eager": True,
-        },
+        engine_kwargs=engine,
     )
     return build_openai_app({"llm_configs": [config]})

@@ -1,15 +1,6 @@
 """A bit that flips in the memory of a running process, as one does in a machine that computes wrongly."""
 
-from collections.abc import Iterator
 from pathlib import Path
-
-
-def processes(leader: int) -> Iterator[int]:
-    """A process and those that it has started."""
-    yield leader
-    for children in Path(f"/proc/{leader}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from processes(int(child))
 
 
 def flip(process: int, held: bytes) -> int:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.faults.memory import flip, processes
+from scripts.fleet.processes import processes
+from tests.faults.memory import flip
 from tests.server.conftest import TOOLS
 from vllm_batch_invariant.integration.engine.witness import CANARIES, DIFFERENCES, RUNS
 from vllm_batch_invariant.verify.harness.server import Server, serve

@@ -2,6 +2,7 @@
 replica with a wrong weight have others. Skipped without Ray.
 """
 
+import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from scripts.fleet import broken, prove
 from scripts.fleet.demo import is_one_fleet, lines
 from scripts.fleet.load import ask
+from scripts.fleet.processes import processes
 from scripts.fleet.replicas import served, started
-from tests.faults.memory import flip, processes
+from tests.faults.memory import flip
 from vllm_batch_invariant.envs import FLAG
 
 pytestmark = [
@@ -49,3 +52,39 @@ def test_replicas_have_one_set_of_bits_while_one_is_killed_and_a_wrong_weight_is
     assert set(after.answers) == set(found.said) - set(found.killed)
     assert after.differing.total() > 0
     assert after.values("fingerprint") == found.values("fingerprint"), "nobody was told of another weight"
+
+
+PROVEN = {
+    "requests": 200,
+    "concurrency": 8,
+    "kills": 1,
+    "kill-every": 2,
+    "broken": 6,
+    "broken-kills": 1,
+    "length": 10,
+    "rate-requests": 40,
+    "rate-concurrency": 4,
+    "prompts": 6,
+    "max-tokens": 12,
+    "patience": 600,
+    "seconds": 600,
+    "broken-seconds": 600,
+}
+"""Small numbers for the options of the counts."""
+
+
+def test_counts_of_a_fleet_have_no_difference_and_every_broken_answer_goes_on(model: Path, tmp_path: Path) -> None:
+    options = [word for name, value in PROVEN.items() for word in (f"--{name}", str(value))]
+    assert prove.main([str(model), "--json", str(tmp_path / "said"), *options]) == 0
+    said = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
+    [_, load, broke, together, _, alone, ratio] = said
+    assert [each["part"] for each in said] == ["start", "load", "broken", "throughput", "start", "throughput", "ratio"]
+    assert load["kills"] == broke["kills"] == 1
+    assert load["requests"] >= PROVEN["requests"]
+    assert load["distinct_answers"] == load["prompts"] == PROVEN["prompts"]
+    assert broke["cut_connections"] > 0
+    # each request has an answer of its own, so that one in the place of another would be seen
+    assert {*broke["distinct_unbroken"].values()} == {PROVEN["broken"]}
+    assert broke["broken"] == dict.fromkeys(broken.kinds(1), PROVEN["broken"])
+    assert (len(together["replicas"]), len(alone["replicas"])) == (2, 1)
+    assert ratio["ratio"] > 0

@@ -143,6 +143,11 @@ def test_an_answer_goes_on_with_its_bits(resuming: Server, form: str) -> None:
     assert breaks(client, {1, 17}, **asked(client, 24, **SHORT[form])) == []
 
 
+def test_an_answer_goes_on_where_more_than_its_prompt_is_in_the_prefix_cache(resuming: Server) -> None:
+    client = client_of(resuming)
+    assert breaks(client, {140}, **asked(client, 150, **FORMS["seeded"])) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_at_every_token_the_rest_is_that_of_the_unbroken_answer(resuming: Server, form: str) -> None:

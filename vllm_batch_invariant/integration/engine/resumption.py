@@ -125,6 +125,8 @@ def with_output(from_request: Callable[..., Any]) -> Callable[..., Any]:
         request = from_request(cls, *args, **named)
         if tokens := tokens_of(request.sampling_params):
             request.append_output_token_ids(tokens)
+            # the prefix cache may have more than the prompt, with which vLLM's count of cached tokens ends the engine
+            request.prefill_stats = None
         return request
 
     return from_engine_core_request
