@@ -345,7 +345,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "benchmarks.engine",
         "Check that a request has the same bits alone and with concurrent requests, then time engines.",
         list(PROVIDERS),
-        [*LOADS, "short", "prefill", "adapters", "adapters-prefill", "adapters-small"],
+        [*LOADS, "short", "steps", "prefill", "adapters", "adapters-prefill", "adapters-small"],
         max_model_len=40_000,
         kv_cache_gib=48,
     )

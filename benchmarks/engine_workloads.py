@@ -171,6 +171,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         *(TokenTime(batch, 64, 128) for batch in (1, 8, 64, 256)),
         Prefill(16, 4096),
     ),
+    "steps": (*(TokenTime(batch, 64, 128) for batch in (1, 8, 64, 256)), Prefill(16, 4096)),
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),
     "speculation-repeats": tuple(TokenTime(batch, 64, 256, run=8) for batch in (1, 8, 32)),
     "prefill": (Prefill(16, 4096),),

@@ -198,7 +198,7 @@ def test_a_trainer_has_the_logprobs_of_other_engines_that_quantise(
     checkpoints: Checkpoints, quantization: str, threads: Callable[[int], None]
 ) -> None:
     folder = checkpoints.of("plain", 1)
-    answers = asked_of(folder, {}, {"quantization": quantization})
+    answers = asked_of(folder, {}, {"quantization": quantization}, **UNTRIED_THERE)
     compare_with_a_trainer(answers, folder, quantization, threads)
 
 
