@@ -145,6 +145,52 @@ class _Planted:
             FAULTS[self.fault](owner)
 
 
+def plant_in_experts(llm: Any, fault: str) -> None:
+    """The same of the adapters of experts alone, as one of :data:`EXPERT_FAULTS`, on any device without CUDA graphs."""
+    llm.apply_model(_PlantedInExperts(fault))
+
+
+class _PlantedInExperts:
+    """A function that travels to the workers."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        from vllm_batch_invariant.ops.moe import ExpertAdapters
+
+        if not hasattr(ExpertAdapters, "_right"):
+            ExpertAdapters._right = staticmethod(ExpertAdapters._add)
+        right = ExpertAdapters._right
+        ExpertAdapters._add = EXPERT_FAULTS[self.fault](right) if self.fault else right
+
+
+def _next_token(add: Callable[..., None]) -> Callable[..., None]:
+    def faulty(self: Any, y: torch.Tensor, x: torch.Tensor, of: Any, tokens: torch.Tensor, experts: Any) -> None:
+        add(self, y, x, of, tokens.roll(1), experts)
+
+    return faulty
+
+
+def _pairs_rounded(add: Callable[..., None]) -> Callable[..., None]:
+    def faulty(self: Any, y: torch.Tensor, *rest: Any) -> None:
+        if len(y) == 1:
+            add(self, y, *rest)
+            return
+        delta = torch.zeros_like(y)
+        add(self, delta, *rest)
+        y += delta
+
+    return faulty
+
+
+EXPERT_FAULTS: dict[str, Callable[[Any], Any]] = {
+    "a pair has its neighbour's adapter": _next_token,
+    "what is added to pairs is rounded first, for several": _pairs_rounded,
+}
+"""What would have the bits of experts with adapters follow from the company."""
+
+
 def _on_a_cpu() -> tuple[Any, ...]:
     from vllm_batch_invariant.ops.lora import cpu
 

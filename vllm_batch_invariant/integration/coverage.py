@@ -369,7 +369,7 @@ def _other_adapters(config: Config) -> str | None:
     other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
     found = {
         f"quantisation {other}": other,
-        "a mixture of experts": model.is_moe,
+        **_experts_with_adapters(config),
         "pooling": _pools(config),
         "a multimodal model": model.is_multimodal_model,
         "layers that keep states": _has_states(model),
@@ -380,6 +380,19 @@ def _other_adapters(config: Config) -> str | None:
     }
     first = _first(found)
     return _when(first, f"LoRA adapters with {first}")
+
+
+def _experts_with_adapters(config: Config) -> dict[str, bool]:
+    """What of a model with experts has not been run with adapters."""
+    model = config.model_config
+    if not model.is_moe:
+        return {}
+    ran = RAN.lora_experts.get(_ran_on(devices.of_config(config).ops.type), ())
+    return {
+        f"the mixture of experts {model.architecture}": model.architecture not in ran,
+        "quantised experts": bool(getattr(model, "quantization", None)),
+        "expert parallelism": bool(config.parallel_config.enable_expert_parallel),
+    }
 
 
 def _beside_adapters(config: Config) -> str | None:

@@ -14,7 +14,7 @@ from ... import envs
 from ...errors import NotCovered
 from ...ops.dispatch import module_for
 from ...ops.formats.record import Format
-from ...ops.moe import Experts, MoeReduction, StoredExperts, route
+from ...ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, route
 from ...ops.scaled_linear import ScaledLinearReduction
 from .. import reviews
 from ..parallel import tensor_tree
@@ -58,6 +58,8 @@ class BatchInvariantExperts:
     supports_pre_processed_weights = False
     reduction: MoeReduction | None = None
     """None until the weights are loaded."""
+    adapters: Callable[[], ExpertAdapters | None] | None = None
+    """Gives the adapters of a step, where experts may have some; None of a step without."""
     __call__: Callable[..., torch.Tensor]
     """vLLM's: calls ``forward``."""
 
@@ -108,7 +110,8 @@ class BatchInvariantExperts:
         """Those of this worker, with weights as the device wants them."""
         assert self.reduction is not None
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
-        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map)
+        adapters = None if self.adapters is None else self.adapters()
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters)
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor

@@ -244,6 +244,7 @@ class Ran:
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
+        lora_experts: mixtures of experts that have been served with them, by device.
         lora_quantised: kinds of quantised weights that have been served with them, by device.
         lora_updates: devices on which weights have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
@@ -285,6 +286,7 @@ class Ran:
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
+    lora_experts: Mapping[str, tuple[str, ...]]
     lora_quantised: Mapping[str, tuple[str, ...]]
     lora_updates: tuple[str, ...]
     encoding: Mapping[str, str]
