@@ -2,7 +2,6 @@
 engine where its adapter is alone, and one without an adapter those of an engine without LoRA.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine.adapters import EXPERT_FAULTS, written
-from tests.engine.engines import EAGER_ON_GPU, UNTRIED_THERE, request, run, tokens
+from tests.engine.engines import EAGER_ON_GPU, UNTRIED_THERE, run
 from tests.engine.test_adapters import (
     FEW,
     IN_ENGINE,
@@ -24,7 +23,6 @@ from tests.engine.test_adapters import (
     TARGETS,
     alone,
     among,
-    asked,
     differing,
     pytestmark,  # noqa: F401 - where adapters are covered
     replaced,
@@ -87,3 +85,123 @@ def test_the_company_was_there(found: dict[str, Any]) -> None:
     assert all(one != other for number, one in enumerate(answers) for other in answers[:number])
     assert found["among others"]["preemptions"] + found["preempted"]["preemptions"] > 0
     assert max(found["warm"]["cached"]) >= 128
+
+
+def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_lora(
+    found: dict[str, Any], mixture: Path
+) -> None:
+    def without(engine: Engine) -> Any:
+        return [engine.step(f"{i}", [one], True).requests[0] for i, one in enumerate(TARGETS)]
+
+    answers = run({"model": str(mixture), **LIMITS}, [], "1", afterwards=without).afterwards
+    assert [[one["completions"], one["prompt_logprobs"]] for one in answers] == found["alone"]["None"]
+
+
+def test_bits_do_not_follow_from_the_room_for_adapters(
+    found: dict[str, Any], mixture: Path, folders: dict[str, Path]
+) -> None:
+    room = {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 128}
+    other = served(mixture, partial(alone, folders=folders), max_num_batched_tokens=512, **room)
+    assert [name for name, answers in other.items() if answers != found["alone"][name]] == []
+
+
+def beside(model: Path, folders: Mapping[str, Path], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Answers of an engine with other settings: alone, and among others."""
+    return served(model, lambda engine: (alone(engine, folders), among(engine, folders, NAMES)), **more)
+
+
+def test_two_workers_keep_a_requests_bits(mixture: Path, folders: dict[str, Path]) -> None:
+    by_itself, together = beside(mixture, folders, tensor_parallel_size=2)
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+    assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)
+
+
+def test_adapters_of_other_layers_leave_experts_alone(
+    found: dict[str, Any], mixture: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Where only attention may have some, which most adapters are for, no room is taken for those of experts."""
+    attention = folders_of(
+        mixture, tmp_path, {"A": (8, ATTENTION), "B": (16, ("q_proj", "o_proj")), "C": (64, ATTENTION)}
+    )
+    by_itself, together = beside(mixture, attention, lora_target_modules=[*ATTENTION])
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+    assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)
+    assert {name: by_itself[name] for name in ("C", "None")} == {name: found["alone"][name] for name in ("C", "None")}
+
+
+def with_faults(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
+    seen = {"alone": alone(engine, folders, ("A", "B"))}
+    for fault in ("", *EXPERT_FAULTS):
+        engine.call(f"{IN_ENGINE}:plant_in_experts", fault)
+        seen[fault] = among(engine, folders, ("A", "B"))
+    return seen
+
+
+def test_faults_show(mixture: Path, folders: dict[str, Path]) -> None:
+    seen = served(mixture, partial(with_faults, folders=folders), **EAGER_ON_GPU)
+    assert differing(seen, "") == []
+    for fault in EXPERT_FAULTS:
+        assert differing(seen, fault), fault
+
+
+def test_an_adapter_that_is_loaded_in_place_finds_nothing_of_the_one_before(
+    found: dict[str, Any], mixture: Path, tmp_path: Path
+) -> None:
+    settings = {"model": str(mixture), **LIMITS, **ROOM}
+    ways = [(rank, rank, layers) for rank, layers in (TARGETED["A"], TARGETED["B"])]
+    afterwards = partial(replaced, checkpoint=mixture, at=tmp_path / "adapter", ways=ways)
+    seen = run(settings, [], "1", afterwards=afterwards, **IN_PROCESS, **UNTRIED_THERE).afterwards
+    of_a, of_b = found["alone"]["A"][1], found["alone"]["B"][1]
+    assert seen["before"]["answers"] == seen["warm"]["answers"] == seen["restored"]["answers"] == [of_a]
+    assert "the files of the LoRA adapter A are not those" in seen["changed"]
+    assert "while requests have it" in seen["while it serves"]["said"]
+    assert seen["in place"] == ""
+    assert seen["after"]["answers"] == [of_b]
+    assert seen["after"]["cached"] == [0]
+    assert seen["by path alone"]["answers"] != [of_a]  # a fault, which is vLLM's
+
+
+OF_FAMILIES = ("Qwen2-MoE with a shared expert", "Mixtral", "OLMoE without renormalised weights")
+OF_FAMILIES += ("gpt-oss with sinks and biases",)
+
+
+RANK = 8
+
+
+def merge(model: Path, adapter: Path) -> None:
+    """Add the products of an adapter of rank 8 to the weights of a checkpoint."""
+    weights, tensors = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name, of_a in tensors.items():
+        if "lora_A" not in name:
+            continue
+        a, b = of_a.double(), 16 / RANK * tensors[name.replace("lora_A", "lora_B")].double()
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if f"{path}.weight" in weights:
+            weights[f"{path}.weight"] += (b @ a).float()
+            continue
+        stacked = path.replace(".base_layer", ".gate_up_proj") if "base_layer" in path else f"{path}.down_proj"
+        count = len(a) // RANK  # gpt-oss's are [experts, K, N]
+        for expert in range(count):
+            own = b[:, expert::count] @ a[expert * RANK : (expert + 1) * RANK]
+            weights[stacked][expert] += own.t().float()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def distance(answer: Any, other: Any) -> float:
+    """The largest between logprobs of a prompt's tokens."""
+    of_tokens = ([float.fromhex(entry[0][1]) for entry in prompt[1:]] for _, prompt in (answer, other))
+    return max(abs(one - two) for one, two in zip(*of_tokens, strict=True))
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_families_keep_a_requests_bits(family: str, tmp_path: Path) -> None:
+    """In fp32 an adapter is close to weights with it merged, which are another function."""
+    random_model(FAMILIES[family], torch.float32).save_pretrained(tmp_path / "model")
+    made = folders_of(tmp_path / "model", tmp_path, TARGETED | {"A": (RANK, (*ATTENTION, EXPERTS))})
+    by_itself, together = beside(tmp_path / "model", made, dtype="float32")
+    assert [name for name, answers in by_itself.items() if together[name] != answers] == []
+    assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)
+    merge(tmp_path / "model", made["A"])
+    of_merged = served(tmp_path / "model", partial(alone, folders=made, names=(None,)), dtype="float32")["None"]
+    near, far = (distance(of_merged[0], by_itself[name][0]) for name in ("A", "None"))
+    assert near < 1e-3 < 0.1 < far

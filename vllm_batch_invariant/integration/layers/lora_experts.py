@@ -36,6 +36,7 @@ def _init(self: Any, base_layer: Any) -> None:
     if parallel.use_ep:
         _refuse(base_layer, "are apart by expert parallelism")
     self.base_layer, self.moe_config = base_layer, base_layer.moe_config
+    self._shared_experts = base_layer._shared_experts  # vLLM finds their layers by that name, too
     self.tp_size, self.tp_rank = parallel.tp_size, parallel.tp_rank
     self.device = experts.w2_weight.device
     self.enable_moe_shared_loras = False
