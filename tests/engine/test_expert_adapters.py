@@ -2,6 +2,7 @@
 engine where its adapter is alone, and one without an adapter those of an engine without LoRA.
 """
 
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.engine.test_adapters import (
     TARGETS,
     alone,
     among,
+    asked,
     differing,
     pytestmark,  # noqa: F401 - where adapters are covered
     replaced,
@@ -31,7 +33,7 @@ from tests.engine.test_experts import FAMILIES
 from tests.engine.test_models import checkpoint as random_model
 from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EXPERTS, MLP
+from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EXPERTS, MLP, STACKED_EXPERTS
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 TARGETED = {"A": (8, (*ATTENTION, *MLP, EXPERTS)), "B": (16, (EXPERTS,)), "C": (64, ATTENTION)}
@@ -205,3 +207,61 @@ def test_families_keep_a_requests_bits(family: str, tmp_path: Path) -> None:
     of_merged = served(tmp_path / "model", partial(alone, folders=made, names=(None,)), dtype="float32")["None"]
     near, far = (distance(of_merged[0], by_itself[name][0]) for name in ("A", "None"))
     assert near < 1e-3 < 0.1 < far
+
+
+def stacked_and_apart(engine: Engine, folders: Mapping[str, Path]) -> list[Any]:
+    """Of an adapter in a tensor of all experts, and of the same one in tensors of each; alone, and together."""
+    sent = [(TARGETS[0], name) for name in folders]
+    numbers = {name: number for number, name in enumerate(folders, 1)}
+    found = [asked(engine, folders, [one], numbers)["answers"][0] for one in sent]
+    return [found, asked(engine, folders, sent, numbers)["answers"]]
+
+
+def test_an_adapter_of_stacked_experts_has_the_bits_of_one_for_each(mixture: Path, tmp_path: Path) -> None:
+    """Where gate and up have one A, as they have there."""
+    made = {"stacked": written(tmp_path / "stacked", mixture, RANK, 1, (*ATTENTION, STACKED_EXPERTS))}
+    tensors, apart = load_file(made["stacked"] / "adapter_model.safetensors"), {}
+    for name, a in tensors.items():
+        path, is_a = name.removesuffix(".lora_A.weight"), name.endswith(".lora_A.weight")
+        if ".experts" not in name:
+            apart[name] = a
+        elif is_a:
+            b, count = tensors[f"{path}.lora_B.weight"], len(a) // RANK
+            names = ("gate_proj", "up_proj") if path.endswith(".base_layer") else ("down_proj",)
+            for expert in range(count):
+                for product, of_b in zip(names, b[:, expert::count].chunk(len(names)), strict=True):
+                    inside = f"{path.removesuffix('.base_layer')}.{expert}.{product}"
+                    apart[f"{inside}.lora_A.weight"] = a[expert * RANK : (expert + 1) * RANK].clone()
+                    apart[f"{inside}.lora_B.weight"] = of_b.clone()
+    made["apart"] = shutil.copytree(made["stacked"], tmp_path / "apart")
+    save_file(apart, made["apart"] / "adapter_model.safetensors")
+    mixed = {"enable_mixed_moe_lora_format": True}
+    by_itself, together = served(mixture, partial(stacked_and_apart, folders=made), **mixed)
+    assert by_itself == together
+    assert by_itself[0] == by_itself[1]
+
+
+def refusals(engine: Engine, folders: Mapping[str, Path]) -> list[str]:
+    """What is said against requests with adapters, and then the answers to one that is served."""
+    said = [engine.call(f"{IN_ENGINE}:refusal", TARGETS[1], name, 1, str(at)) for name, at in folders.items()]
+    return [*said, asked(engine, {}, [(TARGETS[1], None)], {})["answers"]]
+
+
+def test_a_request_with_an_adapter_that_is_not_served_ends_alone(
+    found: dict[str, Any], mixture: Path, tmp_path: Path
+) -> None:
+    made = {name: written(tmp_path / name, mixture, RANK, 1, (EXPERTS,)) for name in ("router", "part", "stacked")}
+    of_router, of_part = (load_file(made[name] / "adapter_model.safetensors") for name in ("router", "part"))
+    path = "base_model.model.model.layers.1.mlp.gate"
+    of_router |= {f"{path}.lora_A.weight": torch.zeros(RANK, 256), f"{path}.lora_B.weight": torch.zeros(8, RANK)}
+    save_file(of_router, made["router"] / "adapter_model.safetensors")
+    save_file(
+        {name: one for name, one in of_part.items() if "up_proj" not in name},
+        made["part"] / "adapter_model.safetensors",
+    )
+    written(made["stacked"], mixture, RANK, 1, (STACKED_EXPERTS,))
+    *said, [answer] = served(mixture, partial(refusals, folders=made))
+    assert [
+        words in one for words, one in zip(("of the router", "has not all 3", "are stacked"), said, strict=True)
+    ] == [True] * 3
+    assert answer == found["alone"]["None"][1]

@@ -14,7 +14,7 @@ from ..ops.devices import joined, known
 from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
-from .reviews import connectors, encoding, patch_points, schemes
+from .reviews import connectors, encoding, expert_adapters, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
@@ -340,8 +340,7 @@ def _beside_a_connector(config: Config) -> str | None:
 DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
 """vLLM's variable that has adapters computed beside their layer, and rounded before they are added."""
 _LAYERS_WITH_ADAPTERS = (
-    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_mixed_moe_lora_format"),
-    "enable_moe_shared_loras",
+    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_moe_shared_loras"),
 )
 """Fields of vLLM's configuration of LoRA that have other layers computed."""
 
@@ -390,6 +389,9 @@ def _experts_with_adapters(config: Config) -> dict[str, bool]:
     ran = RAN.lora_experts.get(_ran_on(devices.of_config(config).ops.type), ())
     return {
         f"the mixture of experts {model.architecture}": model.architecture not in ran,
+        f"--enable-mixed-moe-lora-format of {model.architecture}": (
+            model.architecture in expert_adapters.STACKED and expert_adapters.takes_stacked(config)
+        ),
         "quantised experts": bool(getattr(model, "quantization", None)),
         "expert parallelism": bool(config.parallel_config.enable_expert_parallel),
     }

@@ -241,6 +241,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             tensor_parallel_size=settings.workers,
             pipeline_parallel_size=settings.stages,
             data_parallel_size=1,
+            enable_expert_parallel=False,
             distributed_executor_backend=None,
         ),
         model_config=SimpleNamespace(
@@ -266,7 +267,9 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
-        lora_config=SimpleNamespace(lora_dtype="auto") if "adapters" in options else None,
+        lora_config=(
+            SimpleNamespace(lora_dtype="auto", enable_mixed_moe_lora_format=False) if "adapters" in options else None
+        ),
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
     )
@@ -406,7 +409,8 @@ def _takes_adapters(place: Place) -> bool:
     """Whether adapters have run there, and the model has the layers that those to draw are for, not quantised."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
     quantised = place.model.get("quantization_config") or not place.is_open("--quantization")
-    return _has_run(coverage.RAN.lora, place) and architecture in adapters.MODELS and not quantised
+    has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
+    return _has_run(coverage.RAN.lora, place) and has_run and architecture in adapters.MODELS and not quantised
 
 
 def _has_no_adapters(settings: Any) -> bool:

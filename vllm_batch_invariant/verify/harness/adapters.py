@@ -15,11 +15,17 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 EMBEDDINGS = ("embed_tokens", "lm_head")
 MOST_RANK = 16
 """Of :data:`DRAWN`."""
-DRAWN = ((8, (*ATTENTION, *MLP)), (MOST_RANK, ("q_proj", "v_proj", "up_proj", "down_proj")), (MOST_RANK, ("o_proj",)))
+EXPERTS, STACKED_EXPERTS = "experts", "stacked experts"
+"""All products of each expert of a layer that has some, of each by itself or in a tensor of all, which is how PEFT
+writes those of stacked parameters.
+"""
+DRAWN = (
+    (8, (*ATTENTION, *MLP, EXPERTS)),
+    (MOST_RANK, ("q_proj", "v_proj", "up_proj", "down_proj")),
+    (MOST_RANK, ("o_proj", EXPERTS)),
+)
 """Rank and layers of the adapters that requests of a fuzzer have: some parts of fused layers have none."""
-EXPERTS = "experts"
-"""All products of each expert of a layer that has some; the name that PEFT has for stacked ones."""
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures that have these layers."""
 
 
@@ -63,8 +69,9 @@ def write(
         config: of the model, as in its config.json.
         rank: of every layer.
         seed: of the weights.
-        targets: of :data:`ATTENTION`, :data:`MLP`, :data:`FUSED`, :data:`EMBEDDINGS` and :data:`EXPERTS`; of a model
-            with experts :data:`MLP` is of layers without.
+        targets: of :data:`ATTENTION`, :data:`MLP`, :data:`FUSED`, :data:`EMBEDDINGS`, :data:`EXPERTS` and
+            :data:`STACKED_EXPERTS`; of a model with experts :data:`MLP` is of layers without, of one without these
+            two are of none.
         alpha: over the rank, what B is multiplied with.
 
     Returns:
@@ -94,7 +101,7 @@ def write(
         """PEFT stacks ranks of experts' A one after the other, and interleaves those of B."""
         count = config.get("num_experts") or config["num_local_experts"]
         wide, path = config[where.inner], f"{path}.{where.path}"
-        if where.names:
+        if where.names and STACKED_EXPERTS not in targets:
             sides = ((hidden, wide), (wide, hidden), (hidden, wide))
             found = [
                 drawn(f"{path}.{expert}.{name}", *side)
@@ -112,7 +119,7 @@ def write(
     mixture, dense = mixture_of(config), dense_layers(config)
     for layer in range(config["num_hidden_layers"]):
         path = f"model.layers.{layer}"
-        if mixture is not None and layer not in dense and EXPERTS in targets:
+        if mixture is not None and layer not in dense and {EXPERTS, STACKED_EXPERTS} & {*targets}:
             tensors |= of_experts(mixture, path)
         for name in targets:
             if name in MLP and mixture is not None and layer not in dense:
@@ -126,9 +133,10 @@ def write(
         path = "base_model.model.model.embed_tokens"
         tensors |= {f"{path}.lora_embedding_A": draw(rank, vocabulary) * vocabulary**0.5}
         tensors |= {f"{path}.lora_embedding_B": draw(hidden, rank) * 0.02}
+    names = sorted({*targets} - {STACKED_EXPERTS})
     said: Mapping[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": rank,
-        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(targets),
+        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
