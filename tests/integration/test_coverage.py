@@ -495,7 +495,9 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
             **dict.fromkeys(("has_inner_state", "enable_prompt_embeds", "enable_sleep_mode"), False),
         },
         "parallel_config": {
-            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
             "enable_expert_parallel": False,
         },
         "cache_config": {"cache_dtype": "auto"},

@@ -3,7 +3,9 @@
 import torch
 
 from tests.ops.moe.layers import EXPERTS, HIDDEN, INTERMEDIATE, Layer
-from vllm_batch_invariant.ops.moe import ExpertAdapters
+from vllm_batch_invariant.ops.lora import LoraReduction
+from vllm_batch_invariant.ops.moe import ExpertAdapters, Experts
+from vllm_batch_invariant.ops.moe.params import Slices
 
 SLOTS = 3
 RANK = 16
@@ -29,3 +31,26 @@ def adapted(of: Layer, count: int, rank: int = RANK, padding: int = 3) -> Expert
 
     slots = torch.randint(-1, SLOTS, (count + padding,), generator=generator)
     return ExpertAdapters(slots, pair(HIDDEN, columns), pair(INTERMEDIATE, [HIDDEN]))
+
+
+def composed(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """What a GPU gives, of dense products of an expert's rows by the smallest tile, and of additions of PyTorch's."""
+    from vllm_batch_invariant.ops.lora import cuda as lora
+    from vllm_batch_invariant.ops.moe import cuda
+
+    top_k, adapters = experts.reduction.top_k, experts.adapters
+    assert adapters is not None
+    terms = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+
+    def product(rows: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor, of: tuple[Slices, Slices], expert: int):
+        y = lora._dense(rows, weight[expert]).to(x.dtype)
+        a, b = ([one[:, expert : expert + 1] for one in slices] for slices in of)
+        return lora.composed(y, rows, a, b, slots, LoraReduction.of_device("cuda", rows.shape[1], rows.dtype))
+
+    for expert in ids.unique().tolist():
+        pairs = (ids.flatten() == expert).nonzero()[:, 0]
+        slots = adapters.slots[pairs // top_k]
+        hidden = product(x[pairs // top_k], slots, experts.gate_up, adapters.gate_up, expert)
+        activated = cuda._activated(hidden, experts.reduction.activation)
+        terms[pairs] = product(activated, slots, experts.down, adapters.down, expert)
+    return cuda.Products(terms, weights, ids, None).added()

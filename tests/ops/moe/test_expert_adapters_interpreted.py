@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
+from tests import interpreted_dot
 from tests.assertions import assert_same_bits
-from tests.ops.moe.adapted import adapted
+from tests.ops.moe.adapted import adapted, composed
 from tests.ops.moe.layers import ROUTINGS, Layer, layer, one_expert, tokens, uniform
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.lora import LoraReduction
@@ -63,6 +65,17 @@ def test_a_token_has_the_same_bits_among_any_others(routing: Callable[..., torch
     whole = made(of, x, logits, adapters)
     for rows in (slice(0, 1), slice(7, 8), slice(21, 22), slice(4, 9)):
         assert_same_bits(made(of, x, logits, adapters, rows), whole[rows], str(rows))
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_tokens_have_the_bits_of_dense_products(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of products that add K as a tensor core does."""
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", interpreted_dot.in_steps)
+    of, x = layer(torch.float16, activation=activation), tokens(22, torch.float16)
+    adapters, logits = adapted(of, 22), uniform(x, of)
+    weights, ids = cuda.route(logits, of.reduction, None)
+    of_dense = composed(x, weights, ids, replace(of.experts, adapters=adapters))
+    assert_same_bits(made(of, x, logits, adapters), of_dense, "dense products")
 
 
 def test_a_token_without_an_adapter_has_the_bits_of_experts_without_any() -> None:

@@ -69,7 +69,10 @@ class BatchInvariantExperts:
         self.unquantized_backend = self.experts_cls = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
+        """Prepare the GEMMs of the experts; called again when a trainer has written new weights, also with the layer of
+        vLLM's that is around one with adapters.
+        """
+        layer = getattr(layer, "routed_experts", layer)
         if not layer.w13_weight.is_meta:
             self.prepare(layer, layer.w13_weight.dtype)
 
