@@ -515,7 +515,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
     )
     assert not changes
     rows = [row for name, row in ROWS.items() if name.startswith("LoRA adapters")]
-    assert len(rows) == 3
+    assert len(rows) == 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patch_points, "installed_version", lambda: version)
         patch.setattr(coverage.schemes, "kinds", lambda *_: (kind,) if kind else ())
@@ -544,7 +544,7 @@ def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.Monkey
         assert refusals_of_adapters(is_moe=True, architecture=architecture, tensor_parallel_size=2) == []
     assert refusals_of_adapters(is_moe=True, enable_mixed_moe_lora_format=True) == []
     on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda", is_moe=True)
-    assert on_a_gpu() == ["LoRA adapters with the mixture of experts Qwen3MoeForCausalLM"]
+    assert on_a_gpu() == ["LoRA adapters of the mixture of experts Qwen3MoeForCausalLM"]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert on_a_gpu() == []
 
@@ -564,13 +564,13 @@ def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.Monkey
         ),
         (
             {"is_moe": True, "architecture": "Glm4MoeForCausalLM"},
-            "with the mixture of experts Glm4MoeForCausalLM",
+            "of the mixture of experts Glm4MoeForCausalLM",
         ),
-        ({"is_moe": True, "quantization": "gptq", "kind": "gptq with int4 weights"}, "with quantised experts"),
-        ({"is_moe": True, "enable_expert_parallel": True}, "with expert parallelism"),
+        ({"is_moe": True, "quantization": "gptq", "kind": "gptq with int4 weights"}, "of quantised experts"),
+        ({"is_moe": True, "enable_expert_parallel": True}, "of experts beside expert parallelism"),
         (
             {"is_moe": True, "architecture": "GptOssForCausalLM", "enable_mixed_moe_lora_format": True},
-            "with --enable-mixed-moe-lora-format of GptOssForCausalLM",
+            "of GptOssForCausalLM with --enable-mixed-moe-lora-format",
         ),
         ({"runner_type": "pooling"}, "with pooling"),
         ({"is_multimodal_model": True}, "with a multimodal model"),

@@ -368,7 +368,6 @@ def _other_adapters(config: Config) -> str | None:
     other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
     found = {
         f"quantisation {other}": other,
-        **_experts_with_adapters(config),
         "pooling": _pools(config),
         "a multimodal model": model.is_multimodal_model,
         "layers that keep states": _has_states(model),
@@ -381,20 +380,21 @@ def _other_adapters(config: Config) -> str | None:
     return _when(first, f"LoRA adapters with {first}")
 
 
-def _experts_with_adapters(config: Config) -> dict[str, bool]:
-    """What of a model with experts has not been run with adapters."""
-    model = config.model_config
-    if not model.is_moe:
-        return {}
+def _adapters_of_experts(config: Config) -> str | None:
+    """A mixture of experts that has not been run with adapters."""
+    model, lora = config.model_config, config.lora_config
+    if lora is None or not model.is_moe or _adapters_elsewhere(config):
+        return None
     ran = RAN.lora_experts.get(_ran_on(devices.of_config(config).ops.type), ())
-    return {
-        f"the mixture of experts {model.architecture}": model.architecture not in ran,
-        f"--enable-mixed-moe-lora-format of {model.architecture}": (
-            model.architecture in expert_adapters.STACKED and expert_adapters.takes_stacked(config)
-        ),
-        "quantised experts": bool(getattr(model, "quantization", None)),
-        "expert parallelism": bool(config.parallel_config.enable_expert_parallel),
+    mixed = expert_adapters.takes_stacked(lora) and model.architecture in expert_adapters.STACKED
+    found = {
+        f"of the mixture of experts {model.architecture}": model.architecture not in ran,
+        "of quantised experts": bool(getattr(model, "quantization", None)),
+        "of experts beside expert parallelism": bool(config.parallel_config.enable_expert_parallel),
+        f"of {model.architecture} with --enable-mixed-moe-lora-format": mixed,
     }
+    first = _first(found)
+    return _when(first, f"LoRA adapters {first}")
 
 
 def _beside_adapters(config: Config) -> str | None:
@@ -1104,6 +1104,12 @@ COVERED = (
         "has where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
     ),
     Feature(
+        "LoRA adapters of mixtures of experts",
+        "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
+        "quantised, on a CPU with vLLM 0.32 by one worker or two, also with new weights; each expert with products of "
+        "its own, or stacked",
+    ),
+    Feature(
         "Scheduling",
         "continuous batching, chunked prefill, prefix caching, preemption, streaming, aborts; async scheduling (CUDA)",
         drawn={"policy": {"priority": ("--scheduling-policy", "priority")}},
@@ -1352,12 +1358,19 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of experts, of models that pool, take images, keep states, or are quantised but, on a CPU, in "
-        "INT4 and INT8 by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or "
-        "by two streams",
+        "LoRA adapters of models that pool, take images, keep states, or are quantised but, on a CPU, in INT4 and INT8 "
+        "by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two streams",
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
+        arguments=(ADAPTERS,),
+    ),
+    Feature(
+        "LoRA adapters of mixtures of experts on a GPU, of other ones than those above, of quantised experts, and "
+        "beside --enable-expert-parallel",
+        "these have not been run",
+        f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
+        _adapters_of_experts,
         arguments=(ADAPTERS,),
     ),
     Feature(

@@ -97,7 +97,8 @@ def install(device_of: Callable[[Any], Any]) -> None:
             return [digest_in(_served(self))]
         if method in _REPLACING:  # before vLLM lets go of the old ones
             of_engine = self.vllm_config
-            _refuse_beside_adapters(of_engine.lora_config is not None, {of_engine.device_config.device_type})
+            has_adapters, model = of_engine.lora_config is not None, of_engine.model_config.architecture
+            _refuse_beside_adapters(has_adapters, {of_engine.device_config.device_type}, model)
         if method != ENGINE_INFO:
             _before_call(self, device_of)
         return call(self, method, *args, **kwargs)
@@ -329,7 +330,7 @@ def watch_loading(model: torch.nn.Module) -> None:
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, devices)
+        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, devices, type(model).__name__)
         global _written
         _written += 1
         linear.restore_weights()
@@ -343,16 +344,23 @@ def watch_loading(model: torch.nn.Module) -> None:
     model.load_weights = watched
 
 
-def _refuse_beside_adapters(has_adapters: bool, devices: Set[str]) -> None:
-    """Refuse new weights of a model with LoRA adapters where that has not been run.
+def _refuse_beside_adapters(has_adapters: bool, devices: Set[str], architecture: str) -> None:
+    """Refuse new weights of a model with LoRA adapters where that has not been run, or vLLM does not take them.
 
     Args:
         has_adapters: whether the model may have some.
         devices: types of those that have the weights.
+        architecture: of the model.
 
     Raises:
         NotCovered: it is such a model.
     """
+    if has_adapters and architecture in reviews.ran().lora_without_updates:
+        raise NotCovered(
+            f"new weights of {architecture} with LoRA adapters",
+            "vLLM finds no layer for them once others are around its layers",
+            "load new adapters, or start another engine",
+        )
     untried = sorted(devices - {*reviews.ran().lora_updates})
     if untried and has_adapters and not envs.starts_untried():
         raise NotCovered(

@@ -11,9 +11,6 @@ from ...errors import NotCovered
 from ..reviews import patch_points
 from .experts import BatchInvariantExperts
 
-_PREFIX = "base_layer."
-"""Of the parameters of a layer that has another around it."""
-
 
 def install() -> None:
     """Have vLLM's layer, and the one that is derived from it, hold adapters for ours."""
@@ -23,7 +20,8 @@ def install() -> None:
 
 
 def _init(self: Any, base_layer: Any) -> None:
-    """In the place of vLLM's, which looks for a kernel of its own.
+    """In the place of vLLM's, which looks for a kernel of its own, and has the experts take no new weights but by names
+    of its own.
 
     Raises:
         NotCovered: experts that are not ours, quantised, or apart by expert parallelism.
@@ -42,7 +40,6 @@ def _init(self: Any, base_layer: Any) -> None:
     self.enable_moe_shared_loras = False
     self._w13_slices = 2 if self.moe_config.is_act_and_mul else 1
     self.n_slices = self.local_num_experts * (self._w13_slices + 1)
-    experts.lora_base_layer_prefix = _PREFIX
 
 
 def _set_mapping(self: Any, punica_wrapper: Any) -> None:

@@ -20,9 +20,9 @@ _PRODUCTS = 3
 """Of an expert: gate, up and down."""
 
 
-def takes_stacked(config: Any) -> bool:
+def takes_stacked(lora_config: Any) -> bool:
     """Whether an engine of a mixture of experts takes adapters of experts in one tensor a layer, beside others."""
-    return bool(config.lora_config.enable_mixed_moe_lora_format)
+    return bool(lora_config.enable_mixed_moe_lora_format)
 
 
 def problem_of(path: str, is_stacked: bool, config: Any) -> str:
@@ -47,7 +47,7 @@ def problem_of(path: str, is_stacked: bool, config: Any) -> str:
     is_of_stacked = model.architecture in STACKED
     if apart and is_of_stacked:
         return "it has weights of one expert each, and those of this model are stacked"
-    if stacked and not is_of_stacked and not (takes_stacked(config) and is_stacked):
+    if stacked and not is_of_stacked and not (takes_stacked(config.lora_config) and is_stacked):
         return (
             "its experts are stacked: start the engine with --enable-mixed-moe-lora-format, and say is_3d_lora_weight "
             "where it is named"
