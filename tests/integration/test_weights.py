@@ -277,7 +277,7 @@ class Core:
     def __init__(self, device_type: str = "cuda") -> None:
         self.vllm_config = SimpleNamespace(
             device_config=SimpleNamespace(device_type=device_type),
-            model_config=SimpleNamespace(is_multimodal_model=False),
+            model_config=SimpleNamespace(is_multimodal_model=False, architecture="Qwen3ForCausalLM"),
             lora_config=None,
         )
         self.scheduler = SimpleNamespace(pause_state=0, has_requests=lambda: True, running=["one"])
@@ -333,6 +333,19 @@ def test_weights_beneath_adapters_are_refused_on_a_gpu_before_they_are_let_go(
     assert on_a_cpu.collective_rpc(method) == ["done"]
     monkeypatch.setenv(envs.UNTRIED.name, "1")
     assert core.collective_rpc(method) == ["done"]
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "start_weight_update"])
+def test_weights_of_a_model_whose_layers_are_not_found_beneath_adapters_are_refused(
+    core_class: type[Core], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_class("cpu")
+    core.vllm_config.model_config.architecture = "GptOssForCausalLM"
+    assert core.collective_rpc(method) == ["done"]
+    core.vllm_config.lora_config = object()
+    monkeypatch.setenv(envs.UNTRIED.name, "1")
+    with pytest.raises(NotCovered, match="new weights of GptOssForCausalLM with LoRA adapters"):
+        core.collective_rpc(method)
 
 
 def test_other_weights_empty_the_cache_of_encoded_items_too(core_class: type[Core]) -> None:

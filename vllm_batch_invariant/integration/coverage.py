@@ -19,7 +19,7 @@ from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
-KV_CACHE, ADAPTERS = "--kv-cache-dtype", "--enable-lora"
+KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
 HEAD_SIZES = tuple(range(64, 257, 16))
 ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
@@ -1371,7 +1371,7 @@ REFUSED = (
         "these have not been run",
         f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
         _adapters_of_experts,
-        arguments=(ADAPTERS,),
+        arguments=(ADAPTERS, WHOLE_EXPERTS),
     ),
     Feature(
         "LoRA adapters beside over 2 workers on a CPU, several GPUs, the tree, stages, several engines, drafts but "

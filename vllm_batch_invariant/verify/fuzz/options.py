@@ -241,7 +241,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             tensor_parallel_size=settings.workers,
             pipeline_parallel_size=settings.stages,
             data_parallel_size=1,
-            enable_expert_parallel=False,
+            enable_expert_parallel=options.get("experts") == "whole",
             distributed_executor_backend=None,
         ),
         model_config=SimpleNamespace(
@@ -503,7 +503,7 @@ OPTIONS = (
     ),
     Option(
         "experts",
-        {"whole": ("--enable-expert-parallel",)},
+        {"whole": (coverage.WHOLE_EXPERTS,)},
         (NONE, "whole"),
         lambda place: place.has_experts,
         lambda settings: settings.workers > 1,
