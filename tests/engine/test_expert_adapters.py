@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.adapters import EXPERT_FAULTS, written
-from tests.engine.engines import EAGER_ON_GPU, UNTRIED_THERE, run
+from tests.engine.engines import CHECK, EAGER_ON_GPU, OF_DEVICE, SETTINGS, UNTRIED_THERE, arguments_of, run
 from tests.engine.test_adapters import (
     FEW,
     IN_ENGINE,
@@ -32,9 +32,13 @@ from tests.engine.test_adapters import (
 from tests.engine.test_experts import FAMILIES
 from tests.engine.test_models import checkpoint as random_model
 from vllm_batch_invariant.integration.coverage import CORES
+from vllm_batch_invariant.verify.check.engine import check_engine
+from vllm_batch_invariant.verify.check.guarantees import ADAPTERS, APART, cases_of_adapters
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EXPERTS, MLP, STACKED_EXPERTS
 from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.outcome import Outcome, Status
 
 TARGETED = {"A": (8, (*ATTENTION, *MLP, EXPERTS)), "B": (16, (EXPERTS,)), "C": (64, ATTENTION)}
 """Rank and layers of each adapter: the second has experts alone, the third has none."""
@@ -265,3 +269,31 @@ def test_a_request_with_an_adapter_that_is_not_served_ends_alone(
         words in one for words, one in zip(("of the router", "has not all 3", "are stacked"), said, strict=True)
     ] == [True] * 3
     assert answer == found["alone"]["None"][1]
+
+
+def results_of() -> CheckResults:
+    return CheckResults("VLLM_BATCH_INVARIANT=1", cases_of_adapters(CHECK))
+
+
+def test_a_check_with_adapters_holds(mixture: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (SETTINGS | UNTRIED_THERE).items():
+        monkeypatch.setenv(name, value)
+    found, used = results_of(), [str(folders[name]) for name in ("A", "B")]
+    settings = LIMITS | ROOM | {"max_model_len": 768, "max_num_seqs": 64}
+    check_engine(str(mixture), arguments_of(settings), "1", CHECK, found, lambda _: None, used)
+    differing = [case.name for case in found.cases if case.required and case.outcome is not Outcome.HOLDS]
+    assert differing == []
+    assert found.status is Status.REPRODUCIBLE
+    assert {ADAPTERS, APART} <= {*found.samples}
+
+
+def test_a_bisection_names_the_experts_that_have_a_fault(mixture: Path, folders: dict[str, Path]) -> None:
+    settings = {"model": str(mixture), "max_model_len": 512, **ROOM, **OF_DEVICE, **EAGER_ON_GPU}
+    used = [str(folders[name]) for name in ("A", "B")]
+    bisected = run(settings, [], "1", bisection=("expert_adapters", used), **UNTRIED_THERE).bisected
+    for name in ("", "none"):
+        assert bisected[name]["found"] is None
+        assert bisected[name]["coverage"]["compared"] > 100
+    for fault in EXPERT_FAULTS:
+        found = bisected[fault]["found"]
+        assert found["divergence"]["key"]["module"].startswith("model.layers.1.mlp.experts."), fault

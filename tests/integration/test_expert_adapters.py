@@ -146,6 +146,9 @@ def test_ours_get_the_adapters_of_a_step(layer: type[Any], slices: tuple[int, ..
     assert found.slots.tolist()[:4] == [0, -1, 2, 2]
     assert tuple(one.shape[2] for one in found.gate_up[1]) == slices
     found.check(4, EXPERTS, 8, 4, 8)
+    with method.without_adapters():
+        assert method.adapters is None
+    assert method.adapters is not None
     wrapper.update_metadata(LoRAMapping((0, 0), (0, 0), is_prefill=True), [None] * 3, 4, 100)
     assert method.adapters() is None
     assert made.base_layer.routed_experts.quant_method is method

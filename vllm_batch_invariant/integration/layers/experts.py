@@ -4,7 +4,8 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -115,6 +116,15 @@ class BatchInvariantExperts:
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
         adapters = None if self.adapters is None else self.adapters()
         return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """A block in which no token has one."""
+        adapters, self.adapters = self.adapters, None
+        try:
+            yield
+        finally:
+            self.adapters = adapters
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
