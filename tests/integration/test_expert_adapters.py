@@ -172,6 +172,11 @@ def test_an_adapter_of_a_slot_goes_to_its_experts() -> None:
     assert found.gate_up[0][0][2, :, 2:].abs().max() == 0
 
 
+def test_receipts_name_both_products_of_experts() -> None:
+    made, _ = around()
+    assert [of.k for of in lora.reductions(made, torch.float32).values()] == [4, 8]
+
+
 def test_other_experts_are_refused() -> None:
     with pytest.raises(NotCovered, match="computed by Identity"):
         FusedMoEWithLoRA(runner(torch.nn.Identity()))

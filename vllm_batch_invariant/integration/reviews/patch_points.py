@@ -334,7 +334,7 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 OPTIONAL = {
     *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "ENCODER_STATE"),
-    "BIND_CAPTURE",
+    *("BIND_CAPTURE", "LORA_EXPERTS"),
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER", "IMAGE_ID"),

@@ -626,7 +626,7 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
         activated = first(activation=activation)
     else:  # which are added before the activation
         placed, hidden = experts.placed(ids).flatten(), first()
-        tokens = torch.arange(len(ids), device=ids.device).repeat_interleave(reduction.top_k)
+        tokens = torch.arange(pairs, device=ids.device) // reduction.top_k
         experts.adapters.add_gate_up(hidden, x[tokens], tokens, placed)
         activated = _activated(hidden, activation)
     made = _operand(activated, reduction)
