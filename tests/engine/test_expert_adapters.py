@@ -2,6 +2,7 @@
 engine where its adapter is alone, and one without an adapter those of an engine without LoRA.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -297,3 +298,9 @@ def test_a_bisection_names_the_experts_that_have_a_fault(mixture: Path, folders:
     for fault in EXPERT_FAULTS:
         found = bisected[fault]["found"]
         assert found["divergence"]["key"]["module"].startswith("model.layers.1.mlp.experts."), fault
+
+
+def test_drafts_change_no_bit(found: dict[str, Any], mixture: Path, folders: dict[str, Path]) -> None:
+    ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    for answers in beside(mixture, folders, speculative_config=json.dumps(ngrams)):
+        assert [name for name, right in found["alone"].items() if answers[name] != right] == []
