@@ -1106,8 +1106,8 @@ COVERED = (
     Feature(
         "LoRA adapters of mixtures of experts",
         "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
-        "quantised, on a CPU with vLLM 0.32 by one worker or two, also with new weights; each expert with products of "
-        "its own, or stacked",
+        "quantised, on a CPU with vLLM 0.32 by one worker or two, with drafts of n-grams, or new weights; each expert "
+        "with products of its own, or stacked",
     ),
     Feature(
         "Scheduling",
