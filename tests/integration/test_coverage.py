@@ -475,7 +475,7 @@ BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dyna
 
 
 def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes: Any) -> list[str]:
-    """Of a dense model with LoRA, with changes to any part of its configuration."""
+    """Of a dense model with LoRA, with changes to any part of its configuration; with ``is_moe`` of Qwen3-MoE."""
     parts = {
         "lora_config": {
             "lora_dtype": "auto",
@@ -484,8 +484,10 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
             "enable_tower_connector_lora": False,
             "enable_mixed_moe_lora_format": False,
             "enable_moe_shared_loras": False,
+            "target_modules": None,
         },
         "model_config": {
+            "architecture": "Qwen3MoeForCausalLM",
             "dtype": "torch.bfloat16",
             "head_dtype": "torch.bfloat16",
             "quantization": None,
@@ -493,7 +495,12 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
             **dict.fromkeys(("is_moe", "is_multimodal_model", "is_hybrid", "is_attention_free"), False),
             **dict.fromkeys(("has_inner_state", "enable_prompt_embeds", "enable_sleep_mode"), False),
         },
-        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "enable_expert_parallel": False,
+        },
         "cache_config": {"cache_dtype": "auto"},
     }
     connector, kind = changes.pop("kv_connector", None), changes.pop("kind", "")
@@ -509,7 +516,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
     )
     assert not changes
     rows = [row for name, row in ROWS.items() if name.startswith("LoRA adapters")]
-    assert len(rows) == 3
+    assert len(rows) == 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patch_points, "installed_version", lambda: version)
         patch.setattr(coverage.schemes, "kinds", lambda *_: (kind,) if kind else ())
@@ -539,6 +546,17 @@ def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypa
     assert on_a_gpu() == []
 
 
+def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for architecture in coverage.RAN.lora_experts["cpu"]:
+        assert refusals_of_adapters(is_moe=True, architecture=architecture) == []
+        assert refusals_of_adapters(is_moe=True, architecture=architecture, tensor_parallel_size=2) == []
+    assert refusals_of_adapters(is_moe=True, enable_mixed_moe_lora_format=True) == []
+    on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda", is_moe=True)
+    assert on_a_gpu() == ["LoRA adapters of the mixture of experts Qwen3MoeForCausalLM"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_a_gpu() == []
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -552,17 +570,24 @@ def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypa
             {"quantization": "modelopt", "kind": "modelopt with float4 weights"},
             "with quantisation modelopt with float4 weights",
         ),
-        ({"is_moe": True}, "with a mixture of experts"),
+        (
+            {"is_moe": True, "architecture": "Glm4MoeForCausalLM"},
+            "of the mixture of experts Glm4MoeForCausalLM",
+        ),
+        ({"is_moe": True, "quantization": "gptq", "kind": "gptq with int4 weights"}, "of quantised experts"),
+        ({"is_moe": True, "enable_expert_parallel": True}, "of experts beside expert parallelism"),
+        (
+            {"is_moe": True, "architecture": "GptOssForCausalLM", "enable_mixed_moe_lora_format": True},
+            "of GptOssForCausalLM with --enable-mixed-moe-lora-format",
+        ),
         ({"runner_type": "pooling"}, "with pooling"),
         ({"is_multimodal_model": True}, "with a multimodal model"),
         ({"is_hybrid": True}, "with layers that keep states"),
         ({"enable_prompt_embeds": True}, "beside embeddings as prompts"),
-        ({"enable_sleep_mode": True}, "beside sleep"),
         ({"kv_connector": "ExampleConnector"}, "beside a KV connector"),
         ({"fully_sharded_loras": True}, "with --fully-sharded-loras"),
         ({"default_mm_loras": {"image": "path"}}, "with --default-mm-loras"),
         ({"enable_tower_connector_lora": True}, "with --enable-tower-connector-lora"),
-        ({"enable_mixed_moe_lora_format": True}, "with --enable-mixed-moe-lora-format"),
         ({"enable_moe_shared_loras": True}, "with --enable-moe-shared-loras"),
         ({"lora_dtype": "float16"}, "with --lora-dtype float16 of a model in bfloat16"),
         ({"head_dtype": "torch.float32"}, "with logits in float32 of a model in bfloat16"),

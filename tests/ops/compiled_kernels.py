@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -74,7 +75,7 @@ from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, 
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
 from vllm_batch_invariant.ops.lora import LoraReduction
 from vllm_batch_invariant.ops.lora import cuda as lora
-from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts
+from vllm_batch_invariant.ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, params
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.norm import NormReduction
@@ -453,6 +454,25 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     moe.add_and_norm(moe.products(x, *of_layer), x, x[0], 1e-6)
     moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, Gpu.of(0))[-1])  # so many that others place them
     moe._activated(torch.zeros(count, rows, dtype=dtype), reduction.activation)  # only the certificate does
+
+
+def adapted_experts(count: int) -> None:
+    """So many tokens of such a layer with adapters, by the GPU's operation for tensors that are on none."""
+    reduction, slots = MoeReduction(16, 3, torch.bfloat16), torch.zeros(count, dtype=torch.int64)
+    of_token, of_pair = torch.zeros(4, 16, 16, 200), torch.zeros(4, 16, 16, 96)
+    ab = ((of_token,) * 2, (of_pair.transpose(2, 3),) * 2), ((of_pair,), (of_token.transpose(2, 3),))
+    pairs = (tuple(tuple(one.bfloat16().contiguous() for one in slices) for slices in pair) for pair in ab)
+    weights = (torch.zeros(16, *size, dtype=torch.bfloat16) for size in ((192, 200), (200, 96)))
+    of_layer = torch.zeros(count, 3), torch.zeros(count, 3, dtype=torch.int64)
+    of_gpu = LoraReduction.of_device
+    with (
+        patch.object(params, "add_adapters", lora.add_adapters),
+        patch.object(LoraReduction, "of_device", lambda _, k, dtype: of_gpu("cuda", k, dtype)),
+    ):
+        adapters = ExpertAdapters(slots, *pairs)
+        moe.moe(
+            torch.zeros(count, 200, dtype=torch.bfloat16), *of_layer, Experts(*weights, reduction, adapters=adapters)
+        )
 
 
 def many_pairs(count: int) -> None:

@@ -14,12 +14,12 @@ from ..ops.devices import joined, known
 from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
-from .reviews import connectors, encoding, patch_points, schemes
+from .reviews import connectors, encoding, expert_adapters, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
-KV_CACHE, ADAPTERS = "--kv-cache-dtype", "--enable-lora"
+KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
 HEAD_SIZES = tuple(range(64, 257, 16))
 ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
 """Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
@@ -340,8 +340,7 @@ def _beside_a_connector(config: Config) -> str | None:
 DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
 """vLLM's variable that has adapters computed beside their layer, and rounded before they are added."""
 _LAYERS_WITH_ADAPTERS = (
-    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_mixed_moe_lora_format"),
-    "enable_moe_shared_loras",
+    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_moe_shared_loras"),
 )
 """Fields of vLLM's configuration of LoRA that have other layers computed."""
 
@@ -369,7 +368,6 @@ def _other_adapters(config: Config) -> str | None:
     other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
     found = {
         f"quantisation {other}": other,
-        "a mixture of experts": model.is_moe,
         "pooling": _pools(config),
         "a multimodal model": model.is_multimodal_model,
         "layers that keep states": _has_states(model),
@@ -380,6 +378,23 @@ def _other_adapters(config: Config) -> str | None:
     }
     first = _first(found)
     return _when(first, f"LoRA adapters with {first}")
+
+
+def _adapters_of_experts(config: Config) -> str | None:
+    """A mixture of experts that has not been run with adapters."""
+    model, lora = config.model_config, config.lora_config
+    if lora is None or not model.is_moe or _adapters_elsewhere(config):
+        return None
+    ran = RAN.lora_experts.get(_ran_on(devices.of_config(config).ops.type), ())
+    mixed = expert_adapters.takes_stacked(lora) and model.architecture in expert_adapters.STACKED
+    found = {
+        f"of the mixture of experts {model.architecture}": model.architecture not in ran,
+        "of quantised experts": bool(getattr(model, "quantization", None)),
+        "of experts beside expert parallelism": bool(config.parallel_config.enable_expert_parallel),
+        f"of {model.architecture} with --enable-mixed-moe-lora-format": mixed,
+    }
+    first = _first(found)
+    return _when(first, f"LoRA adapters {first}")
 
 
 def _beside_adapters(config: Config) -> str | None:
@@ -402,7 +417,6 @@ def _beside_adapters(config: Config) -> str | None:
         "FlexAttention": envs.ATTENTION.read() == "flex",
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "embeddings as prompts": model.enable_prompt_embeds,
-        "sleep": model.enable_sleep_mode and not envs.starts_untried(),
         "a KV connector": bool(connectors.name(config)),
     }
     first = _first(found)
@@ -1081,9 +1095,14 @@ COVERED = (
     Feature(
         "LoRA adapters",
         "of dense models, on a CPU with vLLM 0.32, on GPUs with 0.33, by one worker or two, also beside weights in "
-        "INT4, INT8 and FP8 (by blocks or rows) and drafts of n-grams, on a CPU new weights: a request has the bits "
-        "that it has where its adapter is alone, one without those of a server without LoRA; not those of merged "
-        "weights",
+        "INT4, INT8 and FP8 (by blocks or rows), drafts of n-grams and new weights: a request has the bits that it has "
+        "where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
+    ),
+    Feature(
+        "LoRA adapters of mixtures of experts",
+        "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
+        "quantised, on a CPU with vLLM 0.32 by one worker or two, with drafts of n-grams, or new weights; each expert "
+        "with products of its own, or stacked",
     ),
     Feature(
         "Scheduling",
@@ -1333,22 +1352,29 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of experts, of models that pool, take images, keep states, or are quantised but in INT4 and "
-        "INT8 by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two "
-        "streams",
+        "LoRA adapters of models that pool, take images, keep states, or are quantised but in INT4 and INT8 by weights "
+        "alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two streams",
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
         arguments=(ADAPTERS,),
     ),
     Feature(
+        "LoRA adapters of mixtures of experts on a GPU, of other ones than those above, of quantised experts, and "
+        "beside --enable-expert-parallel",
+        "these have not been run",
+        f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
+        _adapters_of_experts,
+        arguments=(ADAPTERS, WHOLE_EXPERTS),
+    ),
+    Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
-        "FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "FlexAttention, FP8 caches, offloading and embeddings as prompts",
         "these have not been run together",
-        f"leave one out, or merge the adapter; {envs.UNTRIED.name}=1 starts the last",
+        "leave one out, or merge the adapter",
         _beside_adapters,
         arguments=(
-            *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP),
+            *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS),
             *(envs.TP_TREE.name, envs.ARITHMETIC.name),
         ),
     ),

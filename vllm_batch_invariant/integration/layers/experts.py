@@ -4,7 +4,8 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from ... import envs
 from ...errors import NotCovered
 from ...ops.dispatch import module_for
 from ...ops.formats.record import Format
-from ...ops.moe import Experts, MoeReduction, StoredExperts, route
+from ...ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, route
 from ...ops.scaled_linear import ScaledLinearReduction
 from .. import reviews
 from ..parallel import tensor_tree
@@ -58,6 +59,8 @@ class BatchInvariantExperts:
     supports_pre_processed_weights = False
     reduction: MoeReduction | None = None
     """None until the weights are loaded."""
+    adapters: Callable[[], ExpertAdapters | None] | None = None
+    """Gives the adapters of a step, where experts may have some; None of a step without."""
     __call__: Callable[..., torch.Tensor]
     """vLLM's: calls ``forward``."""
 
@@ -67,7 +70,10 @@ class BatchInvariantExperts:
         self.unquantized_backend = self.experts_cls = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
+        """Prepare the GEMMs of the experts; called again when a trainer has written new weights, also with the layer of
+        vLLM's that is around one with adapters.
+        """
+        layer = getattr(layer, "routed_experts", layer)
         if not layer.w13_weight.is_meta:
             self.prepare(layer, layer.w13_weight.dtype)
 
@@ -108,7 +114,17 @@ class BatchInvariantExperts:
         """Those of this worker, with weights as the device wants them."""
         assert self.reduction is not None
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
-        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map)
+        adapters = None if self.adapters is None else self.adapters()
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """A block in which no token has one."""
+        adapters, self.adapters = self.adapters, None
+        try:
+            yield
+        finally:
+            self.adapters = adapters
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor

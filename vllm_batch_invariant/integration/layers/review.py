@@ -156,7 +156,9 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):
         return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
     elif isinstance(layer, patch_points.LORA_LAYER.get()):
-        wrapper = type(layer.punica_wrapper)
+        wrapper, base = type(layer.punica_wrapper), layer.base_layer
+        if getattr(base, "out_dtype", None) not in (None, *(one.dtype for one in base.parameters())):
+            return f"its adapters are added to results in {base.out_dtype}"
         return None if _is_ours(wrapper) else f"its adapters are computed by {wrapper.__name__}"
     elif type(layer).__module__.startswith(POOLERS):
         return pooling.problem_of(layer)

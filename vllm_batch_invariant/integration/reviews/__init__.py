@@ -245,8 +245,9 @@ class Ran:
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
+        lora_experts: mixtures of experts that have been served with them, by device.
         lora_quantised: kinds of quantised weights that have been served with them, by device.
-        lora_updates: devices on which weights have been replaced beneath them.
+        lora_without_updates: models whose weights vLLM does not replace beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -287,8 +288,9 @@ class Ran:
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
+    lora_experts: Mapping[str, tuple[str, ...]]
     lora_quantised: Mapping[str, tuple[str, ...]]
-    lora_updates: tuple[str, ...]
+    lora_without_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
