@@ -10,6 +10,7 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.integration.test_layers import LAYERS, MODELS, bare, named
 from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
+from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.layers import experts, review
@@ -177,6 +178,36 @@ def test_a_layer_that_is_not_in_the_reduction_is_refused_by_name(changes: dict[s
     with pytest.raises(NotCovered, match=said) as refused:
         experts.reduction_of(routed(**changes))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "said"),
+    [
+        ({}, "cpu", None),
+        ({"ep_size": 4}, "cpu", None),
+        ({"tp_size": 2}, "cpu", "of which workers have parts: .*; pass --enable-expert-parallel"),
+        ({"ep_size": 2, "dp_size": 2}, "cpu", "by several engines"),
+        ({"ep_size": 2, "is_sequence_parallel": True}, "cpu", "by several engines"),
+        ({"ep_size": 2}, "cuda", "on a GPU"),
+    ],
+)
+def test_a_tree_has_experts_that_workers_have_whole(
+    workers: dict[str, Any], device: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TP_TREE.name, "4")
+    parallel = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "is_sequence_parallel": False} | workers
+    made = routed(moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel)))
+    if device == "cuda":
+        made.parameters = lambda: iter([SimpleNamespace(is_cuda=True)])
+    if said is None:
+        assert experts.reduction_of(made).num_experts == EXPERTS
+        assert experts.exchanges(made) == (parallel["ep_size"] > 1)
+        return
+    with pytest.raises(NotCovered, match=f"{TP_TREE.name} with experts of model.layers.1.mlp.experts {said}"):
+        experts.reduction_of(made)
+    monkeypatch.setenv(UNTRIED.name, "1")
+    if device == "cuda":
+        assert experts.reduction_of(made).num_experts == EXPERTS
 
 
 def test_a_factor_of_a_router_with_groups_is_read() -> None:

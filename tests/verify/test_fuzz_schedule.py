@@ -87,7 +87,7 @@ def everywhere(count: int = 24) -> Iterator[tuple[Place, Settings]]:
 def test_settings_of_a_seed_are_those_that_findings_and_their_lines_name() -> None:
     """But for options, which follow what is installed."""
     labels = "\n".join(replace(one, options={}).label for _, one in everywhere())
-    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "3b2bd952bd1ddf27"
+    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "2ffcdd8e50a1898d"
 
 
 def test_the_gate_lets_pass_all_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +237,8 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
         assert not any({"reasoning", "grammar", "updates"} & one.options.keys() for one in bare)
     drawn = [draw_settings(0, number, CONTEXT, PLACES["cpu, experts"]) for number in range(24)]
     assert {(one.workers, one.options.get("experts")) for one in drawn} == {(1, None), (2, None), (2, "whole")}
+    of_trees = [one for one in drawn if one.tree > 1 and one.workers > 1]
+    assert {one.options.get("experts") for one in of_trees} == {"whole"}
 
 
 def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1134,7 +1134,8 @@ COVERED = (
     Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
     Feature(
         "Bits of another number of workers",
-        "other bits; the same for a dense model with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers",
+        "other bits; the same with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers for a dense model and, on a CPU with "
+        "--enable-expert-parallel, for one of experts without shared ones",
     ),
     Feature(
         "Exact arithmetic on a CPU",

@@ -19,6 +19,7 @@ from ...ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, rou
 from ...ops.scaled_linear import ScaledLinearReduction
 from .. import reviews
 from ..parallel import tensor_tree
+from ..parallel.collectives import rows_of_all
 from ..reviews import patch_points
 from .fusion import is_watched
 from .linear import PreparedWeight
@@ -81,6 +82,8 @@ class BatchInvariantExperts:
         """The same for a layer that has weights, which stand for matrices of a dtype."""
         if self.reduction is None:
             self.reduction = self.reduction_of(layer, dtype)
+            if exchanges(layer):
+                layer.moe_config.skip_final_all_reduce = True
             self.router = Router(self.reduction)
         self.weights_are_loaded(layer)
 
@@ -115,7 +118,8 @@ class BatchInvariantExperts:
         assert self.reduction is not None
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
         adapters = None if self.adapters is None else self.adapters()
-        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters)
+        exchange = rows_of_all if exchanges(layer) else None
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters, exchange)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -283,12 +287,8 @@ def reduction_of(layer: Any, dtype: torch.dtype | None = None) -> MoeReduction:
     Raises:
         NotCovered: a router, a scale, an activation or a dtype that is not in the reduction.
     """
-    if tensor_tree.k_slices() > 1:
-        raise NotCovered(
-            f"{envs.TP_TREE.name} with experts of {layer.layer_name}",
-            "what a worker's experts make of a token is no subtree of what all make",
-            "leave it out",
-        )
+    if tensor_tree.k_slices() > 1 and (beside_tree := _not_beside_a_tree(layer)):
+        raise NotCovered(f"{envs.TP_TREE.name} with experts of {layer.layer_name} {beside_tree[0]}", *beside_tree[1:])
     objection = _objection(layer)
     if objection:
         raise NotCovered(f"experts of {layer.layer_name}: {objection[0]}", objection[1], "serve another model")
@@ -304,6 +304,29 @@ def reduction_of(layer: Any, dtype: torch.dtype | None = None) -> MoeReduction:
         scale=layer.routed_scaling_factor,
         activation=layer.activation.value,
     )
+
+
+def exchanges(layer: Any) -> bool:
+    """Whether workers, each of which has some experts of a layer, give each other the rows of these, so that as many as
+    may be have the bits of one.
+    """
+    return tensor_tree.k_slices() > 1 and layer.moe_config.moe_parallel_config.ep_size > 1
+
+
+def _not_beside_a_tree(layer: Any) -> tuple[str, str, str] | None:
+    """What of a layer's workers is not in the tree, why, and what to do."""
+    of_workers = layer.moe_config.moe_parallel_config
+    if of_workers.tp_size > 1:
+        return (
+            "of which workers have parts",
+            "what a worker's parts make of a token is no subtree of what the experts make",
+            "pass --enable-expert-parallel, or leave it out",
+        )
+    if of_workers.dp_size > 1 or of_workers.is_sequence_parallel:
+        return "by several engines", "their tokens are elsewhere", "leave it out"
+    if next(layer.parameters()).is_cuda and not envs.starts_untried():
+        return "on a GPU", "no GPU has run it", f"serve on a CPU; {envs.UNTRIED.name}=1 starts it"
+    return None
 
 
 def _objection(layer: Any) -> tuple[str, str] | None:

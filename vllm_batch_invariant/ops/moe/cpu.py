@@ -81,7 +81,8 @@ def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expe
             adapters.add_down(made, activated, tokens, torch.full_like(tokens, number))
         return made
 
-    return sum_of_experts(_operand(x, reduction), weights, experts.placed(ids), len(experts.down), expert)
+    given = _operand(x, reduction), weights, experts.placed(ids), len(experts.down)
+    return sum_of_experts(*given, expert, experts.exchange)
 
 
 Rows = torch.Tensor | Codes
@@ -108,7 +109,14 @@ Expert = Callable[[int, Any, torch.Tensor], torch.Tensor]
 """Gives what the expert of a number makes of rows [tokens, hidden], which are those of these tokens [tokens]."""
 
 
-def sum_of_experts(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert) -> torch.Tensor:
+def sum_of_experts(
+    x: Rows,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    count: int,
+    expert: Expert,
+    exchange: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Each token's weighted sum over its experts, from the first on, rounded once: [tokens, hidden] of x's dtype.
 
     Args:
@@ -117,11 +125,13 @@ def sum_of_experts(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count:
         experts: [tokens, top_k], which of the ``count`` experts that are there; -1 for one that is not.
         count: of experts.
         expert: what is called for each of them that has tokens.
+        exchange: see :class:`.params.Experts`.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     for start in range(0, len(x), _TOKENS_AT_ONCE):
         part = slice(start, start + _TOKENS_AT_ONCE)
         terms = _weighted(x[part], weights[part], experts[part], count, expert, start)
+        terms = terms if exchange is None else exchange(terms)
         out[part] = chain(terms.unbind(1)).to(out.dtype)
     return out
 

@@ -634,6 +634,9 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
     expert_out = grouped_gemm(made, read(down), experts.down_bias, groups, pairs, dtype, schedule.down)
     if experts.adapters is not None:
         experts.adapters.add_down(expert_out, activated, tokens, placed)
+    if experts.exchange is not None:
+        here = experts.placed(ids).flatten() >= 0
+        expert_out, places = experts.exchange(torch.where(here[:, None], expert_out, 0.0)), None
     return Products(expert_out, weights, ids, places)
 
 

@@ -1,6 +1,6 @@
 """The experts of a layer as a value, checked against the tokens that are routed to them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -186,6 +186,8 @@ class Experts:
         places: [num_experts] integers: where in ``gate_up`` and ``down`` an expert lies; -1 for one that is not there,
             which is left out of the sum. None if all are there, in order.
         adapters: of tokens of a step; None: no token has one.
+        exchange: gives all workers rows of which each is at one of them, and 0 elsewhere, so that each adds what all
+            experts made of a token, in the order of its scores; None: it adds what its own made.
     """
 
     gate_up: Any
@@ -195,6 +197,7 @@ class Experts:
     down_bias: torch.Tensor | None = None
     places: torch.Tensor | None = None
     adapters: ExpertAdapters | None = None
+    exchange: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

@@ -149,9 +149,13 @@ class Place:
 
     @property
     def has_k_slices(self) -> bool:
-        """Whether two workers may add what they share of a layer as a tree: not of experts, and no odd slices."""
+        """Whether two workers may add what they share of a layer as a tree: no odd slices, and experts on a CPU alone
+        and without shared ones.
+        """
         sizes = self.model.get("hidden_size"), self.model.get("intermediate_size")
-        return not self.has_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
+        shared = any("shared_expert" in name for name in self.model)
+        takes_experts = not self.has_experts or (self.device == "cpu" and not shared)
+        return takes_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
 
     @property
     def has_segments(self) -> bool:
