@@ -20,9 +20,12 @@ from .reviews.schemes import FP8_CACHES
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
 KV_CACHE, ADAPTERS = "--kv-cache-dtype", "--enable-lora"
-HEAD_SIZES = tuple(range(64, 257, 16))
-ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
-"""Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
+_SMALLER = tuple(range(64, 257, 16))
+HEAD_SIZES = (*_SMALLER, 512)
+"""Elements of a decoder's attention head that the kernels for CPUs and NVIDIA GPUs have."""
+ENCODER_HEAD_SIZES = (32, 48, *_SMALLER)
+SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
+"""The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
 RAN = reviews.ran()
@@ -55,6 +58,8 @@ def _attention_backend(config: Config) -> str | None:
         *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
     ]
     allowed = devices.of_config(config).attention_choices
+    if _has_heads_of_two_sizes(config):  # vLLM chooses one for them where nobody has
+        allowed = (*allowed, "TRITON_ATTN")
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
     return f"attention backend {other[0]}" if other else None
 
@@ -674,10 +679,12 @@ def _head_size(config: Config) -> str | None:
     return None if size in sizes else f"attention heads of size {size}"
 
 
+def _has_heads_of_two_sizes(config: Config) -> bool:
+    return getattr(config.model_config, "architecture", "") in RAN.two_head_sizes
+
+
 def _kind_of_attention(config: Config) -> str | None:
     text = getattr(config.model_config, "hf_text_config", None)
-    if getattr(text, "num_kv_shared_layers", None):
-        return "layers that share a KV cache"
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
@@ -1603,7 +1610,7 @@ REFUSED = (
     ),
     Feature(
         "Other head sizes",
-        f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16, encoders on a CPU also 32 and 48",
+        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, but not 512",
         "serve another model, no setting helps",
         _head_size,
         ("cpu", "cuda"),

@@ -228,6 +228,7 @@ class Ran:
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         mamba2_models: with state spaces of Mamba-2 beside attention.
+        two_head_sizes: models whose layers of full attention have larger heads than the others.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
@@ -269,6 +270,7 @@ class Ran:
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
+    two_head_sizes: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]

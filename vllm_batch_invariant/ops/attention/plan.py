@@ -21,7 +21,7 @@ from .shared_memory import fitted
 from .sm90.shapes import SEMAPHORE_INTS
 from .work import WORK_SIZE
 
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 512
 DECODE_ROWS = 16
 """Rows, (token, query head of the KV head) pairs, up to which a request is decode-like: its rows are one block."""
 WIDE_DECODE_ROWS = 32
@@ -145,7 +145,7 @@ class Planner:
         schedules: of decode-like and of prefill-like work, for a kernel that is not of this package.
 
     Raises:
-        NotCovered: a head size above 256.
+        NotCovered: a head size above 512.
     """
 
     def __init__(
