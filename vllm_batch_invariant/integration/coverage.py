@@ -676,15 +676,54 @@ def _latent_attention(config: Config) -> str | None:
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
     sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else HEAD_SIZES
-    return None if size in sizes else f"attention heads of size {size}"
+    if size not in sizes:
+        return f"attention heads of size {size}"
+    device = config.device_config.device_type
+    found = {
+        "on a GPU": device not in RAN.large_heads and _ran_on(device) == device,
+        "in exact arithmetic": envs.ARITHMETIC.read() == "exact",
+    }
+    first = None if size in ENCODER_HEAD_SIZES else _first(found)
+    return _when(first, f"attention heads of size {size} {first}")
 
 
 def _has_heads_of_two_sizes(config: Config) -> bool:
     return getattr(config.model_config, "architecture", "") in RAN.two_head_sizes
 
 
+def _two_head_sizes_elsewhere(config: Config) -> str | None:
+    """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
+    if not _has_heads_of_two_sizes(config):
+        return None
+    device, version, named = devices.of_config(config), patch_points.installed_version(), "heads of two sizes"
+    ops, ran = device.ops, RAN.large_heads
+    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+    if ops.type not in ran and not untried:
+        return f"{named} on {ops.name}"
+    if not untried and not version.startswith(ran[ops.type]):
+        return f"{named} with vLLM {version}"
+    model, method = config.model_config, getattr(config.speculative_config, "method", None)
+    found = {
+        **_several(config),
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        f"speculative decoding with {method}": method is not None,
+        f"quantisation {model.quantization}": model.quantization is not None,
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        "LoRA adapters": config.lora_config is not None,
+        "pooling": _pools(config),
+        "embeddings as prompts": model.enable_prompt_embeds,
+        "exact arithmetic": device.is_exact,
+        "FlexAttention": envs.ATTENTION.read() == "flex",
+        "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
+    }
+    first = _first(found)
+    return _when(first, f"{named} with {first}")
+
+
 def _kind_of_attention(config: Config) -> str | None:
     text = getattr(config.model_config, "hf_text_config", None)
+    if getattr(text, "num_kv_shared_layers", None) and not _has_heads_of_two_sizes(config):
+        return "layers that share a KV cache"
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
@@ -1068,8 +1107,13 @@ COVERED = (
     ),
     Feature(
         "Attention",
-        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
+        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16, on a CPU also 512; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
         "encoders all keys or a window to both sides, also with head sizes 32 and 48",
+    ),
+    Feature(
+        "Heads of two sizes, shared KV caches",
+        "Gemma 4 (31B, 26B-A4B, E2B, E4B) as text, heads of 256 and 512, also with experts and with inputs of each "
+        "layer: on a CPU with vLLM 0.32, by one worker",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
@@ -1616,7 +1660,16 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Other kinds of attention (shared KV caches, chunks)",
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, by several workers or engines, beside drafts, "
+        "quantisation, FP8 caches, LoRA, prompt embeddings, pooling, exact arithmetic, FlexAttention; heads of 512 on a "
+        "GPU",
+        "these have not been run",
+        f"serve Gemma 4 by one worker on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
+        _two_head_sizes_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Other kinds of attention (shared KV caches but of Gemma 4, chunks)",
         "it is not in the reduction",
         "serve a model without it",
         _kind_of_attention,

@@ -312,7 +312,7 @@ class FixedSplitBackendMixin:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(ENCODER_HEAD_SIZES)  # a decoder's are checked where its layers are made
+        return sorted({*ENCODER_HEAD_SIZES, *HEAD_SIZES})  # which of them a layer may have is checked where it is made
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -231,6 +231,7 @@ class Ran:
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
+        large_heads: versions whose engines have served heads of 512, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         fp8_kv_cache_beside: states, and models that take images, beside which they have, by device.
         short_convolutions: versions whose engines have served them, by device.
@@ -273,6 +274,7 @@ class Ran:
     two_head_sizes: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
+    large_heads: Mapping[str, str]
     fp8_kv_cache: Mapping[str, str]
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     short_convolutions: Mapping[str, str]
