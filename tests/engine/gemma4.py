@@ -2,10 +2,16 @@
 that read the KV cache of others and have inputs of their own, and with experts.
 """
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+
+from tests.engine import kept_states
+from tests.engine.engines import request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 _SHARED = {
     "vocab_size": 512,
@@ -65,3 +71,98 @@ def written(name: str, folder: Path) -> Path:
         model.model.norm.weight.mul_(8.0)
     model.bfloat16().save_pretrained(folder)
     return folder
+
+
+WINDOW = _SHARED["sliding_window"]
+EDGES = [1, 2, 16, *(border + off for border in (WINDOW, 2 * WINDOW, 128) for off in (-1, 0, 1))]
+"""Lengths of prompts around the ends of windows and of pages."""
+FAULTS = ("a window is a key longer", "a layer reads the cache of another", "experts are not scaled")
+
+
+def at_edges(engine: Engine) -> tuple[list[Any], list[Any]]:
+    """Prompts of these lengths, one after the other and all together."""
+    asked = [
+        request(tokens(length, 50, kept_states.VOCABULARY), max_tokens=3, logprobs=1, prompt_logprobs=1)
+        for length in EDGES
+    ]
+    alone = [engine.step(f"edge {number}", [one], True).requests[0] for number, one in enumerate(asked)]
+    together = engine.step("edges", asked, True).requests
+    seen = ([[one["completions"], one["prompt_logprobs"]] for one in found] for found in (alone, together))
+    return next(seen), next(seen)
+
+
+def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Answers of the targets in every company, and what shows that they were in it."""
+    company = kept_states.others(length=118)
+    found: dict[str, Any] = {"alone": kept_states.alone(engine)}
+    among = engine.step("among others", [*company, *kept_states.TARGETS], True)
+    found |= {"among others": kept_states.seen(among.requests), "preemptions": among.preemptions}
+    warm = engine.step("warm", kept_states.TARGETS)
+    found |= {"warm": kept_states.seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
+    found["layers"] = engine.call(f"{__name__}:poison")
+    found["in pages of NaN"] = kept_states.alone(engine, "poisoned")
+    engine.call(f"{__name__}:poison")
+    poisoned = engine.step("poisoned", [*company, *kept_states.TARGETS], True)
+    found["among others in pages of NaN"] = kept_states.seen(poisoned.requests)
+    found["decoded"] = kept_states.decode_again(engine, found["alone"])
+    found["edges"] = at_edges(engine)
+    for fault in faults:
+        found[fault, "did"] = engine.call(f"{__name__}:plant", fault)
+        found[fault] = kept_states.seen(engine.step(fault, kept_states.TARGETS, True).requests)
+        engine.call(f"{__name__}:plant", fault)
+    found["no fault"] = kept_states.alone(engine, "no fault")
+    return found
+
+
+def _attention(model: torch.nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if type(layer).__name__ == "Attention"]
+
+
+def poison(llm: Any) -> list[tuple[int, bool]]:
+    """Fill every page with NaN, as a request may find one that another has left. Returns of each layer the size of its
+    heads and whether its cache is another's.
+    """
+    llm.reset_prefix_cache()
+    return llm.apply_model(_fill)[0]
+
+
+def _fill(model: torch.nn.Module) -> list[tuple[int, bool]]:
+    layers = _attention(model)
+    for layer in layers:
+        layer.kv_cache.view(torch.uint8).fill_(255)
+    return [(layer.head_size, layer.impl.reads_another_cache) for layer in layers]
+
+
+def plant(llm: Any, fault: str) -> bool:
+    """Have a model compute something else, or what it did before. Returns whether it can."""
+    llm.reset_prefix_cache()
+    return llm.apply_model(_FAULTS[fault])[0]
+
+
+def _widen(model: torch.nn.Module) -> bool:
+    layers = [layer.impl for layer in _attention(model) if layer.impl.spec.sliding_window]
+    for layer in layers:
+        other = WINDOW + 1 if layer.spec.sliding_window == WINDOW else WINDOW
+        layer.spec = replace(layer.spec, sliding_window=other)
+    return bool(layers)
+
+
+def _read_another(model: torch.nn.Module) -> bool:
+    layers = [layer for layer in _attention(model) if layer.impl.reads_another_cache]
+    for layer in layers:
+        held = vars(layer).pop("held", None)
+        if held is None:
+            layer.held, layer.kv_cache = layer.kv_cache, layer.kv_cache.flip(0)
+        else:
+            layer.kv_cache = held
+    return bool(layers)
+
+
+def _leave_scales_out(model: torch.nn.Module) -> bool:
+    routers = [part for part in model.modules() if type(part).__name__ == "Router"]
+    for router in routers:
+        router.held, router._scales = router._scales, getattr(router, "held", None)
+    return bool(routers)
+
+
+_FAULTS = dict(zip(FAULTS, (_widen, _read_another, _leave_scales_out), strict=True))

@@ -1653,16 +1653,16 @@ REFUSED = (
         _outputs_beside_tokens,
     ),
     Feature(
-        "Other head sizes",
-        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, but not 512",
-        "serve another model, no setting helps",
+        "Other head sizes; heads of 512 on a GPU or in exact arithmetic",
+        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, but not 512, and "
+        "nobody has run that on a GPU or in exact arithmetic",
+        f"serve another model; {envs.UNTRIED.name}=1 starts heads of 512 on a GPU",
         _head_size,
         ("cpu", "cuda"),
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, by several workers or engines, beside drafts, "
-        "quantisation, FP8 caches, LoRA, prompt embeddings, pooling, exact arithmetic, FlexAttention; heads of 512 on a "
-        "GPU",
+        "quantisation, FP8 caches, LoRA, prompt embeddings, pooling, exact arithmetic, FlexAttention",
         "these have not been run",
         f"serve Gemma 4 by one worker on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
         _two_head_sizes_elsewhere,
