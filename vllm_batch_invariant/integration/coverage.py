@@ -1107,8 +1107,8 @@ COVERED = (
     ),
     Feature(
         "Attention",
-        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16, on a CPU also 512; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
-        "encoders all keys or a window to both sides, also with head sizes 32 and 48",
+        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16, on a CPU also 512; causal, sliding window, logit "
+        "soft-cap, ALiBi, sinks; of encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
