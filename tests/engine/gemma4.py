@@ -52,8 +52,28 @@ CONFIGS = {
 """By the published model that each is a small one of."""
 
 
-def written(name: str, folder: Path) -> Path:
-    """A checkpoint in bf16. Embeddings, which are the matrix of logits as well, are small, so that a token does not
+AROUND = {"31B": ("31B", "Gemma4"), "E2B": ("E2B", "Gemma4"), "12B": ("31B", "Gemma4Unified")}
+"""By the published model, the text model of a small one as it is published, and how Transformers calls what is around.
+"""
+_TOKENS = {
+    name: 500 + number
+    for number, name in enumerate(f"{kind}_token_id" for kind in ("image", "video", "audio", "boi", "eoi"))
+}
+_SEES_IMAGES = {"use_bidirectional_attention": "vision"}
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "position_embedding_size": 64,
+}
+_EMBEDDER = {"mm_embed_dim": 64, "mm_posemb_size": 64}
+
+
+def text_model(name: str) -> torch.nn.Module:
+    """A text model in bf16. Embeddings, which are the matrix of logits as well, are small, so that a token does not
     foretell itself, and the last norm makes up for that; scores are those of heads that see many keys.
     """
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**CONFIGS[name]))
@@ -69,7 +89,30 @@ def written(name: str, folder: Path) -> Path:
         for layer in model.model.layers:
             layer.layer_scalar.uniform_(0.5, 1.5, generator=generator)
         model.model.norm.weight.mul_(8.0)
-    model.bfloat16().save_pretrained(folder)
+    return model.bfloat16()
+
+
+def written(name: str, folder: Path) -> Path:
+    """Its checkpoint."""
+    text_model(name).save_pretrained(folder)
+    return folder
+
+
+def written_around(name: str, folder: Path) -> Path:
+    """A checkpoint as it is published, with the weights of a text model and those of what encodes images."""
+    of_text, kind = AROUND[name]
+    text_config = CONFIGS[of_text] | ({} if of_text == "E2B" else _SEES_IMAGES)
+    if kind == "Gemma4Unified":
+        del text_config["hidden_size_per_layer_input"]
+    config = getattr(transformers, f"{kind}Config")(
+        architectures=[f"{kind}ForConditionalGeneration"],
+        text_config=text_config,
+        vision_config=_TOWER if kind == "Gemma4" else _EMBEDDER,
+        **_TOKENS,
+    )
+    model = getattr(transformers, config.architectures[0])(config).bfloat16()
+    model.model.language_model.load_state_dict(text_model(of_text).model.state_dict())
+    model.save_pretrained(folder)
     return folder
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine import gemma4, kept_states
+from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.engines import UNTRIED_THERE
-from tests.engine.gemma4 import CONFIGS, FAULTS
+from tests.engine.gemma4 import AROUND, CONFIGS, FAULTS
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -107,6 +107,16 @@ def test_other_dtypes_keep_their_bits_and_are_near_transformers_in_float64(
     assert decodes_as_it_prefills(other)
     if dtype == "float32":
         assert distance_from_float64(checkpoint(name), other["alone"]) < NEAR
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_the_text_of_a_published_model_has_the_bits_of_the_text_model(
+    name: str, found: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    path = multimodal.python_path(tmp_path / "path")
+    folder = gemma4.written_around(name, tmp_path / "model")
+    as_text = started(folder, kept_states.ask_briefly, path=path, language_model_only=True, **DEFAULT)
+    assert as_text["alone"] == as_text["among others"] == found(AROUND[name][0])["alone"]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")

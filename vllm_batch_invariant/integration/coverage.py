@@ -1033,7 +1033,7 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 with --language-model-only, or with every "
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 with --language-model-only, or with every "
         "--limit-mm-per-prompt at 0",
     ),
     Feature(
@@ -1112,8 +1112,8 @@ COVERED = (
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
-        "Gemma 4 (31B, 26B-A4B, E2B, E4B) as text, heads of 256 and 512, also with experts and with inputs of each "
-        "layer: on a CPU with vLLM 0.32, by one worker",
+        "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B) as text: heads of 256 and 512, keys that are the values, inputs of each "
+        "layer, experts: on a CPU with vLLM 0.32, by one worker",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
@@ -1472,8 +1472,8 @@ REFUSED = (
     Feature(
         "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3 and "
         "Mistral",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 have been proven to be text models without their "
-        "encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 have been proven to be text models "
+        "without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),

@@ -176,10 +176,11 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
 @functools.cache
 def _other_source(kind: type) -> str | None:
     """A method of a class that is known by its sources, where it has another one."""
-    for name in reviews.functions("layers").get(kind.__module__, {}):
-        owner, _, method = name.rpartition(".")
-        if owner == kind.__name__ and not sources.is_read("layers", getattr(kind, method, None)):
-            return method
+    for base in kind.__mro__:
+        for name in reviews.functions("layers").get(base.__module__, {}):
+            owner, _, method = name.rpartition(".")
+            if owner == base.__name__ and not sources.is_read("layers", getattr(kind, method, None)):
+                return method
     return None
 
 
