@@ -1662,7 +1662,7 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, by several workers or engines, beside drafts, "
-        "quantisation, FP8 caches, LoRA, prompt embeddings, pooling, exact arithmetic, FlexAttention",
+        "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         f"serve Gemma 4 by one worker on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
         _two_head_sizes_elsewhere,
