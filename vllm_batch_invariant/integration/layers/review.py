@@ -137,7 +137,8 @@ def _is_known(kind: type) -> bool:
 
 def _of_layer(layer: torch.nn.Module) -> str | None:
     """Of a layer of a known class."""
-    if other := _other_source(type(layer)):
+    kind: type = type(layer)
+    if other := _other_source(kind):
         return f"its {other} is not the one that was read"
     method = getattr(layer, "quant_method", None)
     if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention"):
