@@ -98,20 +98,25 @@ def written(name: str, folder: Path) -> Path:
     return folder
 
 
-def written_around(name: str, folder: Path) -> Path:
-    """A checkpoint as it is published, with the weights of a text model and those of what encodes images."""
+def config_around(name: str) -> transformers.PretrainedConfig:
+    """Of a model as it is published, with what encodes images."""
     of_text, kind = AROUND[name]
     text_config = CONFIGS[of_text] | ({} if of_text == "E2B" else _SEES_IMAGES)
     if kind == "Gemma4Unified":
         del text_config["hidden_size_per_layer_input"]
-    config = getattr(transformers, f"{kind}Config")(
+    return getattr(transformers, f"{kind}Config")(
         architectures=[f"{kind}ForConditionalGeneration"],
         text_config=text_config,
         vision_config=_TOWER if kind == "Gemma4" else _EMBEDDER,
         **_TOKENS,
     )
+
+
+def written_around(name: str, folder: Path) -> Path:
+    """A checkpoint of such a model, with the weights of a text model."""
+    config = config_around(name)
     model = getattr(transformers, config.architectures[0])(config).bfloat16()
-    model.model.language_model.load_state_dict(text_model(of_text).model.state_dict())
+    model.model.language_model.load_state_dict(text_model(AROUND[name][0]).model.state_dict())
     model.save_pretrained(folder)
     return folder
 
