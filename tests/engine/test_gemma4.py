@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.engines import UNTRIED_THERE
@@ -107,6 +108,19 @@ def test_other_dtypes_keep_their_bits_and_are_near_transformers_in_float64(
     assert decodes_as_it_prefills(other)
     if dtype == "float32":
         assert distance_from_float64(checkpoint(name), other["alone"]) < NEAR
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    variables = UNTRIED_THERE | ({} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    two = {"tensor_parallel_size": 2, "dtype": "float32"} | DEFAULT
+    shared = kept_states.started(checkpoint(name), gemma4.ask, variables=variables, **two)
+    assert [where for where in SAME if shared[where] != shared["alone"]] == []
+    assert decodes_as_it_prefills(shared)
+    assert distance_from_float64(checkpoint(name), shared["alone"]) < NEAR
 
 
 @pytest.mark.parametrize("name", AROUND)

@@ -840,7 +840,8 @@ def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any)
         ({"architecture": "LlamaForCausalLM", "speculative_config": object()}, None),
         ({"version": "0.31.0"}, "heads of two sizes with vLLM 0.31.0"),
         ({"device": "cuda", "version": "0.33.0"}, "heads of two sizes on a GPU"),
-        ({"tensor_parallel_size": 2}, "heads of two sizes with tensor parallelism 2"),
+        ({"tensor_parallel_size": 2}, None),
+        ({"tensor_parallel_size": 4}, "heads of two sizes with tensor parallelism 4"),
         ({"pipeline_parallel_size": 2}, "heads of two sizes with pipeline parallelism 2"),
         (
             {"speculative_config": SimpleNamespace(method="mtp")},

@@ -703,8 +703,11 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     if not untried and not version.startswith(ran[ops.type]):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
+    several, workers = _several(config), config.parallel_config.tensor_parallel_size
+    if workers in RAN.large_head_workers.get(_ran_on(ops.type), ()):
+        del several[f"tensor parallelism {workers}"]
     found = {
-        **_several(config),
+        **several,
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
         f"speculative decoding with {method}": method is not None,
         f"quantisation {model.quantization}": model.quantization is not None,
@@ -1113,7 +1116,7 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B) as text: heads of 256 and 512, keys that are the values, inputs of each "
-        "layer, experts: on a CPU with vLLM 0.32, by one worker",
+        "layer, experts: on a CPU with vLLM 0.32, by one worker or two",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
@@ -1661,10 +1664,10 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, by several workers or engines, beside drafts, "
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, engines, stages, drafts, "
         "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
-        f"serve Gemma 4 by one worker on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
+        f"serve Gemma 4 on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
         _two_head_sizes_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),
