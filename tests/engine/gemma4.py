@@ -72,12 +72,12 @@ _TOWER = {
 _EMBEDDER = {"mm_embed_dim": 64, "mm_posemb_size": 64}
 
 
-def text_model(name: str) -> torch.nn.Module:
+def text_model(name: str, seed: int = 0) -> torch.nn.Module:
     """A text model in bf16. Embeddings, which are the matrix of logits as well, are small, so that a token does not
     foretell itself, and the last norm makes up for that; scores are those of heads that see many keys.
     """
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**CONFIGS[name]))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -92,9 +92,9 @@ def text_model(name: str) -> torch.nn.Module:
     return model.bfloat16()
 
 
-def written(name: str, folder: Path) -> Path:
+def written(name: str, folder: Path, seed: int = 0) -> Path:
     """Its checkpoint."""
-    text_model(name).save_pretrained(folder)
+    text_model(name, seed).save_pretrained(folder)
     return folder
 
 
@@ -175,9 +175,11 @@ def poison(llm: Any) -> list[tuple[int, bool]]:
 
 
 def _fill(model: torch.nn.Module) -> list[tuple[int, bool]]:
+    from vllm_batch_invariant.integration.layers.attention import cache_of
+
     layers = _attention(model)
     for layer in layers:
-        layer.kv_cache.view(torch.uint8).fill_(255)
+        cache_of(layer).view(torch.uint8).fill_(255)
     return [(layer.head_size, layer.impl.reads_another_cache) for layer in layers]
 
 
@@ -196,11 +198,14 @@ def _widen(model: torch.nn.Module) -> bool:
 
 
 def _read_another(model: torch.nn.Module) -> bool:
+    from vllm_batch_invariant.integration.layers.attention import cache_of
+
     layers = [layer for layer in _attention(model) if layer.impl.reads_another_cache]
     for layer in layers:
         held = vars(layer).pop("held", None)
         if held is None:
-            layer.held, layer.kv_cache = layer.kv_cache, layer.kv_cache.flip(0)
+            other = cache_of(layer).flip(0)
+            layer.held, layer.kv_cache = layer.kv_cache, [other] if isinstance(layer.kv_cache, list) else other
         else:
             layer.kv_cache = held
     return bool(layers)

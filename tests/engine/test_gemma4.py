@@ -16,6 +16,7 @@ from tests.engine.gemma4 import AROUND, CONFIGS, FAULTS
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().large_heads["cpu"]
 pytestmark = [
@@ -25,10 +26,12 @@ pytestmark = [
 ]
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 40}
 """With so few pages some requests are preempted."""
-FEW_PAGES = {"E2B": {"num_gpu_blocks_override": 11}}
+FEW_PAGES = {} if ON_GPU else {"E2B": {"num_gpu_blocks_override": 11}}
 """Of one whose layers share them."""
 UNCACHED = DEFAULT | {"enable_prefix_caching": False, "max_num_batched_tokens": 47}
 ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
+WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
+EXTENSION = "tests.engine.reloads.Extension"
 NEAR = 1e-4
 """Of logprobs in fp32; in bf16 a token may get other experts."""
 started = partial(kept_states.started, variables=UNTRIED_THERE)
@@ -121,6 +124,26 @@ def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
     assert [where for where in SAME if shared[where] != shared["alone"]] == []
     assert decodes_as_it_prefills(shared)
     assert distance_from_float64(checkpoint(name), shared["alone"]) < NEAR
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replaced_weights_give_the_bits_of_a_fresh_engine(
+    name: str, found: Callable[[str], dict[str, Any]], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, other = str(checkpoint(name)), str(gemma4.written(name, tmp_path, seed=1))
+
+    def replaced(engine: Engine) -> dict[tuple[str, str], Any]:
+        answers = {}
+        for way in WAYS:
+            for folder in (other, first):
+                engine.call(f"tests.engine.reloads:{way}", folder)
+                answers[way, folder] = kept_states.alone(engine, f"{way} {folder}")
+        return answers
+
+    fresh = {other: started(other, kept_states.alone), first: found(name)["alone"]}
+    assert fresh[other] != fresh[first]
+    answers = started(first, replaced, worker_extension_cls=EXTENSION, weight_transfer_config='{"backend": "files"}')
+    assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
 @pytest.mark.parametrize("name", AROUND)
