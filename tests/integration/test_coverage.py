@@ -845,3 +845,74 @@ def test_a_model_with_another_state_stays_refused() -> None:
     ):
         model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)
         assert row.found(SimpleNamespace(model_config=model)) == said
+
+
+def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any) -> str | None:
+    """What is found of a Gemma 4 with heads of two sizes, with changes to its configuration."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
+    model |= {"enable_prompt_embeds": False}
+    others = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(**{name: changes.pop(name, size) for name, size in sizes.items()}),
+        model_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in model.items()}),
+        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        **others | changes,
+    )
+    [row] = [row for name, row in ROWS.items() if name.startswith("Heads of two sizes")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patch_points, "installed_version", lambda: version)
+        return row.found(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"architecture": "LlamaForCausalLM", "speculative_config": object()}, None),
+        ({"version": "0.31.0"}, "heads of two sizes with vLLM 0.31.0"),
+        ({"device": "cuda", "version": "0.33.0"}, "heads of two sizes on a GPU"),
+        ({"tensor_parallel_size": 2}, None),
+        ({"tensor_parallel_size": 4}, "heads of two sizes with tensor parallelism 4"),
+        ({"pipeline_parallel_size": 2}, "heads of two sizes with pipeline parallelism 2"),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp")},
+            "heads of two sizes with speculative decoding with mtp",
+        ),
+        ({"quantization": "awq"}, "heads of two sizes with quantisation awq"),
+        ({"cache_dtype": "fp8"}, "heads of two sizes with a KV cache in fp8"),
+        ({"lora_config": object()}, "heads of two sizes with LoRA adapters"),
+        ({"runner_type": "pooling"}, "heads of two sizes with pooling"),
+        ({"enable_prompt_embeds": True}, "heads of two sizes with embeddings as prompts"),
+    ],
+)
+def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, Any], said: str | None) -> None:
+    assert two_head_sizes(**changes) == said
+
+
+def test_heads_of_two_sizes_start_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNTRIED.name, "1")
+    on_a_gpu = {"device": "cuda", "version": "0.33.0"}
+    assert two_head_sizes(**on_a_gpu) is None
+    assert two_head_sizes(**on_a_gpu, use_v2_model_runner=False) == "heads of two sizes with the first model runner"
+    assert two_head_sizes("cuda") == "heads of two sizes on a GPU"
+    monkeypatch.setenv(ATTENTION.name, "flex")
+    assert two_head_sizes(**on_a_gpu) == "heads of two sizes with FlexAttention"
+
+
+def test_heads_of_512_are_found_where_they_have_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Other head sizes")]
+
+    def said(size: int, device: str) -> str | None:
+        model = SimpleNamespace(get_head_size=lambda: size, runner_type="generate")
+        return row.found(SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model))
+
+    assert [said(size, device) for size in (64, 256) for device in ("cpu", "cuda")] == [None] * 4
+    assert said(272, "cpu") == "attention heads of size 272"
+    assert said(512, "cpu") is None
+    assert said(512, "cuda") == "attention heads of size 512 on a GPU"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert said(512, "cuda") is None
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert said(512, "cpu") == "attention heads of size 512 in exact arithmetic"

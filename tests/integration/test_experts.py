@@ -12,7 +12,7 @@ from tests.integration.test_layers import LAYERS, MODELS, bare, named
 from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration import coverage, reviews
 from vllm_batch_invariant.integration.layers import experts, review
 from vllm_batch_invariant.integration.layers.linear import as_loaded, restore_weights
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -157,6 +157,41 @@ def test_weights_that_a_trainer_writes_serve_the_next_step(method: Any) -> None:
     made.w2_weight.data.mul_(2)
     method.process_weights_after_loading(made)
     assert_same_bits(method.apply_monolithic(made, x, logits), before * 2)
+
+
+def routed_by_gemma4(of: Layer, scales: torch.Tensor) -> Any:
+    """A layer whose experts Gemma 4's own function chooses, with a factor of each."""
+    kind = named(f"{MODELS}.gemma4.Gemma4Router")
+    return routed(of, custom_routing_function=bare(kind, per_expert_scale=scales).routing_function)
+
+
+def test_experts_of_gemma4_have_their_factors_and_those_that_come_later(method: Any) -> None:
+    of, x = layer(), tokens(40)
+    scales = torch.linspace(0.5, 2.0, EXPERTS, dtype=torch.bfloat16)
+    made = routed_by_gemma4(of, scales)
+    method.process_weights_after_loading(made)
+    logits = torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(0))
+    weights, ids = route(logits, of.reduction)
+    got, chosen = method.router(logits, None)
+    assert torch.equal(chosen, ids)
+    assert_same_bits(got, weights * scales.float()[ids])
+    from_vllm, _ = made.custom_routing_function(x, logits, 3, True)
+    assert (got - from_vllm).abs().max() < 1e-6, "as vLLM's own function has it"
+    scales.fill_(1.0)
+    assert_same_bits(method.apply_monolithic(made, x, logits), of(x, logits))
+    scales.fill_(2.0)
+    assert not torch.equal(method.apply_monolithic(made, x, logits), of(x, logits)), "the negative control"
+
+
+def test_a_function_of_gemma4_with_another_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = routed_by_gemma4(layer(), torch.ones(EXPERTS))
+    assert experts.reduction_of(made) == layer().reduction
+    read = reviews.functions("routing")[f"{MODELS}.gemma4"]
+    for name in read:
+        with monkeypatch.context() as patch:
+            patch.setitem(read, name, ("0" * 16,))
+            with pytest.raises(NotCovered, match=r"chosen by Gemma4Router\.routing_function"):
+                experts.reduction_of(made)
 
 
 def chosen_by_the_model() -> None:

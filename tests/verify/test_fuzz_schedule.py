@@ -507,3 +507,13 @@ def test_states_take_two_pages_of_each_group_of_layers() -> None:
     assert pages_of_states({"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 3}) == 2
     assert pages_of_states({"hybrid_override_pattern": "M-M-M*-M-E"}) == 8
     assert pages_of_states({"model_type": "falcon_h1"}) == 2
+
+
+def test_layers_with_windows_take_pages_beside_those_of_full_attention() -> None:
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    assert pages_of_windows({}, 128, 64) == 0
+    assert pages_of_windows({"layer_types": ["full_attention"] * 4, "sliding_window": None}, 128, 64) == 0
+    assert pages_of_windows({"layer_types": kinds, "sliding_window": 64}, 128, 64) == 5 * 2
+    assert pages_of_windows({"layer_types": kinds * 2, "sliding_window": 65}, 128, 64) == 5 * 3
+    shared = {"layer_types": kinds[4:] * 2, "sliding_window": 64, "num_kv_shared_layers": 2}
+    assert pages_of_windows(shared, 128, 64) == 2

@@ -20,7 +20,7 @@ from ...ops.scaled_linear import ScaledLinearReduction
 from .. import reviews
 from ..parallel import tensor_tree
 from ..parallel.collectives import rows_of_all
-from ..reviews import patch_points
+from ..reviews import patch_points, sources
 from .fusion import is_watched
 from .linear import PreparedWeight
 
@@ -41,13 +41,19 @@ class Router(torch.nn.Module):
     capture: Callable[[torch.Tensor], None] | None = None
     """Is given the ids, if requests are told which experts their tokens had."""
 
-    def __init__(self, reduction: MoeReduction) -> None:
+    def __init__(self, reduction: MoeReduction, scales: Callable[[], torch.Tensor] | None = None) -> None:
+        """
+        Args:
+            scales: gives a factor of each expert, [num_experts], that a model has; None where all are 1.
+        """
         super().__init__()
-        self._reduction = reduction
+        self._reduction, self._scales = reduction, scales
 
     def forward(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`...ops.moe.route`."""
         weights, ids = route(logits, self._reduction, bias)
+        if self._scales is not None:
+            weights = weights * self._scales().to(weights.dtype)[ids]
         if self.capture is not None:
             self.capture(ids)
         return weights, ids
@@ -84,7 +90,7 @@ class BatchInvariantExperts:
             self.reduction = self.reduction_of(layer, dtype)
             if exchanges(layer):
                 layer.moe_config.skip_final_all_reduce = True
-            self.router = Router(self.reduction)
+            self.router = Router(self.reduction, _scales_of_experts(layer))
         self.weights_are_loaded(layer)
 
     def reduction_of(self, layer: Any, dtype: torch.dtype) -> MoeReduction:
@@ -331,7 +337,7 @@ def _not_beside_a_tree(layer: Any) -> tuple[str, str, str] | None:
 
 def _objection(layer: Any) -> tuple[str, str] | None:
     """What of a layer is not in the reduction, and why."""
-    if layer.custom_routing_function is not None:
+    if layer.custom_routing_function is not None and _scales_of_experts(layer) is None:
         name = getattr(layer.custom_routing_function, "__qualname__", "a function of the model")
         return f"chosen by {name}", "a model's own function may compute anything"
     if layer.apply_router_weight_on_input:
@@ -344,6 +350,21 @@ def _objection(layer: Any) -> tuple[str, str] | None:
     if layer.routed_scaling_factor != 1 and not (layer.use_grouped_topk or biased):
         return f"a factor of {layer.routed_scaling_factor}", "vLLM applies none to this kind of router on a CPU"
     return None
+
+
+_OWN_ROUTING = "Gemma4Router.routing_function"
+"""A model's function that chooses experts by softmax, renormalises, and multiplies with a factor of each expert."""
+
+
+def _scales_of_experts(layer: Any) -> Callable[[], torch.Tensor] | None:
+    """What gives these factors of a layer, as its weights are then; None of a layer without such a function, or with
+    one that nobody has read.
+    """
+    function = getattr(layer.custom_routing_function, "__func__", None)
+    is_read = getattr(function, "__qualname__", "") == _OWN_ROUTING and sources.is_read("routing", function)
+    if not is_read or sources.unread("routing", sources.installed):
+        return None
+    return partial(getattr, layer.custom_routing_function.__self__, "per_expert_scale")
 
 
 def problem_of_gate(gate: Any) -> str | None:

@@ -25,7 +25,7 @@ import torch
 from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
-from ..reviews import encoding, patch_points
+from ..reviews import encoding, patch_points, sources
 from . import calls, encoders, experts, fp8, int8, pooling, quantised
 from .calls import MODELS
 
@@ -137,6 +137,9 @@ def _is_known(kind: type) -> bool:
 
 def _of_layer(layer: torch.nn.Module) -> str | None:
     """Of a layer of a known class."""
+    kind: type = type(layer)
+    if other := _other_source(kind):
+        return f"its {other} is not the one that was read"
     method = getattr(layer, "quant_method", None)
     if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention"):
         if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
@@ -170,6 +173,17 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return None
     elif method is not None and not quantised.is_plain(method):
         return f"its matmuls are computed by {type(method).__name__}"
+    return None
+
+
+@functools.cache
+def _other_source(kind: type) -> str | None:
+    """A method of a class that is known by its sources, where it has another one."""
+    for base in kind.__mro__:
+        for name in reviews.functions("layers").get(base.__module__, {}):
+            owner, _, method = name.rpartition(".")
+            if owner == base.__name__ and not sources.is_read("layers", getattr(kind, method, None)):
+                return method
     return None
 
 
