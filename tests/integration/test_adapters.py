@@ -1,5 +1,6 @@
 """Rows of a step have the adapters of their requests, and an adapter's number stands for what is in its files."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,9 +159,11 @@ def test_what_has_not_been_compared_is_refused() -> None:
 
 
 def files(folder: Path, content: str) -> Path:
+    """Of an adapter without tensors."""
     folder.mkdir(exist_ok=True)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (folder / name).write_text(content)
+    (folder / "adapter_config.json").write_text(content)
+    header = json.dumps({"__metadata__": {"content": content}}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return folder
 
 
@@ -171,7 +174,7 @@ class Core:
         self.loaded: list[Any] = []
         self.removed: list[int] = []
         self.scheduler = SimpleNamespace(requests={})
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False))
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False), lora_config=None)
 
     def preprocess_add_request(self, request: Any) -> Any:
         return request

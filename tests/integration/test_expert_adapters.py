@@ -26,12 +26,20 @@ PER_EXPERT = tuple(
 STACKED = ("mlp.experts", "mlp.experts.base_layer")
 
 
-def written(folder: Path, *modules: str, suffix: str = "safetensors") -> str:
-    """An adapter with weights of these modules of a layer."""
+def written(folder: Path, *modules: str, suffix: str = "safetensors", layer: int = 1) -> str:
+    """An adapter of rank 2 with weights of these modules of a layer: "A:", "B:" and "9:" in front of one stand for one
+    side and another rank, and "own:" for a whole weight.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
-    names = (f"base_model.model.model.layers.1.{one}.lora_{side}.weight" for one in modules for side in "AB")
-    tensors, file = {name: torch.zeros(1) for name in names}, folder / f"adapter_model.{suffix}"
+    tensors, file = {}, folder / f"adapter_model.{suffix}"
+    for module in modules:
+        how, _, name = module.rpartition(":")
+        rank = (int(how) if how.isdigit() else 2) * (EXPERTS if name.endswith(STACKED) else 1)
+        made = {"A": torch.zeros(rank, 1), "B": torch.zeros(1, rank)}
+        for side in [how] if how in made else ["A", "B"]:
+            weight = "weight" if how == "own" else f"lora_{side}.weight"
+            tensors[f"base_model.model.model.layers.{layer}.{name}.{weight}"] = made[side]
     if suffix == "safetensors":
         save_file(tensors, file)
     else:
@@ -40,8 +48,11 @@ def written(folder: Path, *modules: str, suffix: str = "safetensors") -> str:
 
 
 def config_of(architecture: str = "Qwen3MoeForCausalLM", is_moe: bool = True, **of_lora: Any) -> Any:
-    lora_config = {"target_modules": None, "enable_mixed_moe_lora_format": False} | of_lora
-    model = SimpleNamespace(architecture=architecture, is_moe=is_moe, get_num_experts=lambda: EXPERTS)
+    lora_config = {"target_modules": None, "enable_mixed_moe_lora_format": False, "max_lora_rank": 4} | of_lora
+    text = SimpleNamespace(num_hidden_layers=3, mlp_only_layers=[0])
+    model = SimpleNamespace(
+        architecture=architecture, is_moe=is_moe, get_num_experts=lambda: EXPERTS, hf_text_config=text
+    )
     return SimpleNamespace(model_config=model, lora_config=SimpleNamespace(**lora_config))
 
 
@@ -54,8 +65,8 @@ CASES: dict[str, tuple[tuple[str, ...], Any, bool, str]] = {
     "a router": ((*ATTENTION, "mlp.gate"), config_of(), False, "weights of the router model.layers.1.mlp.gate"),
     "gpt-oss's router": (("mlp.router",), config_of("GptOssForCausalLM"), False, "weights of the router"),
     "the gate of a shared expert": (("mlp.shared_expert_gate",), config_of(), False, "weights of the router"),
-    "one product": (PER_EXPERT[::3], config_of(), False, "not all 3 products of all 2 experts"),
-    "one expert": (PER_EXPERT[:3], config_of(), False, "not all 3 products of all 2 experts"),
+    "one product": (PER_EXPERT[::3], config_of(), False, "not all products"),
+    "one expert": (PER_EXPERT[:3], config_of(), False, "of all 2 experts"),
     "experts that are left out": (PER_EXPERT, config_of(target_modules=["q_proj"]), False, "leaves out"),
     "experts that are not": (PER_EXPERT, config_of(target_modules=["experts"]), False, ""),
     "stacked ones of gpt-oss": (STACKED, config_of("GptOssForCausalLM"), False, ""),
@@ -64,6 +75,39 @@ CASES: dict[str, tuple[tuple[str, ...], Any, bool, str]] = {
     "stacked ones that nobody said": (STACKED, config_of(**MIXED), False, "its experts are stacked"),
     "stacked ones of an engine without": (STACKED, config_of(), True, "its experts are stacked"),
     "stacked ones that were said": (STACKED, config_of(**MIXED), True, ""),
+    "experts of one layer that are not": (
+        PER_EXPERT,
+        config_of(target_modules=["model.layers.1.mlp.experts", "mlp.experts.0.up_proj"]),
+        False,
+        "leaves out",
+    ),
+    "names of another model": (
+        tuple(name.replace("mlp", "block_sparse_moe") for name in PER_EXPERT),
+        config_of(),
+        False,
+        "experts of model.layers.1.block_sparse_moe, and those of this model are in mlp",
+    ),
+    "Mixtral's by Transformers' names": (
+        PER_EXPERT,
+        config_of("MixtralForCausalLM"),
+        False,
+        "experts of model.layers.1.mlp, and those of this model are in block_sparse_moe",
+    ),
+    "other products": (
+        tuple(name.replace("gate_proj", "w1") for name in PER_EXPERT),
+        config_of(),
+        False,
+        "not all products (gate_proj, up_proj, down_proj)",
+    ),
+    "experts of several ranks": (
+        (*PER_EXPERT[:3], *(f"3:{one}" for one in PER_EXPERT[3:])),
+        config_of(),
+        False,
+        "ranks 2, 3",
+    ),
+    "too high a rank": (("5:self_attn.q_proj",), config_of(is_moe=False), False, "rank 5, above --max-lora-rank 4"),
+    "one matrix": (("B:self_attn.q_proj",), config_of(is_moe=False), False, "one of the two matrices"),
+    "a whole weight": (("own:self_attn.q_proj",), config_of(is_moe=False), False, "no weight of a LoRA adapter"),
     "one stacked product": (STACKED[:1], config_of("GptOssForCausalLM"), False, "first or the second product"),
 }
 
@@ -75,6 +119,17 @@ def test_what_is_served_follows_from_names(
 ) -> None:
     found = expert_adapters.problem_of(written(tmp_path, *modules, suffix=suffix), is_stacked, config)
     assert (said in found) if said else not found
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = Path(written(tmp_path, *ATTENTION)) / "adapter_model.safetensors"
+    file.write_bytes(b"\x02\0\0\0\0\0\0\0{,")
+    assert "its tensors cannot be read" in expert_adapters.problem_of(str(tmp_path), False, config_of())
+
+
+def test_experts_of_a_layer_without_are_refused(tmp_path: Path) -> None:
+    found = expert_adapters.problem_of(written(tmp_path, *PER_EXPERT, layer=0), False, config_of())
+    assert "experts of model.layers.0.mlp" in found
 
 
 def test_an_engine_refuses_a_request_and_a_load_of_such_an_adapter(tmp_path: Path) -> None:

@@ -6,19 +6,22 @@ worker, and with it all requests. So an engine looks at the names before a reque
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 STACKED = ("GptOssForCausalLM",)
 """Models of which vLLM takes adapters of experts in one tensor a layer alone."""
+_BLOCKS = {"MixtralForCausalLM": ("block_sparse_moe", ("w1", "w2", "w3"))}
+_BLOCK = "mlp", ("gate_proj", "up_proj", "down_proj")
+"""By architecture and of all others, vLLM's names of a layer's block of experts and of an expert's products."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-_TENSORS = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?[AB](?:\.weight)?$")
+_TENSORS = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
+_IGNORED = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight$|__metadata__$")
+"""What vLLM leaves out, as it belongs to the model."""
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)$")
 _ALL_EXPERTS = re.compile(r"(.+)\.experts(\.base_layer)?$")
-_PRODUCTS = 3
-"""Of an expert: gate, up and down."""
 
 
 def takes_stacked(lora_config: Any) -> bool:
@@ -27,43 +30,75 @@ def takes_stacked(lora_config: Any) -> bool:
 
 
 def problem_of(path: str, is_stacked: bool, config: Any) -> str:
-    """Why an engine does not serve an adapter; empty if it does, or if its model has no experts.
+    """Why an engine does not serve an adapter; empty if it does.
 
     Args:
         path: of the adapter's folder.
         is_stacked: whether a request says that its experts are in one tensor a layer.
         config: vLLM's of the engine.
     """
-    model = config.model_config
-    if not model.is_moe:
-        return ""
-    names = _modules(path)
-    of_router = next((name for name in names if name.rsplit(".", 1)[-1] in _ROUTERS), "")
+    model, lora = config.model_config, config.lora_config
+    try:
+        found, others = _modules(path)
+    except ValueError as error:
+        return f"its tensors cannot be read: {error}"
+    if others:
+        return f"it has {others[0]}, which is no weight of a LoRA adapter"
+    experts = model.get_num_experts() if model.is_moe else 1
+    for name, sides in found.items():
+        if len(sides) != 2:
+            return f"it has one of the two matrices of {name}"
+        rank = sides["A"][0] // (experts if _ALL_EXPERTS.match(name) else 1)
+        if rank > lora.max_lora_rank:
+            return f"{name} has rank {rank}, above --max-lora-rank {lora.max_lora_rank}"
+    return _of_experts(found, is_stacked, config, experts) if model.is_moe else ""
+
+
+def _of_experts(found: Mapping[str, Mapping[str, Any]], is_stacked: bool, config: Any, experts: int) -> str:
+    """The same of a mixture of so many experts."""
+    model, lora = config.model_config, config.lora_config
+    of_router = next((name for name in found if name.rsplit(".", 1)[-1] in _ROUTERS), "")
     if of_router:
         return f"it has weights of the router {of_router}, which have not been compared: train it without"
-    apart, stacked = _experts(names)
-    targets = config.lora_config.target_modules
-    if (apart or stacked) and targets is not None and not reaches_experts(targets):
+    apart, stacked = _experts(found)
+    if (apart or stacked) and lora.target_modules is not None and not reaches_experts(lora.target_modules):
         return "it has weights of experts, which --lora-target-modules leaves out"
+    block, products = _BLOCKS.get(model.architecture, _BLOCK)
+    have_experts = [f"model.layers.{layer}.{block}" for layer in _layers(model.hf_text_config)]
+    elsewhere = next((name for name in (*apart, *stacked) if name not in have_experts), "")
+    if elsewhere:
+        return f"it has weights of experts of {elsewhere}, and those of this model are in {block} of its layers"
     is_of_stacked = model.architecture in STACKED
     if apart and is_of_stacked:
         return "it has weights of one expert each, and those of this model are stacked"
-    if stacked and not is_of_stacked and not (takes_stacked(config.lora_config) and is_stacked):
+    if stacked and not is_of_stacked and not (takes_stacked(lora) and is_stacked):
         return (
             "its experts are stacked: start the engine with --enable-mixed-moe-lora-format, and say is_3d_lora_weight "
             "where it is named"
         )
     if any(len(both) != 2 for both in stacked.values()):
         return "it has the first or the second product of experts alone"
-    experts = model.get_num_experts()
-    if any(len(products) != _PRODUCTS * experts for products in apart.values()):
-        return f"it has not all {_PRODUCTS} products of all {experts} experts of a layer"
+    every = {f"{number}.{product}" for number in range(experts) for product in products}
+    if any(names != every for names in apart.values()):
+        return f"it has not all products ({', '.join(products)}) of all {experts} experts of a layer"
+    for layer, product in ((layer, product) for layer in apart for product in products):
+        ranks = {found[f"{layer}.experts.{number}.{product}"]["A"][0] for number in range(experts)}
+        if len(ranks) > 1:
+            return f"the experts of {layer} have ranks {', '.join(map(str, sorted(ranks)))}"
     return ""
 
 
 def reaches_experts(targets: Iterable[str]) -> bool:
-    """Whether vLLM has layers for adapters of experts where ``--lora-target-modules`` has these."""
-    return any("experts" in one.split(".") for one in targets)
+    """Whether vLLM has layers for adapters of experts of every layer where ``--lora-target-modules`` has these: it
+    compares the last name of a layer.
+    """
+    return "experts" in targets
+
+
+def _layers(config: Any) -> list[int]:
+    """Numbers of a model's layers with experts."""
+    step, dense = getattr(config, "decoder_sparse_step", 1) or 1, getattr(config, "mlp_only_layers", None) or ()
+    return [layer for layer in range(config.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0]
 
 
 def _experts(names: Iterable[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -78,25 +113,41 @@ def _experts(names: Iterable[str]) -> tuple[dict[str, set[str]], dict[str, set[s
     return apart, stacked
 
 
-def _modules(path: str) -> frozenset[str]:
-    """Names of what an adapter has weights of."""
+class _Modules(NamedTuple):
+    """What an adapter has weights of: shapes by name and side, and names of tensors that are of none."""
+
+    found: Mapping[str, Mapping[str, tuple[int, ...]]] = {}
+    others: tuple[str, ...] = ()
+
+
+def _modules(path: str) -> _Modules:
+    """Of an adapter's files."""
     folder = Path(path)
     files = (folder / f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt"))
     file = next((one for one in files if one.is_file()), None)
     if file is None:
-        return frozenset()
+        return _Modules()
     state = file.stat()
     return _modules_in(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
 
 @cache
-def _modules_in(file: Path, *_: int) -> frozenset[str]:
-    """The same of a file of a state."""
+def _modules_in(file: Path, *_: int) -> _Modules:
+    """Of a file of a state."""
     if file.suffix == ".safetensors":
         with file.open("rb") as opened:  # 8 bytes are the length of a header in JSON
-            tensors = [*json.loads(opened.read(int.from_bytes(opened.read(8), "little")))]
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        shapes = {name: tuple(tensor.get("shape", ())) for name, tensor in header.items()}
     else:
         import torch
 
-        tensors = [*torch.load(file, map_location="meta", weights_only=True)]
-    return frozenset(found[1] for name in tensors if (found := _TENSORS.match(name)))
+        tensors = torch.load(file, map_location="meta", weights_only=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    others = []
+    for name, shape in shapes.items():
+        if matched := _TENSORS.match(name):
+            found.setdefault(matched[1], {})[matched[2]] = shape
+        elif not _IGNORED.match(name):
+            others.append(name)
+    return _Modules(found, tuple(others))
