@@ -217,7 +217,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="make tiny models, for a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--settings", type=int, default=14, help="engines in all (default: 14)")
-    parser.add_argument("--with", dest="words", nargs="*", default=(), help="words of their labels, as adapters=on")
+    parser.add_argument("--with", dest="words", action="append", default=[], help="a word of labels, as adapters=on")
     parser.add_argument("--schedules", type=int, default=22, help="most schedules of an engine (default: 22)")
     parser.add_argument("--seconds", type=float, default=390, help="after which no schedule starts (default: 390)")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time on one GPU (default: 4)")
@@ -271,7 +271,10 @@ def _run(options: argparse.Namespace, models: Sequence[str], log: Log) -> int:
     jobs: list[Job] = []
     for place, (model, one) in enumerate(fuzzers.items()):
         count = options.settings // len(fuzzers) + (place < options.settings % len(fuzzers))
-        jobs += [Job(one, number, Path(model).name) for number in chosen(one, count, options.words)]
+        numbers = chosen(one, count, options.words)
+        jobs += [Job(one, number, Path(model).name) for number in numbers]
+        if len(numbers) < count:
+            log.line(f"{Path(model).name}: {len(numbers)} of {count} settings have the words {options.words}")
     ours = list(fuzzers.values())
     control = fuzzer(models[0], "0", options.control)
     if options.control:

@@ -224,6 +224,7 @@ def test_a_layer_that_is_not_in_the_reduction_is_refused_by_name(changes: dict[s
         ({"ep_size": 2, "dp_size": 2}, "cpu", "by several engines"),
         ({"ep_size": 2, "is_sequence_parallel": True}, "cpu", "by several engines"),
         ({"ep_size": 2}, "cuda", "on a GPU"),
+        ({"ep_size": 2, "skip_final_all_reduce": True}, "cpu", "that its model adds up"),
     ],
 )
 def test_a_tree_has_experts_that_workers_have_whole(
@@ -231,7 +232,9 @@ def test_a_tree_has_experts_that_workers_have_whole(
 ) -> None:
     monkeypatch.setenv(TP_TREE.name, "4")
     parallel = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "is_sequence_parallel": False} | workers
-    made = routed(moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel)))
+    skips = parallel.pop("skip_final_all_reduce", False)
+    of_workers = SimpleNamespace(**parallel)
+    made = routed(moe_config=SimpleNamespace(moe_parallel_config=of_workers, skip_final_all_reduce=skips))
     if device == "cuda":
         made.parameters = lambda: iter([SimpleNamespace(is_cuda=True)])
     if said is None:

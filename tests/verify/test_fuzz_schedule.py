@@ -239,6 +239,9 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     assert {(one.workers, one.options.get("experts")) for one in drawn} == {(1, None), (2, None), (2, "whole")}
     of_trees = [one for one in drawn if one.tree > 1 and one.workers > 1]
     assert {one.options.get("experts") for one in of_trees} == {"whole"}
+    given = replace(PLACES["cpu, experts"], given=frozenset(("--no-enable-expert-parallel",)))
+    drawn = [draw_settings(0, number, CONTEXT, given) for number in range(24)]
+    assert not any(one.tree > 1 and one.workers > 1 for one in drawn)
 
 
 def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -689,16 +689,8 @@ def _latent_attention(config: Config) -> str | None:
 
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
-    sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else HEAD_SIZES
-    if size not in sizes:
-        return f"attention heads of size {size}"
-    device = config.device_config.device_type
-    found = {
-        "on a GPU": device not in RAN.large_heads and _ran_on(device) == device,
-        "in exact arithmetic": envs.ARITHMETIC.read() == "exact",
-    }
-    first = None if size in ENCODER_HEAD_SIZES else _first(found)
-    return _when(first, f"attention heads of size {size} {first}")
+    smaller = ENCODER_HEAD_SIZES if _is_encoder(config) else _SMALLER
+    return _when(size not in smaller, f"attention heads of size {size}")  # those of two sizes say the smaller one
 
 
 def _has_heads_of_two_sizes(config: Config) -> bool:
@@ -732,6 +724,8 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
+        "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel,
+        "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
     first = _first(found)
     return _when(first, f"{named} with {first}")
@@ -1120,7 +1114,7 @@ COVERED = (
     ),
     Feature(
         "Attention",
-        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16, on a CPU also 512; causal, sliding window, logit "
+        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit "
         "soft-cap, ALiBi, sinks; of encoders all keys or a window to both sides, also with head sizes 32 and 48",
     ),
     Feature(
@@ -1679,16 +1673,16 @@ REFUSED = (
         _outputs_beside_tokens,
     ),
     Feature(
-        "Other head sizes; heads of 512 on a GPU or in exact arithmetic",
-        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, but not 512, and "
-        "nobody has run that on a GPU or in exact arithmetic",
-        f"serve another model; {envs.UNTRIED.name}=1 starts heads of 512 on a GPU",
+        "Other head sizes, and heads of 512 but of Gemma 4",
+        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, and no other model with the largest has "
+        "been run",
+        "serve another model, no setting helps",
         _head_size,
         ("cpu", "cuda"),
     ),
     Feature(
-        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, engines, stages, drafts, "
-        "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, whole experts, engines, stages, "
+        "drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         f"serve Gemma 4 on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
         _two_head_sizes_elsewhere,

@@ -12,7 +12,7 @@ from tests.assertions import assert_same_bits
 from vllm_batch_invariant.ops.quantise import E4M3, QuantiseReduction, quantise
 from vllm_batch_invariant.ops.quantise.kept import kept
 
-LENGTHS = 128, 256, 1000, 2048
+LENGTHS = 128, 256, 1000, 2048, 2880, 4096, 8192
 ROWS = 1, 3, 9
 
 

@@ -330,6 +330,8 @@ def _not_beside_a_tree(layer: Any) -> tuple[str, str, str] | None:
         )
     if of_workers.dp_size > 1 or of_workers.is_sequence_parallel:
         return "by several engines", "their tokens are elsewhere", "leave it out"
+    if layer.moe_config.skip_final_all_reduce:
+        return "that its model adds up", "each worker would have the whole sum", "leave it out"
     if next(layer.parameters()).is_cuda and not envs.starts_untried():
         return "on a GPU", "no GPU has run it", f"serve on a CPU; {envs.UNTRIED.name}=1 starts it"
     return None

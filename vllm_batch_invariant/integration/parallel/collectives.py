@@ -97,7 +97,7 @@ def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
     gathered = patch_points.TENSOR_PARALLEL.get().all_gather(rows.contiguous().unsqueeze(0), 0)
     first, *others = gathered.view(torch.int32).unbind(0)
     for one in others:
-        first = first | one
+        first |= one
     return first.view(rows.dtype)
 
 

@@ -58,7 +58,7 @@ def info(llm: Any) -> dict[str, Any]:
         of = f" with a tree of {tree}"
     if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # each has a part of the cores
         of += f" in {stages} stages"
-    if config.parallel_config.enable_expert_parallel:
+    if config.parallel_config.enable_expert_parallel and tree == 1:
         of += " with whole experts"
     if str(config.cache_config.cache_dtype).startswith("fp8"):
         of += " with a KV cache in fp8"
