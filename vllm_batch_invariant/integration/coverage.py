@@ -1402,9 +1402,9 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
-        "Step-3.5 on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
+        "MiniMax-M2 and Step-3.5 on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
         _experts_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1415,8 +1415,8 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3 and "
-        "Mistral",
+        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3, "
+        "Mistral and Ministral 3",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 have been proven to be text models without their "
         "encoders",
         "serve one of these, or a text model",
