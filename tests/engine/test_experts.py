@@ -97,6 +97,16 @@ FAMILIES = {
         use_routing_bias=True,
         use_qk_norm=True,
     ),
+    "dots.llm1 of Transformers": transformers.Dots1Config(
+        **GLM,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+    ),
     "gpt-oss with sinks and biases": transformers.GptOssConfig(
         **SIZES,
         **GQA,
