@@ -592,9 +592,9 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     def found(device: str, architecture: str) -> str | None:
         model = SimpleNamespace(is_moe=True, architecture=architecture)
         config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
-        return ROWS["MiniMax-M2 and Step-3.5 on a GPU"].found(config)
+        return ROWS["MiniMax-M2, Step-3.5, and experts of vLLM's Transformers backend on a GPU"].found(config)
 
-    for name in ("MiniMaxM2ForCausalLM", "Step3p5ForCausalLM"):
+    for name in ("MiniMaxM2ForCausalLM", "Step3p5ForCausalLM", "TransformersMoEForCausalLM"):
         assert found("cuda", name) == f"{name} on a GPU"
         assert found("cpu", name) is found("cuda", "AfmoeForCausalLM") is None
     monkeypatch.setenv(UNTRIED.name, "1")
