@@ -33,6 +33,14 @@ def _usual(config: str, dtype: str = "bfloat16", **more: Any) -> tuple[str, str,
     return config, dtype, {**_SIZES, "max_position_embeddings": LENGTH, **more}
 
 
+_GEMMA4 = {
+    **_GQA,
+    "sliding_window": 64,
+    "num_hidden_layers": 4,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
 _GPT2 = {"n_embd": 256, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
@@ -64,6 +72,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "Gemma 3, text": _usual(
         "Gemma3TextConfig", **_GQA, sliding_window=64, query_pre_attn_scalar=64, num_hidden_layers=6
+    ),
+    "Gemma 4, heads of 64 and 512, keys that are the values": _usual(
+        "Gemma4TextConfig", **_GEMMA4, attention_k_eq_v=True
+    ),
+    "Gemma 4 with shared KV caches and inputs of each layer": _usual(
+        "Gemma4TextConfig",
+        **_GEMMA4 | {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 64},
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+    "Gemma 4 with experts": _usual(
+        "Gemma4TextConfig", **_GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=128
     ),
     "GPT-2": ("GPT2Config", "bfloat16", _GPT2),
     "Phi": _usual("PhiConfig"),

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "integration": {"ops", "aten", "provenance", "envs", "errors", "installing", "resume", "seeds", "version"},
     "ascend": {"ops", "aten", "integration", "envs", "errors", "sources"},
     "hf": {"ops", "aten", "integration", "provenance", "envs", "errors", "installing"},
+    "ray_serve": set(),
     "trl": {"hf", "integration", "envs", "errors", "installing", "seeds"},
     "verl": {"hf", "errors", "seeds"},
     "verify": {
@@ -57,6 +58,7 @@ MAY_IMPORT = {
 IMPORT_VLLM = (
     "integration",
     "ascend.integration",
+    "ray_serve",
     "serve",
     "verify.harness.engine",
     "verify.harness.worker_main",

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ray import serve
-from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.serve.llm import LLMServer
-from vllm.plugins import load_general_plugins
+
+from vllm_batch_invariant.ray_serve import LoadPlugins
 
 from .replicas import PROCESS, REPLICA
 
@@ -40,15 +40,13 @@ class NamedServer(LLMServer):
         return app
 
 
-class Offline(CallbackBase):
-    """Nothing is downloaded, and the process that answers has vLLM's plugins: with GPUs Ray makes the configuration of
-    the engine in another process, and otherwise only that one and the engine's would load them.
-    """
+class Offline(LoadPlugins):
+    """Nothing is downloaded."""
 
     async def on_before_node_init(self) -> None:
         """Called by Ray before the engine starts."""
+        await super().on_before_node_init()
         self.ctx.run_init_node = False
-        load_general_plugins()
 
 
 class OneCore(Offline):

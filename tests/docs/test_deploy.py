@@ -1,5 +1,6 @@
 """What is in deploy/ fits the project: versions, variables, options, files, and the program of the readiness probe."""
 
+import ast
 import http.server
 import importlib
 import inspect
@@ -50,6 +51,13 @@ def test_the_images_have_this_version_and_a_vllm_that_is_known() -> None:
     assert COMPOSE["image"] == CONTAINER["image"] == tag
     [version] = re.findall(r"^FROM vllm/vllm-openai:v(.*)$", DOCKERFILE, re.MULTILINE)
     assert versions.objection(version, "cuda") == ""
+
+
+def test_rays_replicas_load_plugins_by_a_class_that_is_there() -> None:
+    """Ray is not in every environment: its source has it."""
+    module, _, name = RAY_MODEL["callback_config"]["callback_class"].rpartition(".")
+    source = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    assert name in {node.name for node in source.body if isinstance(node, ast.ClassDef)}
 
 
 def test_every_variable_is_read_by_somebody_and_the_mode_is_on() -> None:

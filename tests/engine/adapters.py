@@ -32,7 +32,7 @@ def step(
     """Send requests together; runs in the engine's process.
 
     Args:
-        requests: each with the name of its adapter, or None.
+        requests: each with the name of its adapter, or None; "stacked" is one with stacked experts.
         adapters: number and folder of each name.
         reset: whether the prefix cache is emptied first.
         preempt_after: after so many steps what runs is preempted; 0: never.
@@ -53,7 +53,8 @@ def step(
     done: dict[str, Any] = {}
     for number, request in enumerate(requests):
         name = request["adapter"]
-        lora = None if name is None else LoRARequest(name, *adapters[name])
+        stacked = {"is_3d_lora_weight": True} if name == "stacked" else {}
+        lora = None if name is None else LoRARequest(name, *adapters[name], **stacked)
         prompt = {"prompt_token_ids": request["prompt"]}
         add_request(engine, str(number), prompt, request_params(request["params"]), lora_request=lora)
     for number, outputs in enumerate(drive(engine), 1):
@@ -143,6 +144,52 @@ class _Planted:
             setattr(owner, name, right)
         if self.fault:
             FAULTS[self.fault](owner)
+
+
+def plant_in_experts(llm: Any, fault: str) -> None:
+    """The same of the adapters of experts alone, as one of :data:`EXPERT_FAULTS`, on any device without CUDA graphs."""
+    llm.apply_model(_PlantedInExperts(fault))
+
+
+class _PlantedInExperts:
+    """A function that travels to the workers."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        from vllm_batch_invariant.ops.moe import ExpertAdapters
+
+        if not hasattr(ExpertAdapters, "_right"):
+            ExpertAdapters._right = staticmethod(ExpertAdapters._add)
+        right = ExpertAdapters._right
+        ExpertAdapters._add = EXPERT_FAULTS[self.fault](right) if self.fault else right
+
+
+def _next_token(add: Callable[..., None]) -> Callable[..., None]:
+    def faulty(self: Any, y: torch.Tensor, x: torch.Tensor, of: Any, tokens: torch.Tensor, experts: Any) -> None:
+        add(self, y, x, of, tokens.roll(1), experts)
+
+    return faulty
+
+
+def _pairs_rounded(add: Callable[..., None]) -> Callable[..., None]:
+    def faulty(self: Any, y: torch.Tensor, x: torch.Tensor, of: Any, tokens: torch.Tensor, experts: Any) -> None:
+        if len(tokens.unique()) == 1:
+            add(self, y, x, of, tokens, experts)
+            return
+        delta = torch.zeros_like(y)
+        add(self, delta, x, of, tokens, experts)
+        y += delta
+
+    return faulty
+
+
+EXPERT_FAULTS: dict[str, Callable[[Any], Any]] = {
+    "a pair has its neighbour's adapter": _next_token,
+    "what is added is rounded first, for several tokens": _pairs_rounded,
+}
+"""What would have the bits of experts with adapters follow from the company."""
 
 
 def _on_a_cpu() -> tuple[Any, ...]:

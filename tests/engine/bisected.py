@@ -1,6 +1,6 @@
 """Bisections of an engine in this process: run by the driver, since the mode holds for a whole process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.adapters import DEVICE, EXPANDS, SHRINKS, plant
+from tests.engine.adapters import DEVICE, EXPANDS, EXPERT_FAULTS, SHRINKS, plant, plant_in_experts
 from tests.faults.adding import nudge
 from tests.faults.experts import FAULTS as OF_EXPERTS
 from tests.faults.experts import planted
@@ -141,10 +141,21 @@ def first_divergence_among(llm: Any, counts: list[int]) -> dict[str, Any]:
 
 def adapters(llm: Any, folders: list[str]) -> dict[str, dict[str, Any]]:
     """What is found of requests with adapters in turn without a fault, and with one in a product of the adapters."""
+    return _of_adapters(llm, folders, plant, (SHRINKS, EXPANDS) if DEVICE == "cpu" else ())
+
+
+def expert_adapters(llm: Any, folders: list[str]) -> dict[str, dict[str, Any]]:
+    """The same with a fault in the products of adapters of experts."""
+    return _of_adapters(llm, folders, plant_in_experts, EXPERT_FAULTS)
+
+
+def _of_adapters(
+    llm: Any, folders: list[str], plant: Callable[[Any, str], None], faults: Iterable[str]
+) -> dict[str, dict[str, Any]]:
     found = {}
     in_turn = tuple(islice(cycle(["", *folders]), len(CASE.concurrent)))
     case = replace(CASE, adapter=folders[0], adapters=in_turn)
-    for fault in ("", SHRINKS, EXPANDS) if DEVICE == "cpu" else ("",):
+    for fault in ("", *faults):
         plant(llm, fault)
         found[fault] = plain(case, bisect(llm, case))
     plant(llm, "")

@@ -156,6 +156,8 @@ def arguments_of(settings: dict[str, Any]) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, bool):
             arguments.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            arguments += [f"--{option}", *map(str, value)]
         else:
             arguments += [f"--{option}", str(value)]
     return arguments

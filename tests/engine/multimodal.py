@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.engine.gemma4 import config_around
 from tests.fakes import torchvision
 from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
 from vllm_batch_invariant.verify.check.results import CheckResults
@@ -99,6 +100,11 @@ def gemma3() -> transformers.PretrainedConfig:
         boi_token_index=4002,
         eoi_token_index=4003,
     )
+
+
+def gemma4() -> transformers.PretrainedConfig:
+    """With heads of two sizes, layers that read the KV cache of others, and inputs of each layer."""
+    return config_around("E2B")
 
 
 def model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:

@@ -18,7 +18,7 @@ from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, request, run, tokens
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, FUSED
+from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, FUSED, MLP
 from vllm_batch_invariant.verify.harness.worker import Engine
 from vllm_batch_invariant.verify.quantised_model import quantise
 
@@ -200,34 +200,39 @@ def test_quantised_weights_have_the_bits_of_their_matrices(
     assert run(settings, [], "1", afterwards=partial(alone, folders=folders)).afterwards == by_itself
 
 
-def replaced(engine: Engine, folders: Mapping[str, Path], checkpoint: Path, at: Path) -> dict[str, Any]:
+WAYS = ((8, 1, (*ATTENTION, *MLP)), (16, 2, ("q_proj", "v_proj", "up_proj", "down_proj")))
+"""Rank, seed and layers of two adapters."""
+
+
+def replaced(engine: Engine, checkpoint: Path, at: Path, ways: Sequence[Any] = WAYS) -> dict[str, Any]:
     """Another adapter is written where one is that serves, and loaded in place."""
     of_a, mine = str(at), partial(asked, engine, {"A": at}, numbers={"A": 1})
-    written(at, checkpoint, 8, 1)
+    first, second = (partial(written, model=checkpoint, rank=one[0], seed=one[1], targets=one[2]) for one in ways)
+    first(at)
     sent = [(TARGETS[1], "A")]
     found = {"before": mine(sent), "warm": mine(sent, reset=False)}
-    written(at, checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj"))
+    second(at)
     found["changed"] = engine.call(f"{IN_ENGINE}:refusal", TARGETS[1], "A", 1, of_a)
     found["not in place"] = engine.call(f"{IN_ENGINE}:load", "A", 1, of_a, False)
-    written(at, checkpoint, 8, 1)
+    first(at)
     found["restored"] = mine(sent, reset=False)
-    other = written(at.with_name("other"), checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj"))
+    other = second(at.with_name("other"))
     found["while it serves"] = mine(sent, then_load=("A", 1, str(other), True))
-    written(at, checkpoint, 16, 2, ("q_proj", "v_proj", "up_proj", "down_proj"))
+    second(at)
     found["in place"] = engine.call(f"{IN_ENGINE}:load", "A", 1, of_a, True)
     found["after"] = mine(sent, reset=False)
     engine.call(f"{IN_ENGINE}:forget_digests")
     mine(sent)
-    written(at, checkpoint, 8, 1)
+    first(at)
     engine.call(f"{IN_ENGINE}:load", "A", 1, of_a, True)
     return found | {"by path alone": mine(sent, reset=False)}
 
 
 def test_an_adapter_that_is_loaded_in_place_finds_nothing_of_the_one_before(
-    found: dict[str, Any], checkpoint: Path, folders: dict[str, Path], tmp_path: Path
+    found: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     settings = {"model": str(checkpoint), **LIMITS, **ROOM}
-    afterwards = partial(replaced, folders=folders, checkpoint=checkpoint, at=tmp_path / "adapter")
+    afterwards = partial(replaced, checkpoint=checkpoint, at=tmp_path / "adapter")
     seen = run(settings, [], "1", afterwards=afterwards, **IN_PROCESS).afterwards
     of_a, of_b = found["alone"]["A"][1], found["alone"]["B"][1]
     assert seen["before"]["answers"] == seen["warm"]["answers"] == seen["restored"]["answers"] == [of_a]

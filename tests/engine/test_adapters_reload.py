@@ -3,7 +3,8 @@ that was started with these weights, whether an adapter was there before or is p
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from tests.engine.adapters import written
 from tests.engine.engines import OF_DEVICE, request, run, tokens
 from tests.engine.test_adapters import COVERED, IN_ENGINE, asked
+from tests.engine.test_experts import FAMILIES
+from tests.engine.test_models import checkpoint as random_model
 from tests.engine.test_reload import BEGUN, RELOADS, SHAPE, SLEEPS, TOKENS, WAYS
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
-from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS
-from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, EXPERTS
+from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 from vllm_batch_invariant.verify.quantised_model import quantise
 
 pytestmark = [
@@ -242,6 +245,25 @@ OF_OTHERS = (("by_reload_weights", 1), ("by_buckets", 0), ("by_name", 1))
 """How their weights are replaced, and by those of which checkpoint."""
 
 
+def assert_replaced(
+    models: Sequence[Path], folders: Mapping[str, Path], more: Mapping[str, Any], variables: Mapping[str, str]
+) -> None:
+    """An engine of the first model has the second's bits, and its own again, as its weights are replaced."""
+
+    def in_turn(engine: Engine) -> list[Any]:
+        found = [fresh(engine, folders)]
+        for way, which in OF_OTHERS:
+            engine.call(f"{RELOADS}:{way}", str(models[which]))
+            found.append(fresh(engine, folders))
+        return found
+
+    first, second = (SETTINGS | {"model": str(model), **more} for model in models)
+    was, *replaced = run(first, [], "1", afterwards=in_turn, **variables).afterwards
+    other = run(second, [], "1", afterwards=partial(fresh, folders=folders), **variables).afterwards
+    assert was != other
+    assert [got == (was, other)[which] for got, (_, which) in zip(replaced, OF_OTHERS, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_engines_serve_replaced_weights_with_adapters(
     checkpoints: list[Path], folders: dict[str, Path], tmp_path: Path, name: str
@@ -250,16 +272,35 @@ def test_other_engines_serve_replaced_weights_with_adapters(
     models = [shutil.copytree(one, tmp_path / str(which)) for which, one in enumerate(checkpoints)]
     for model in models if form else ():
         quantise(model, form)
+    assert_replaced(models, folders, more, variables)
 
-    def replace(engine: Engine) -> list[Any]:
-        found = [fresh(engine, folders)]
-        for way, which in OF_OTHERS:
-            engine.call(f"{RELOADS}:{way}", str(models[which]))
-            found.append(fresh(engine, folders))
-        return found
 
-    first, second = (SETTINGS | {"model": str(model), **more} for model in models)
-    was, *replaced = run(first, [], "1", afterwards=replace, **variables).afterwards
-    other = run(second, [], "1", afterwards=partial(fresh, folders=folders), **variables).afterwards
-    assert was != other
-    assert [got == (was, other)[which] for got, (_, which) in zip(replaced, OF_OTHERS, strict=True)] == [True] * 3
+MIXTURES = ("Qwen3-MoE", "Qwen2-MoE with a shared expert", "Mixtral", "OLMoE without renormalised weights")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_with_adapters_serve_replaced_weights(family: str, tmp_path: Path) -> None:
+    models = [tmp_path / str(seed) for seed in CHECKPOINTS]
+    for seed, model in enumerate(models):
+        if family in FAMILIES:
+            random_model(FAMILIES[family], torch.bfloat16, seed).save_pretrained(model)
+        else:
+            make_checkpoint(model, replace(SHAPE, experts=4, top_k=2, expert_intermediate=192), seed)
+    targets = {"first": (*ATTENTION, EXPERTS), "second": (EXPERTS,), STAYS: (*ATTENTION, EXPERTS)}
+    made = {name: written(tmp_path / name, models[0], 16, rank, of) for rank, (name, of) in enumerate(targets.items())}
+    assert_replaced(models, made, {}, {})
+
+
+def test_new_weights_of_gpt_oss_with_adapters_are_refused(tmp_path: Path) -> None:
+    family = next(name for name in FAMILIES if name.startswith("gpt-oss"))
+    random_model(FAMILIES[family], torch.bfloat16).save_pretrained(tmp_path)
+
+    def replace(engine: Engine) -> str:
+        try:
+            engine.call(f"{RELOADS}:by_reload_weights", str(tmp_path))
+        except EngineFailed as error:
+            return str(error)
+        return ""
+
+    said = run({"model": str(tmp_path), **SETTINGS}, [], "1", afterwards=replace).afterwards
+    assert "new weights of GptOssForCausalLM with LoRA adapters" in said

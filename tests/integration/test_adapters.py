@@ -171,6 +171,7 @@ class Core:
         self.loaded: list[Any] = []
         self.removed: list[int] = []
         self.scheduler = SimpleNamespace(requests={})
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False))
 
     def preprocess_add_request(self, request: Any) -> Any:
         return request

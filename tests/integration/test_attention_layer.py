@@ -7,7 +7,6 @@ import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, paged
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration.layers import attention as integration
 from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata
 from vllm_batch_invariant.ops.attention import PagedAttention
 from vllm_batch_invariant.ops.attention.certificate import _by_kind
@@ -158,6 +157,17 @@ def test_the_planner_is_told_that_a_layer_with_sinks_is_not_plain() -> None:
     assert layer(SINKS).spec.added == ("sinks",)
 
 
-def test_a_layer_that_shares_a_cache_is_still_refused() -> None:
-    with pytest.raises(integration.NotCovered, match="share a KV cache"):
-        layer(SINKS, kv_sharing_target_layer_name="other")
+def test_a_layer_that_reads_the_cache_of_another_is_given_no_keys() -> None:
+    """It has the bits of a layer with the same cache, and has nothing written."""
+    chunks = [Chunk(Request(HEADS, 300, 1), 290, 300), Chunk(Request(HEADS, 9, 2), 0, 9)]
+    sharing = layer(None, kv_sharing_target_layer_name="model.layers.0.self_attn.attn")
+    assert sharing.reads_another_cache
+    assert not layer(None).reads_another_cache
+    assert torch.equal(rows(sharing, chunks), rows(layer(None), chunks))
+
+
+@pytest.mark.parametrize("size", [48, 272, 496, 528])
+def test_a_layer_with_heads_of_another_size_is_refused_by_its_name(size: int) -> None:
+    assert FixedSplitAttention(4, 512, 1.0, 1).head_size == 512
+    with pytest.raises(NotCovered, match=f"heads of size {size}: the kernels have sizes 64 to 256 in steps of 16, and"):
+        FixedSplitAttention(4, size, 1.0, 1)

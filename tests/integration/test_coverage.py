@@ -475,7 +475,7 @@ BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dyna
 
 
 def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes: Any) -> list[str]:
-    """Of a dense model with LoRA, with changes to any part of its configuration."""
+    """Of a dense model with LoRA, with changes to any part of its configuration; with ``is_moe`` of Qwen3-MoE."""
     parts = {
         "lora_config": {
             "lora_dtype": "auto",
@@ -484,8 +484,10 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
             "enable_tower_connector_lora": False,
             "enable_mixed_moe_lora_format": False,
             "enable_moe_shared_loras": False,
+            "target_modules": None,
         },
         "model_config": {
+            "architecture": "Qwen3MoeForCausalLM",
             "dtype": "torch.bfloat16",
             "head_dtype": "torch.bfloat16",
             "quantization": None,
@@ -493,7 +495,12 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
             **dict.fromkeys(("is_moe", "is_multimodal_model", "is_hybrid", "is_attention_free"), False),
             **dict.fromkeys(("has_inner_state", "enable_prompt_embeds", "enable_sleep_mode"), False),
         },
-        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "enable_expert_parallel": False,
+        },
         "cache_config": {"cache_dtype": "auto"},
     }
     connector, kind = changes.pop("kv_connector", None), changes.pop("kind", "")
@@ -509,7 +516,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
     )
     assert not changes
     rows = [row for name, row in ROWS.items() if name.startswith("LoRA adapters")]
-    assert len(rows) == 3
+    assert len(rows) == 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patch_points, "installed_version", lambda: version)
         patch.setattr(coverage.schemes, "kinds", lambda *_: (kind,) if kind else ())
@@ -539,6 +546,17 @@ def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypa
     assert on_a_gpu() == []
 
 
+def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for architecture in coverage.RAN.lora_experts["cpu"]:
+        assert refusals_of_adapters(is_moe=True, architecture=architecture) == []
+        assert refusals_of_adapters(is_moe=True, architecture=architecture, tensor_parallel_size=2) == []
+    assert refusals_of_adapters(is_moe=True, enable_mixed_moe_lora_format=True) == []
+    on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda", is_moe=True)
+    assert on_a_gpu() == ["LoRA adapters of the mixture of experts Qwen3MoeForCausalLM"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_a_gpu() == []
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -552,17 +570,24 @@ def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypa
             {"quantization": "modelopt", "kind": "modelopt with float4 weights"},
             "with quantisation modelopt with float4 weights",
         ),
-        ({"is_moe": True}, "with a mixture of experts"),
+        (
+            {"is_moe": True, "architecture": "Glm4MoeForCausalLM"},
+            "of the mixture of experts Glm4MoeForCausalLM",
+        ),
+        ({"is_moe": True, "quantization": "gptq", "kind": "gptq with int4 weights"}, "of quantised experts"),
+        ({"is_moe": True, "enable_expert_parallel": True}, "of experts beside expert parallelism"),
+        (
+            {"is_moe": True, "architecture": "GptOssForCausalLM", "enable_mixed_moe_lora_format": True},
+            "of GptOssForCausalLM with --enable-mixed-moe-lora-format",
+        ),
         ({"runner_type": "pooling"}, "with pooling"),
         ({"is_multimodal_model": True}, "with a multimodal model"),
         ({"is_hybrid": True}, "with layers that keep states"),
         ({"enable_prompt_embeds": True}, "beside embeddings as prompts"),
-        ({"enable_sleep_mode": True}, "beside sleep"),
         ({"kv_connector": "ExampleConnector"}, "beside a KV connector"),
         ({"fully_sharded_loras": True}, "with --fully-sharded-loras"),
         ({"default_mm_loras": {"image": "path"}}, "with --default-mm-loras"),
         ({"enable_tower_connector_lora": True}, "with --enable-tower-connector-lora"),
-        ({"enable_mixed_moe_lora_format": True}, "with --enable-mixed-moe-lora-format"),
         ({"enable_moe_shared_loras": True}, "with --enable-moe-shared-loras"),
         ({"lora_dtype": "float16"}, "with --lora-dtype float16 of a model in bfloat16"),
         ({"head_dtype": "torch.float32"}, "with logits in float32 of a model in bfloat16"),
@@ -821,3 +846,74 @@ def test_a_model_with_another_state_stays_refused() -> None:
     ):
         model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)
         assert row.found(SimpleNamespace(model_config=model)) == said
+
+
+def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any) -> str | None:
+    """What is found of a Gemma 4 with heads of two sizes, with changes to its configuration."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
+    model |= {"enable_prompt_embeds": False}
+    others = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(**{name: changes.pop(name, size) for name, size in sizes.items()}),
+        model_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in model.items()}),
+        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        **others | changes,
+    )
+    [row] = [row for name, row in ROWS.items() if name.startswith("Heads of two sizes")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patch_points, "installed_version", lambda: version)
+        return row.found(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"architecture": "LlamaForCausalLM", "speculative_config": object()}, None),
+        ({"version": "0.31.0"}, "heads of two sizes with vLLM 0.31.0"),
+        ({"device": "cuda", "version": "0.33.0"}, "heads of two sizes on a GPU"),
+        ({"tensor_parallel_size": 2}, None),
+        ({"tensor_parallel_size": 4}, "heads of two sizes with tensor parallelism 4"),
+        ({"pipeline_parallel_size": 2}, "heads of two sizes with pipeline parallelism 2"),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp")},
+            "heads of two sizes with speculative decoding with mtp",
+        ),
+        ({"quantization": "awq"}, "heads of two sizes with quantisation awq"),
+        ({"cache_dtype": "fp8"}, "heads of two sizes with a KV cache in fp8"),
+        ({"lora_config": object()}, "heads of two sizes with LoRA adapters"),
+        ({"runner_type": "pooling"}, "heads of two sizes with pooling"),
+        ({"enable_prompt_embeds": True}, "heads of two sizes with embeddings as prompts"),
+    ],
+)
+def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, Any], said: str | None) -> None:
+    assert two_head_sizes(**changes) == said
+
+
+def test_heads_of_two_sizes_start_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNTRIED.name, "1")
+    on_a_gpu = {"device": "cuda", "version": "0.33.0"}
+    assert two_head_sizes(**on_a_gpu) is None
+    assert two_head_sizes(**on_a_gpu, use_v2_model_runner=False) == "heads of two sizes with the first model runner"
+    assert two_head_sizes("cuda") == "heads of two sizes on a GPU"
+    monkeypatch.setenv(ATTENTION.name, "flex")
+    assert two_head_sizes(**on_a_gpu) == "heads of two sizes with FlexAttention"
+
+
+def test_heads_of_512_are_found_where_they_have_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Other head sizes")]
+
+    def said(size: int, device: str) -> str | None:
+        model = SimpleNamespace(get_head_size=lambda: size, runner_type="generate")
+        return row.found(SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model))
+
+    assert [said(size, device) for size in (64, 256) for device in ("cpu", "cuda")] == [None] * 4
+    assert said(272, "cpu") == "attention heads of size 272"
+    assert said(512, "cpu") is None
+    assert said(512, "cuda") == "attention heads of size 512 on a GPU"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert said(512, "cuda") is None
+    monkeypatch.setenv(ARITHMETIC.name, "exact")
+    assert said(512, "cpu") == "attention heads of size 512 in exact arithmetic"

@@ -10,8 +10,9 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.integration.test_layers import LAYERS, MODELS, bare, named
 from tests.ops.moe.layers import EXPERTS, Layer, layer, tokens, uniform
+from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration import coverage, reviews
 from vllm_batch_invariant.integration.layers import experts, review
 from vllm_batch_invariant.integration.layers.linear import as_loaded, restore_weights
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -158,6 +159,41 @@ def test_weights_that_a_trainer_writes_serve_the_next_step(method: Any) -> None:
     assert_same_bits(method.apply_monolithic(made, x, logits), before * 2)
 
 
+def routed_by_gemma4(of: Layer, scales: torch.Tensor) -> Any:
+    """A layer whose experts Gemma 4's own function chooses, with a factor of each."""
+    kind = named(f"{MODELS}.gemma4.Gemma4Router")
+    return routed(of, custom_routing_function=bare(kind, per_expert_scale=scales).routing_function)
+
+
+def test_experts_of_gemma4_have_their_factors_and_those_that_come_later(method: Any) -> None:
+    of, x = layer(), tokens(40)
+    scales = torch.linspace(0.5, 2.0, EXPERTS, dtype=torch.bfloat16)
+    made = routed_by_gemma4(of, scales)
+    method.process_weights_after_loading(made)
+    logits = torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(0))
+    weights, ids = route(logits, of.reduction)
+    got, chosen = method.router(logits, None)
+    assert torch.equal(chosen, ids)
+    assert_same_bits(got, weights * scales.float()[ids])
+    from_vllm, _ = made.custom_routing_function(x, logits, 3, True)
+    assert (got - from_vllm).abs().max() < 1e-6, "as vLLM's own function has it"
+    scales.fill_(1.0)
+    assert_same_bits(method.apply_monolithic(made, x, logits), of(x, logits))
+    scales.fill_(2.0)
+    assert not torch.equal(method.apply_monolithic(made, x, logits), of(x, logits)), "the negative control"
+
+
+def test_a_function_of_gemma4_with_another_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = routed_by_gemma4(layer(), torch.ones(EXPERTS))
+    assert experts.reduction_of(made) == layer().reduction
+    read = reviews.functions("routing")[f"{MODELS}.gemma4"]
+    for name in read:
+        with monkeypatch.context() as patch:
+            patch.setitem(read, name, ("0" * 16,))
+            with pytest.raises(NotCovered, match=r"chosen by Gemma4Router\.routing_function"):
+                experts.reduction_of(made)
+
+
 def chosen_by_the_model() -> None:
     """Stands for a model's own function."""
 
@@ -177,6 +213,36 @@ def test_a_layer_that_is_not_in_the_reduction_is_refused_by_name(changes: dict[s
     with pytest.raises(NotCovered, match=said) as refused:
         experts.reduction_of(routed(**changes))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "said"),
+    [
+        ({}, "cpu", None),
+        ({"ep_size": 4}, "cpu", None),
+        ({"tp_size": 2}, "cpu", "of which workers have parts: .*; pass --enable-expert-parallel"),
+        ({"ep_size": 2, "dp_size": 2}, "cpu", "by several engines"),
+        ({"ep_size": 2, "is_sequence_parallel": True}, "cpu", "by several engines"),
+        ({"ep_size": 2}, "cuda", "on a GPU"),
+    ],
+)
+def test_a_tree_has_experts_that_workers_have_whole(
+    workers: dict[str, Any], device: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TP_TREE.name, "4")
+    parallel = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "is_sequence_parallel": False} | workers
+    made = routed(moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(**parallel)))
+    if device == "cuda":
+        made.parameters = lambda: iter([SimpleNamespace(is_cuda=True)])
+    if said is None:
+        assert experts.reduction_of(made).num_experts == EXPERTS
+        assert experts.exchanges(made) == (parallel["ep_size"] > 1)
+        return
+    with pytest.raises(NotCovered, match=f"{TP_TREE.name} with experts of model.layers.1.mlp.experts {said}"):
+        experts.reduction_of(made)
+    monkeypatch.setenv(UNTRIED.name, "1")
+    if device == "cuda":
+        assert experts.reduction_of(made).num_experts == EXPERTS
 
 
 def test_a_factor_of_a_router_with_groups_is_read() -> None:

@@ -191,7 +191,6 @@ def test_a_class_of_a_model_that_calls_what_nobody_has_read_is_refused(later: Ca
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (f"{MODELS}.gemma4.Gemma4Router", "_gemma4_routing_kernel calls "),
         (f"{MODELS}.cohere2_moe.Cohere2Moe", "token_choice_with_bias calls torch.compile"),
         (f"{MODELS}.minicpm.MiniCPMMoE", "MiniCPMMoE.forward calls .*fused_experts"),
         (f"{MODELS}.k2_horizon.K2HorizonMoVAAttention", "K2HorizonMoVAAttention.* calls "),
@@ -202,6 +201,20 @@ def test_a_class_of_a_model_that_calls_what_nobody_has_read_is_refused(later: Ca
 def test_a_model_that_calls_kernels_two_calls_away_is_refused(kind: str, said: str) -> None:
     found = list(review._calls(named(kind)))
     assert [problem for problem in found if re.search(said, problem)], found
+
+
+@pytest.mark.parametrize(("kind", "method"), [("gemma4.Gemma4Model", "forward"), ("gemma4.Gemma4Router", "forward")])
+def test_a_class_that_is_known_by_its_sources_is_refused_with_another_one(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = named(f"{MODELS}.{kind}")
+    review._other_source.cache_clear()
+    review.check(bare(of))
+    review._other_source.cache_clear()
+    monkeypatch.setattr(of, method, elsewhere)
+    with pytest.raises(NotCovered, match=f"its {method} is not the one that was read"):
+        review.check(bare(of))
+    review._other_source.cache_clear()
 
 
 def elsewhere(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.integration.layers import norm, shared_norm
+from vllm_batch_invariant import envs
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.layers import norm, review, shared_norm
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.norm import rms_norm
@@ -130,3 +132,13 @@ def test_one_worker_has_the_bits_of_vllms_norm_of_all_heads(heads: list, monkeyp
     expected = layer.forward_qk(q_norm, k_norm, *qkv.split([*SIZES, SIZES[1]], -1)[:2])
     for one, other in zip(shared_norm.forward_qkv(q_norm, k_norm, qkv, *SIZES), expected, strict=False):
         assert_same_bits(one, other)
+
+
+def test_a_norm_of_all_heads_is_refused_beside_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = patch_points.SHARED_NORM.get()
+    layer = torch.nn.Module.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    review.check(layer)
+    monkeypatch.setenv(envs.TP_TREE.name, "2")
+    with pytest.raises(NotCovered, match="has no tree of its workers' means"):
+        review.check(layer)

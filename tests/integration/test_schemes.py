@@ -3,6 +3,7 @@ line.
 """
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -353,7 +354,10 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
             assert found(W4A16, "cuda", **more) == []
     assert found(FORMS["fp8 by blocks"].config, "cuda", is_moe=True, workers=2) == []
     shared = {name for name, form in FORMS.items() if found(form.config, "cuda", workers=2) == []}
-    assert shared == {"fp8 by blocks", "fp8 by tensors, given"}
+    assert shared == {*FORMS}
+    monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, activations_by_two_gpus=()))
+    [several] = found(FORMS["fp8 by blocks"].config, "cuda", workers=2)
+    assert several.endswith(" float8 dynamic group 128 activations by several GPUs")
     monkeypatch.setenv(ARITHMETIC.name, "exact")
     [exact] = found(W4A16, "cuda")
     assert exact.endswith(" in exact arithmetic")

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -74,7 +75,7 @@ from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES, 
 from vllm_batch_invariant.ops.linear.spec import GATED, PRODUCT, SPECS, MatmulSpec
 from vllm_batch_invariant.ops.lora import LoraReduction
 from vllm_batch_invariant.ops.lora import cuda as lora
-from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts
+from vllm_batch_invariant.ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, params
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.norm import NormReduction
@@ -453,6 +454,25 @@ def experts(count: int, dtype: torch.dtype = torch.bfloat16, here: int = 16, **f
     moe.add_and_norm(moe.products(x, *of_layer), x, x[0], 1e-6)
     moe.group(ids.repeat(20, 1), 16, moe.layer_schedules(dtype, Gpu.of(0))[-1])  # so many that others place them
     moe._activated(torch.zeros(count, rows, dtype=dtype), reduction.activation)  # only the certificate does
+
+
+def adapted_experts(count: int) -> None:
+    """So many tokens of such a layer with adapters, by the GPU's operation for tensors that are on none."""
+    reduction, slots = MoeReduction(16, 3, torch.bfloat16), torch.zeros(count, dtype=torch.int64)
+    of_token, of_pair = torch.zeros(4, 16, 16, 200), torch.zeros(4, 16, 16, 96)
+    ab = ((of_token,) * 2, (of_pair.transpose(2, 3),) * 2), ((of_pair,), (of_token.transpose(2, 3),))
+    pairs = (tuple(tuple(one.bfloat16().contiguous() for one in slices) for slices in pair) for pair in ab)
+    weights = (torch.zeros(16, *size, dtype=torch.bfloat16) for size in ((192, 200), (200, 96)))
+    of_layer = torch.zeros(count, 3), torch.zeros(count, 3, dtype=torch.int64)
+    of_gpu = LoraReduction.of_device
+    with (
+        patch.object(params, "add_adapters", lora.add_adapters),
+        patch.object(LoraReduction, "of_device", lambda _, k, dtype: of_gpu("cuda", k, dtype)),
+    ):
+        adapters = ExpertAdapters(slots, *pairs)
+        moe.moe(
+            torch.zeros(count, 200, dtype=torch.bfloat16), *of_layer, Experts(*weights, reduction, adapters=adapters)
+        )
 
 
 def many_pairs(count: int) -> None:
@@ -870,10 +890,11 @@ def problems_of_attention(
         problems.append(f"tensor cores get {' and '.join(kinds)}, whose bits may differ")
     small = planning.decode_schedule(heads.size, heads.dtype, has_tcgen05(gpu // 10))
     for one in attention:
-        if small.block_m == 16 and one.warps == small.num_warps < 8 and one.stages > 1:
+        is_of_decode = one.warps == small.num_warps and (small.num_warps < 8 or heads.size > 256)
+        if small.block_m == 16 and is_of_decode and one.stages > 1:
             padded = triton.next_power_of_2(heads.size)
-            by_tma = attends_by_tma(gpu // 10)
-            expected = decode_bytes(small.block_m, one.stages, 64, padded, by_tma, in_codes)
+            by_tma, key_tile = attends_by_tma(gpu // 10), REDUCTION.key_tile_of(2, heads.size)
+            expected = decode_bytes(small.block_m, one.stages, key_tile, padded, by_tma, in_codes)
             if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma or in_codes else expected):
                 problems.append(f"{one.shared} bytes where {expected} are reckoned with")
     return problems
@@ -903,6 +924,8 @@ def check_some(more: bool) -> None:
     check_attention_over_codes(120, Heads(8, 2, 256, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 64, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 80, torch.float16), 16)
+    check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
+    check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
@@ -1062,6 +1085,8 @@ def triton_attention_variants() -> None:
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)
     launch_on(90, both_directions, Heads(8, 2, 128, torch.bfloat16))
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.float32), 16)
+    for dtype in (torch.bfloat16, torch.float32):
+        launch_on(90, decode_and_prefill, Heads(8, 2, 512, dtype), 16)
 
 
 def flex_variants() -> None:
@@ -1159,13 +1184,13 @@ class Cell:
 
 def every_size(dtype: torch.dtype) -> dict[str, Heads]:
     name = str(dtype).removeprefix("torch.")
-    return {f"attention {name} {size}": Heads(8, 2, size, dtype) for size in range(64, 257, 16)}
+    return {f"attention {name} {size}": Heads(8, 2, size, dtype) for size in (*range(64, 257, 16), 512)}
 
 
 ATTENTION = {
     name: heads for dtype in (torch.bfloat16, torch.float16, torch.float32) for name, heads in every_size(dtype).items()
 }
-OPTIONS = {f"attention options {size}": Heads(8, 2, size, torch.bfloat16) for size in (64, 128, 256)}
+OPTIONS = {f"attention options {size}": Heads(8, 2, size, torch.bfloat16) for size in (64, 128, 256, 512)}
 HOPPER = {
     f"Hopper's attention {str(dtype).removeprefix('torch.')} {size}": Heads(8, 2, size, dtype)
     for size in sm90.PREFILL_SCHEDULES
@@ -1179,7 +1204,7 @@ EXACT = "exact arithmetic"
 
 def cells_of(gpu: int) -> list[str]:
     """Names of all that there is to compile for a GPU; what is compiled the soonest and says the most comes first."""
-    first = [f"attention bfloat16 {size}" for size in (64, 128, 256)]
+    first = [f"attention bfloat16 {size}" for size in (64, 128, 256, 512)]
     names = [
         *first,
         "matmuls",

@@ -491,7 +491,9 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share() -> None:
     assert drawn_of("workers", sizes) == drawn_of("tree", sizes) == {1, 2}
     assert drawn_of("workers", sizes, cores=1) == drawn_of("tree", sizes, cores=1) == {1}
     assert drawn_of("workers", sizes, "--tensor-parallel-size") == {1}
-    assert drawn_of("tree", sizes | {"num_experts": 8}) == drawn_of("tree", {"num_attention_heads": 14}) == {1}
+    assert drawn_of("tree", sizes | {"num_experts": 8}) == {1, 2}
+    shared = {"num_experts": 8, "shared_expert_intermediate_size": 64}
+    assert drawn_of("tree", sizes | shared) == drawn_of("tree", {"num_attention_heads": 14}) == {1}
 
 
 @pytest.mark.parametrize(

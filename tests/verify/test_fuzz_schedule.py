@@ -87,7 +87,7 @@ def everywhere(count: int = 24) -> Iterator[tuple[Place, Settings]]:
 def test_settings_of_a_seed_are_those_that_findings_and_their_lines_name() -> None:
     """But for options, which follow what is installed."""
     labels = "\n".join(replace(one, options={}).label for _, one in everywhere())
-    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "3b2bd952bd1ddf27"
+    assert hashlib.sha256(labels.encode()).hexdigest()[:16] == "2ffcdd8e50a1898d"
 
 
 def test_the_gate_lets_pass_all_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +237,8 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
         assert not any({"reasoning", "grammar", "updates"} & one.options.keys() for one in bare)
     drawn = [draw_settings(0, number, CONTEXT, PLACES["cpu, experts"]) for number in range(24)]
     assert {(one.workers, one.options.get("experts")) for one in drawn} == {(1, None), (2, None), (2, "whole")}
+    of_trees = [one for one in drawn if one.tree > 1 and one.workers > 1]
+    assert {one.options.get("experts") for one in of_trees} == {"whole"}
 
 
 def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,3 +507,13 @@ def test_states_take_two_pages_of_each_group_of_layers() -> None:
     assert pages_of_states({"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 3}) == 2
     assert pages_of_states({"hybrid_override_pattern": "M-M-M*-M-E"}) == 8
     assert pages_of_states({"model_type": "falcon_h1"}) == 2
+
+
+def test_layers_with_windows_take_pages_beside_those_of_full_attention() -> None:
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    assert pages_of_windows({}, 128, 64) == 0
+    assert pages_of_windows({"layer_types": ["full_attention"] * 4, "sliding_window": None}, 128, 64) == 0
+    assert pages_of_windows({"layer_types": kinds, "sliding_window": 64}, 128, 64) == 5 * 2
+    assert pages_of_windows({"layer_types": kinds * 2, "sliding_window": 65}, 128, 64) == 5 * 3
+    shared = {"layer_types": kinds[4:] * 2, "sliding_window": 64, "num_kv_shared_layers": 2}
+    assert pages_of_windows(shared, 128, 64) == 2

@@ -14,15 +14,18 @@ from ..ops.devices import joined, known
 from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
-from .reviews import connectors, encoding, patch_points, schemes
+from .reviews import connectors, encoding, expert_adapters, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
-KV_CACHE, ADAPTERS = "--kv-cache-dtype", "--enable-lora"
-HEAD_SIZES = tuple(range(64, 257, 16))
-ENCODER_HEAD_SIZES = (32, 48, *HEAD_SIZES)
-"""Elements of an attention head that the kernels for CPUs and NVIDIA GPUs have."""
+KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
+_SMALLER = tuple(range(64, 257, 16))
+HEAD_SIZES = (*_SMALLER, 512)
+"""Elements of a decoder's attention head that the kernels for CPUs and NVIDIA GPUs have."""
+ENCODER_HEAD_SIZES = (32, 48, *_SMALLER)
+SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
+"""The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
 RAN = reviews.ran()
@@ -55,6 +58,8 @@ def _attention_backend(config: Config) -> str | None:
         *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
     ]
     allowed = devices.of_config(config).attention_choices
+    if _has_heads_of_two_sizes(config):  # vLLM chooses one for them where nobody has
+        allowed = (*allowed, "TRITON_ATTN")
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
     return f"attention backend {other[0]}" if other else None
 
@@ -340,8 +345,7 @@ def _beside_a_connector(config: Config) -> str | None:
 DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
 """vLLM's variable that has adapters computed beside their layer, and rounded before they are added."""
 _LAYERS_WITH_ADAPTERS = (
-    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_mixed_moe_lora_format"),
-    "enable_moe_shared_loras",
+    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_moe_shared_loras"),
 )
 """Fields of vLLM's configuration of LoRA that have other layers computed."""
 
@@ -369,7 +373,6 @@ def _other_adapters(config: Config) -> str | None:
     other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
     found = {
         f"quantisation {other}": other,
-        "a mixture of experts": model.is_moe,
         "pooling": _pools(config),
         "a multimodal model": model.is_multimodal_model,
         "layers that keep states": _has_states(model),
@@ -380,6 +383,23 @@ def _other_adapters(config: Config) -> str | None:
     }
     first = _first(found)
     return _when(first, f"LoRA adapters with {first}")
+
+
+def _adapters_of_experts(config: Config) -> str | None:
+    """A mixture of experts that has not been run with adapters."""
+    model, lora = config.model_config, config.lora_config
+    if lora is None or not model.is_moe or _adapters_elsewhere(config):
+        return None
+    ran = RAN.lora_experts.get(_ran_on(devices.of_config(config).ops.type), ())
+    mixed = expert_adapters.takes_stacked(lora) and model.architecture in expert_adapters.STACKED
+    found = {
+        f"of the mixture of experts {model.architecture}": model.architecture not in ran,
+        "of quantised experts": bool(getattr(model, "quantization", None)),
+        "of experts beside expert parallelism": bool(config.parallel_config.enable_expert_parallel),
+        f"of {model.architecture} with --enable-mixed-moe-lora-format": mixed,
+    }
+    first = _first(found)
+    return _when(first, f"LoRA adapters {first}")
 
 
 def _beside_adapters(config: Config) -> str | None:
@@ -402,7 +422,6 @@ def _beside_adapters(config: Config) -> str | None:
         "FlexAttention": envs.ATTENTION.read() == "flex",
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "embeddings as prompts": model.enable_prompt_embeds,
-        "sleep": model.enable_sleep_mode and not envs.starts_untried(),
         "a KV connector": bool(connectors.name(config)),
     }
     first = _first(found)
@@ -671,12 +690,56 @@ def _latent_attention(config: Config) -> str | None:
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
     sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else HEAD_SIZES
-    return None if size in sizes else f"attention heads of size {size}"
+    if size not in sizes:
+        return f"attention heads of size {size}"
+    device = config.device_config.device_type
+    found = {
+        "on a GPU": device not in RAN.large_heads and _ran_on(device) == device,
+        "in exact arithmetic": envs.ARITHMETIC.read() == "exact",
+    }
+    first = None if size in ENCODER_HEAD_SIZES else _first(found)
+    return _when(first, f"attention heads of size {size} {first}")
+
+
+def _has_heads_of_two_sizes(config: Config) -> bool:
+    return getattr(config.model_config, "architecture", "") in RAN.two_head_sizes
+
+
+def _two_head_sizes_elsewhere(config: Config) -> str | None:
+    """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
+    if not _has_heads_of_two_sizes(config):
+        return None
+    device, version, named = devices.of_config(config), patch_points.installed_version(), "heads of two sizes"
+    ops, ran = device.ops, RAN.large_heads
+    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+    if ops.type not in ran and not untried:
+        return f"{named} on {ops.name}"
+    if not untried and not version.startswith(ran[ops.type]):
+        return f"{named} with vLLM {version}"
+    model, method = config.model_config, getattr(config.speculative_config, "method", None)
+    several, workers = _several(config), config.parallel_config.tensor_parallel_size
+    if workers in RAN.large_head_workers.get(_ran_on(ops.type), ()):
+        del several[f"tensor parallelism {workers}"]
+    found = {
+        **several,
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        f"speculative decoding with {method}": method is not None,
+        f"quantisation {model.quantization}": model.quantization is not None,
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        "LoRA adapters": config.lora_config is not None,
+        "pooling": _pools(config),
+        "embeddings as prompts": model.enable_prompt_embeds,
+        "exact arithmetic": device.is_exact,
+        "FlexAttention": envs.ATTENTION.read() == "flex",
+        "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
+    }
+    first = _first(found)
+    return _when(first, f"{named} with {first}")
 
 
 def _kind_of_attention(config: Config) -> str | None:
     text = getattr(config.model_config, "hf_text_config", None)
-    if getattr(text, "num_kv_shared_layers", None):
+    if getattr(text, "num_kv_shared_layers", None) and not _has_heads_of_two_sizes(config):
         return "layers that share a KV cache"
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
@@ -987,7 +1050,7 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 with --language-model-only, or with every "
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 with --language-model-only, or with every "
         "--limit-mm-per-prompt at 0",
     ),
     Feature(
@@ -1030,7 +1093,7 @@ COVERED = (
     Feature(
         "Weights and activations in int8",
         "of dense models, by compressed-tensors, without zero points: weights with a scale a row or a tensor, "
-        "activations with one a token or a given one; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        "activations with one a token or a given one; on a CPU with vLLM 0.32, on one or two GPUs with 0.33",
     ),
     Feature(
         "Weights and activations in FP8",
@@ -1057,8 +1120,13 @@ COVERED = (
     ),
     Feature(
         "Attention",
-        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit soft-cap, ALiBi, sinks; of "
-        "encoders all keys or a window to both sides, also with head sizes 32 and 48",
+        "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16, on a CPU also 512; causal, sliding window, logit "
+        "soft-cap, ALiBi, sinks; of encoders all keys or a window to both sides, also with head sizes 32 and 48",
+    ),
+    Feature(
+        "Heads of two sizes, shared KV caches",
+        "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B) as text: heads of 256 and 512, keys that are the values, inputs of each "
+        "layer, experts: on a CPU with vLLM 0.32, by one worker or two",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
@@ -1081,9 +1149,14 @@ COVERED = (
     Feature(
         "LoRA adapters",
         "of dense models, on a CPU with vLLM 0.32, on GPUs with 0.33, by one worker or two, also beside weights in "
-        "INT4, INT8 and FP8 (by blocks or rows) and drafts of n-grams, on a CPU new weights: a request has the bits "
-        "that it has where its adapter is alone, one without those of a server without LoRA; not those of merged "
-        "weights",
+        "INT4, INT8 and FP8 (by blocks or rows), drafts of n-grams and new weights: a request has the bits that it has "
+        "where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
+    ),
+    Feature(
+        "LoRA adapters of mixtures of experts",
+        "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
+        "quantised, on a CPU with vLLM 0.32 by one worker or two, with drafts of n-grams, or new weights; each expert "
+        "with products of its own, or stacked",
     ),
     Feature(
         "Scheduling",
@@ -1115,7 +1188,8 @@ COVERED = (
     Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
     Feature(
         "Bits of another number of workers",
-        "other bits; the same for a dense model with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers",
+        "other bits; the same with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers for a dense model and, on a CPU with "
+        "--enable-expert-parallel, for one of experts without shared ones",
     ),
     Feature(
         "Exact arithmetic on a CPU",
@@ -1301,7 +1375,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, made FP8 by rows or tensors, int8 codes by several",
+        "by several engines, in exact arithmetic, made FP8 by rows or tensors",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -1333,22 +1407,29 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of experts, of models that pool, take images, keep states, or are quantised but in INT4 and "
-        "INT8 by weights alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two "
-        "streams",
+        "LoRA adapters of models that pool, take images, keep states, or are quantised but in INT4 and INT8 by weights "
+        "alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two streams",
         "these have not been run",
         "leave --enable-lora out, or merge the adapter into the weights",
         _other_adapters,
         arguments=(ADAPTERS,),
     ),
     Feature(
+        "LoRA adapters of mixtures of experts on a GPU, of other ones than those above, of quantised experts, and "
+        "beside --enable-expert-parallel",
+        "these have not been run",
+        f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
+        _adapters_of_experts,
+        arguments=(ADAPTERS, WHOLE_EXPERTS),
+    ),
+    Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
-        "FlexAttention, FP8 caches, offloading, embeddings as prompts and sleep",
+        "FlexAttention, FP8 caches, offloading and embeddings as prompts",
         "these have not been run together",
-        f"leave one out, or merge the adapter; {envs.UNTRIED.name}=1 starts the last",
+        "leave one out, or merge the adapter",
         _beside_adapters,
         arguments=(
-            *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP),
+            *(ADAPTERS, TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS),
             *(envs.TP_TREE.name, envs.ARITHMETIC.name),
         ),
     ),
@@ -1417,8 +1498,8 @@ REFUSED = (
     Feature(
         "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3, "
         "Mistral and Ministral 3",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Gemma 3 have been proven to be text models without their "
-        "encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 have been proven to be text models "
+        "without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
@@ -1598,14 +1679,23 @@ REFUSED = (
         _outputs_beside_tokens,
     ),
     Feature(
-        "Other head sizes",
-        f"the kernels have sizes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16, encoders on a CPU also 32 and 48",
-        "serve another model, no setting helps",
+        "Other head sizes; heads of 512 on a GPU or in exact arithmetic",
+        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, but not 512, and "
+        "nobody has run that on a GPU or in exact arithmetic",
+        f"serve another model; {envs.UNTRIED.name}=1 starts heads of 512 on a GPU",
         _head_size,
         ("cpu", "cuda"),
     ),
     Feature(
-        "Other kinds of attention (shared KV caches, chunks)",
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, engines, stages, drafts, "
+        "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "these have not been run",
+        f"serve Gemma 4 on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
+        _two_head_sizes_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Other kinds of attention (shared KV caches but of Gemma 4, chunks)",
         "it is not in the reduction",
         "serve a model without it",
         _kind_of_attention,

@@ -48,7 +48,7 @@ def test_every_feature_is_near_float64(implementation, options):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("query", "kv", "size"),
-    [(4, 4, 64), (6, 2, 80), (5, 1, 96), (16, 8, 128), (2, 1, 256), (14, 2, 64), (1, 1, 16), (3, 1, 48)],
+    [(4, 4, 64), (6, 2, 80), (5, 1, 96), (16, 8, 128), (2, 1, 256), (3, 1, 512), (14, 2, 64), (1, 1, 16), (3, 1, 48)],
 )
 def test_every_head_shape_and_dtype_is_near_float64(implementation, query, kv, size, dtype):
     heads = Heads(query, kv, size, dtype)
@@ -74,7 +74,9 @@ def test_chunks_of_any_size_equal_prefill(size, options):
 
 
 @pytest.mark.parametrize(
-    "heads", [GROUP_OF_SEVEN, Heads(16, 8, 128, torch.bfloat16), Heads(3, 3, 80, torch.float16)], ids=str
+    "heads",
+    [GROUP_OF_SEVEN, Heads(16, 8, 128, torch.bfloat16), Heads(3, 3, 80, torch.float16), Heads(3, 1, 512)],
+    ids=str,
 )
 def test_decode_equals_prefill(heads):
     request = Request(heads, 530, 1)

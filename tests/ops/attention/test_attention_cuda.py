@@ -432,7 +432,22 @@ def test_a_nan_of_its_own_is_not_hidden(implementation):
     assert got[[0, 1, 3, 4]].isfinite().all()
 
 
-@by_both
-def test_heads_above_256_are_refused_by_name(implementation):
-    with pytest.raises(NotCovered, match="size 272"):
-        attend([whole(Request(Heads(1, 1, 272), 4, 1))], implementation=implementation)
+@pytest.mark.parametrize(("implementation", "size"), [("triton", 528), ("flex", 272)])
+def test_larger_heads_are_refused_by_name(implementation, size):
+    with pytest.raises(NotCovered, match=f"size {size}"):
+        attend([whole(Request(Heads(1, 1, size), 4, 1))], implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"logits_soft_cap": 30.0}], ids=str)
+@pytest.mark.parametrize(("query", "kv"), [(4, 1), (8, 2), (40, 1), (3, 3)])
+def test_heads_of_512_are_near_float64_and_have_the_bits_of_a_prefill(query, kv, options, dtype):
+    """By the Triton kernel, whatever Gluon kernels a GPU has."""
+    heads = Heads(query, kv, 512, dtype)
+    request = Request(heads, 600, 1)
+    assert_near_exact([Chunk(request, 530, 600), newest(Request(heads, 17, 2))], "triton", **options)
+    prefill = attend([whole(request)], **options)[0]
+    for count in (1, 2, 5, 64):
+        assert torch.equal(attend([newest(request, count)], **options)[0], prefill[-count:]), count
+    for stop in (1, 15, 16, 17, 31, 32, 33, 255, 256, 257, 512, 513):
+        assert torch.equal(attend([Chunk(request, stop - 1, stop)], **options)[0], prefill[stop - 1 : stop]), stop

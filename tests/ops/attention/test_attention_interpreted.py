@@ -182,6 +182,21 @@ def test_every_way_to_spread_work_and_every_option_is_near_float64(chunks, optio
     assert (attend(chunks, **options).double() - exact(chunks, **options)).abs().max().item() < ATOL
 
 
+@pytest.mark.parametrize("room", [0, 1 << 20], ids=["one stage", "all stages"])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}], ids=str)
+def test_heads_of_512_are_near_float64_and_decode_to_their_prefill(options, room, gpu, monkeypatch):
+    heads = Heads(3, 1, 512, torch.float16)
+    gpu.shared_memory_per_block_optin = room
+    monkeypatch.setattr("tests.ops.attention.test_attention_interpreted.HEADS", heads)
+    prefill = newest(330, 330)
+    whole = attend([prefill], **options)
+    assert (whole.double() - exact([prefill], **options)).abs().max().item() < ATOL
+    for count in (1, 5, 6, 40):
+        assert_same_bits(attend([newest(330, count)], **options), whole[-count:], f"the newest {count}")
+    among = attend([newest(150, 20), newest(330, 1), newest(40, 1)], **options)
+    assert_same_bits(among[20:21], whole[-1:], "among others")
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 40}, {"sliding_window": 40, "logits_soft_cap": 2.0}], ids=str
 )

@@ -21,6 +21,7 @@ SHAPES = {
     "MHA": AttentionShape(8, 8, 128, torch.float16, REDUCTION),
     "MQA": AttentionShape(71, 1, 64, torch.bfloat16, REDUCTION),
     "Gemma": AttentionShape(4, 1, 256, torch.bfloat16, REDUCTION),
+    "Gemma 4": AttentionShape(16, 2, 512, torch.bfloat16, REDUCTION),
     "80": AttentionShape(4, 4, 80, torch.float16, REDUCTION),
     "fp32": AttentionShape(4, 2, 64, torch.float32, REDUCTION),
 }

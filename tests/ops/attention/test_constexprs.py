@@ -75,10 +75,13 @@ def test_what_is_named_is_a_field():
     assert {name.lower() for name in SCHEDULE} <= of_schedules
 
 
-@pytest.mark.parametrize(("itemsize", "expected"), [(2, 64), (4, 32)])
-def test_fp32_takes_half_of_the_key_tile_and_no_tile_exceeds_a_split(itemsize, expected):
-    assert AttentionReduction.of_device("cuda").key_tile_of(itemsize) == expected
-    assert AttentionReduction(16).key_tile_of(itemsize) == 16
+@pytest.mark.parametrize(
+    ("itemsize", "head_size", "expected"), [(2, 64, 64), (4, 256, 32), (2, 256, 64), (2, 512, 32), (4, 512, 16)]
+)
+def test_fp32_and_large_heads_take_half_of_the_key_tile_and_no_tile_exceeds_a_split(itemsize, head_size, expected):
+    assert AttentionReduction.of_device("cuda").key_tile_of(itemsize, head_size) == expected
+    assert AttentionReduction(16).key_tile_of(itemsize, head_size) == 16
+    assert AttentionReduction(key_tile=32).key_tile_of(itemsize, head_size) == max(expected // 2, 16)
 
 
 @pytest.mark.parametrize("key_tile", [0, 16, 48])

@@ -51,6 +51,17 @@ def test_heads_of_256_have_fewer_stages_where_memory_is_short(major, room, expec
         assert stages(monkeypatch, size, major, room, torch.float32) == 1
 
 
+@pytest.mark.parametrize(
+    ("major", "room", "expected", "of_codes"),
+    [(8, 166_912, 2, 3), (8, 101_376, 1, 1), (9, 232_448, 3, 3), (10, 232_448, 3, 3), (12, 101_376, 1, 1)],
+    ids=["A100", "L4", "H100", "B200", "RTX 5090"],
+)
+def test_heads_of_512_have_fewer_stages_where_memory_is_short(major, room, expected, of_codes, monkeypatch) -> None:
+    assert stages(monkeypatch, 512, major, room, torch.bfloat16) == expected
+    assert stages(monkeypatch, 512, major, room, torch.bfloat16, torch.float8_e4m3fn) == of_codes
+    assert stages(monkeypatch, 512, major, room, torch.float32) == 1
+
+
 def test_smaller_heads_have_all_their_stages_everywhere(monkeypatch) -> None:
     """No GPU that can serve has so little that they would not fit, so none is asked."""
     for size in (64, 80, 128):

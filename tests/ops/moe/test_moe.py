@@ -155,6 +155,31 @@ def test_experts_that_are_not_there_are_left_out() -> None:
     assert (part[absent.all(1)] == 0).all()
 
 
+def test_workers_that_exchange_rows_have_the_bits_of_one() -> None:
+    """Each has some experts; a token's first ones may be at the last worker."""
+    of, x = layer(), tokens(2100)
+    weights, ids = route(uniform(x, of), of.reduction)
+    sent: list[list[torch.Tensor]] = []
+
+    def worker(here: torch.Tensor, exchange: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        places = torch.full((EXPERTS,), -1).index_copy_(0, here, torch.arange(len(here)))
+        own = Experts(of.gate_up[here], of.down[here], of.reduction, places=places, exchange=exchange)
+        return moe(x, weights, ids, own)
+
+    def send(rows: torch.Tensor) -> torch.Tensor:
+        sent[-1].append(rows.clone())
+        return rows
+
+    workers = torch.tensor([6, 1, 3]), torch.tensor([0, 7, 2, 5, 4])
+    for here in workers:
+        sent.append([])
+        worker(here, send)
+    assert all(not (one.bool() & other.bool()).any() for one, other in zip(*sent, strict=True))
+    for here in workers:
+        joined = iter([one + other for one, other in zip(*sent, strict=True)])
+        assert_same_bits(worker(here, lambda _, joined=joined: next(joined)), moe(x, weights, ids, of.experts))
+
+
 def test_prepared_experts_give_the_bits_of_the_weights() -> None:
     of, x = layer(), tokens(50)
     weights, ids = route(uniform(x, of), of.reduction)

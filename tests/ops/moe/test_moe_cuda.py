@@ -164,6 +164,29 @@ def test_experts_that_are_not_here_are_left_out(family: str) -> None:
             assert torch.equal(found, whole), count
 
 
+@pytest.mark.parametrize("family", ["Qwen3-30B-A3B", "gpt-oss", "odd"])
+def test_workers_that_exchange_rows_have_the_bits_of_one(family: str) -> None:
+    layer, experts = Layer(family), FAMILIES[family][0][0]
+    x, logits = draw(600, layer.down.shape[1], seed=3) * 30, routings(600, experts)["skewed"]
+    weights, ids = layer.route(logits)
+    workers = []
+    for here in (torch.arange(experts // 3), torch.arange(experts // 3, experts)):
+        places = torch.full((experts,), -1, dtype=torch.int32)
+        places[here] = torch.arange(len(here), dtype=torch.int32)
+        here = here.cuda()
+        own = replace(mapped(layer.experts, lambda tensor, here=here: tensor[here]), places=places.cuda())
+        workers.append(own)
+    for count in (1, 2, 8, 65, 600):
+        given, sent = (x[:count], weights[:count], ids[:count]), []
+        for own in workers:
+            moe(*given, replace(own, exchange=lambda rows, sent=sent: sent.append(rows.clone()) or rows))
+        one, other = sent
+        assert not (one.bool() & other.bool()).any()
+        whole = moe(*given, layer.experts)
+        for own in workers:
+            assert torch.equal(moe(*given, replace(own, exchange=lambda _, rows=one + other: rows)), whole), count
+
+
 def scored(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     """A sigmoid is that of a layer of one expert for each logit."""
     if scoring == "softmax":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import NotCovered
 from ...provenance import OF_ADAPTERS
 from .. import reviews
-from ..reviews import patch_points
+from ..reviews import expert_adapters, patch_points
 from ..side_table import beside
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     what it sends to the workers, which would read it in each step.
 
     It then raises:
-        ValueError: there is no such adapter, or the files have changed since it was first used.
+        ValueError: there is no such adapter, the engine does not serve it, or the files have changed since it was first
+            used.
     """
 
     @wraps(preprocess)
@@ -118,6 +119,8 @@ def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         adapter = request.lora_request
         if adapter is not None:
             digest = digest_of(adapter.lora_path)
+            if problem := _problem_of(self, adapter):
+                raise ValueError(f"the LoRA adapter {adapter.lora_name} is not served: {problem}")
             if not _stands_for(self, adapter, digest):
                 raise ValueError(_other_files(adapter))
             request.lora_request = _identified(adapter, digest, load_inplace=False)
@@ -125,6 +128,12 @@ def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         return preprocess(self, request)
 
     return preprocess_add_request
+
+
+def _problem_of(core: Any, adapter: Any) -> str:
+    """Why the engine does not serve an adapter that is there; empty if it does."""
+    path = patch_points.ADAPTER_PATH.get()(adapter.lora_path)
+    return expert_adapters.problem_of(path, adapter.is_3d_lora_weight, core.vllm_config)
 
 
 def _stands_for(core: Any, adapter: Any, digest: str) -> bool:
@@ -165,7 +174,8 @@ def _told_apart(add: Callable[..., bool], remove: Callable[..., bool]) -> Callab
     """vLLM's method that loads an adapter. Where it fails, a worker may hold a part of it, which ``remove`` takes away.
 
     It then raises:
-        NotCovered: another adapter with that number is there and shall not be replaced, or requests have it.
+        NotCovered: another adapter with that number is there and shall not be replaced, requests have it, or the
+            engine does not serve it.
     """
 
     @wraps(add)
@@ -174,6 +184,8 @@ def _told_apart(add: Callable[..., bool], remove: Callable[..., bool]) -> Callab
             digest = digest_of(lora_request.lora_path)
         except ValueError:
             return add(self, lora_request)  # vLLM says what is missing
+        if problem := _problem_of(self, lora_request):
+            raise NotCovered(f"the LoRA adapter {lora_request.lora_name}", problem, "serve the model with another one")
         held, number = beside(self).adapters, lora_request.lora_int_id
         if held.get(number, digest) != digest:
             if not lora_request.load_inplace:

@@ -7,6 +7,7 @@ from typing import Any
 from ... import envs
 from ...errors import NotCovered
 from .. import coverage, devices
+from ..layers import lora_experts
 from ..reviews import configuration, patch_points
 from ..sampling import grammars, seeds, speculation
 from . import adapters, endpoint, items, kv_connectors, refusals, resumption, server, weights, whole_images
@@ -145,6 +146,7 @@ def install_worker() -> None:
     weights.install_in_worker()
     kv_connectors.install_in_worker()
     adapters.install_in_worker()
+    lora_experts.install()
     enable_batch_invariant_mode(external_ops)
     device.compile_kernels()
     if untested := patch_points.untested(current_platform.device_type):

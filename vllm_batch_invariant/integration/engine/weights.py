@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from ... import envs
 from ...errors import NotCovered
 from .. import reviews
 from ..layers import linear, quantised
@@ -97,7 +96,7 @@ def install(device_of: Callable[[Any], Any]) -> None:
             return [digest_in(_served(self))]
         if method in _REPLACING:  # before vLLM lets go of the old ones
             of_engine = self.vllm_config
-            _refuse_beside_adapters(of_engine.lora_config is not None, {of_engine.device_config.device_type})
+            _refuse_beside_adapters(of_engine.lora_config is not None, of_engine.model_config.architecture)
         if method != ENGINE_INFO:
             _before_call(self, device_of)
         return call(self, method, *args, **kwargs)
@@ -325,11 +324,10 @@ def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
 def watch_loading(model: torch.nn.Module) -> None:
     """See when a trainer in this process writes weights without a call of the workers."""
     load_weights, copied = model.load_weights, _written_by_copies(model)
-    devices = {weight.device.type for weight in model.parameters()}  # those that come in a reload have none
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, devices)
+        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, type(model).__name__)
         global _written
         _written += 1
         linear.restore_weights()
@@ -343,22 +341,21 @@ def watch_loading(model: torch.nn.Module) -> None:
     model.load_weights = watched
 
 
-def _refuse_beside_adapters(has_adapters: bool, devices: Set[str]) -> None:
-    """Refuse new weights of a model with LoRA adapters where that has not been run.
+def _refuse_beside_adapters(has_adapters: bool, architecture: str) -> None:
+    """Refuse new weights of a model with LoRA adapters where vLLM does not take them.
 
     Args:
         has_adapters: whether the model may have some.
-        devices: types of those that have the weights.
+        architecture: of the model.
 
     Raises:
         NotCovered: it is such a model.
     """
-    untried = sorted(devices - {*reviews.ran().lora_updates})
-    if untried and has_adapters and not envs.starts_untried():
+    if has_adapters and architecture in reviews.ran().lora_without_updates:
         raise NotCovered(
-            f"new weights of a model with LoRA adapters on a device of the type {untried[0]}",
-            "they have not been run there",
-            f"load new adapters, or start another engine; {envs.UNTRIED.name}=1 takes them",
+            f"new weights of {architecture} with LoRA adapters",
+            "vLLM finds no layer for them once others are around its layers",
+            "load new adapters, or start another engine",
         )
 
 

@@ -23,7 +23,7 @@ from ...ops.attention import (
     attend,
 )
 from ...ops.common.kv_cache import E4M3, CacheSlots
-from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES
+from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES, SIZES
 from ..reviews import claims
 from ..reviews.schemes import FP8_CACHES
 
@@ -147,15 +147,12 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
         """Whether all tokens of a sequence see each other, without a cache."""
         causal = attn_type == AttentionType.DECODER
-        if kv_sharing_target_layer_name is not None:
-            raise NotCovered(
-                "layers that share a KV cache", "the mode has not been run with them", "serve a model without them"
-            )
+        self.reads_another_cache = kv_sharing_target_layer_name is not None
+        """Whether keys and values are those of an earlier layer, which writes them."""
         served = ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
         if head_size not in served:
-            sizes = f"{served[0]} to {served[-1]} in steps of 16"
             raise NotCovered(
-                f"attention heads of size {head_size}", f"the kernels have sizes {sizes}", "serve another model"
+                f"attention heads of size {head_size}", f"the kernels have sizes {SIZES}", "serve another model"
             )
         used = {name: value for name, value in unknown.items() if value not in (None, False, -1)}
         if used:
@@ -315,7 +312,7 @@ class FixedSplitBackendMixin:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(ENCODER_HEAD_SIZES)  # a decoder's are checked where its layers are made
+        return sorted({*ENCODER_HEAD_SIZES, *HEAD_SIZES})  # which of them a layer may have is checked where it is made
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -4,7 +4,8 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from ... import envs
 from ...errors import NotCovered
 from ...ops.dispatch import module_for
 from ...ops.formats.record import Format
-from ...ops.moe import Experts, MoeReduction, StoredExperts, route
+from ...ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, route
 from ...ops.scaled_linear import ScaledLinearReduction
 from .. import reviews
 from ..parallel import tensor_tree
-from ..reviews import patch_points
+from ..parallel.collectives import rows_of_all
+from ..reviews import patch_points, sources
 from .fusion import is_watched
 from .linear import PreparedWeight
 
@@ -39,13 +41,19 @@ class Router(torch.nn.Module):
     capture: Callable[[torch.Tensor], None] | None = None
     """Is given the ids, if requests are told which experts their tokens had."""
 
-    def __init__(self, reduction: MoeReduction) -> None:
+    def __init__(self, reduction: MoeReduction, scales: Callable[[], torch.Tensor] | None = None) -> None:
+        """
+        Args:
+            scales: gives a factor of each expert, [num_experts], that a model has; None where all are 1.
+        """
         super().__init__()
-        self._reduction = reduction
+        self._reduction, self._scales = reduction, scales
 
     def forward(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`...ops.moe.route`."""
         weights, ids = route(logits, self._reduction, bias)
+        if self._scales is not None:
+            weights = weights * self._scales().to(weights.dtype)[ids]
         if self.capture is not None:
             self.capture(ids)
         return weights, ids
@@ -58,6 +66,8 @@ class BatchInvariantExperts:
     supports_pre_processed_weights = False
     reduction: MoeReduction | None = None
     """None until the weights are loaded."""
+    adapters: Callable[[], ExpertAdapters | None] | None = None
+    """Gives the adapters of a step, where experts may have some; None of a step without."""
     __call__: Callable[..., torch.Tensor]
     """vLLM's: calls ``forward``."""
 
@@ -67,7 +77,10 @@ class BatchInvariantExperts:
         self.unquantized_backend = self.experts_cls = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the GEMMs of the experts; called again when a trainer has written new weights."""
+        """Prepare the GEMMs of the experts; called again when a trainer has written new weights, also with the layer of
+        vLLM's that is around one with adapters.
+        """
+        layer = getattr(layer, "routed_experts", layer)
         if not layer.w13_weight.is_meta:
             self.prepare(layer, layer.w13_weight.dtype)
 
@@ -75,7 +88,9 @@ class BatchInvariantExperts:
         """The same for a layer that has weights, which stand for matrices of a dtype."""
         if self.reduction is None:
             self.reduction = self.reduction_of(layer, dtype)
-            self.router = Router(self.reduction)
+            if exchanges(layer):
+                layer.moe_config.skip_final_all_reduce = True
+            self.router = Router(self.reduction, _scales_of_experts(layer))
         self.weights_are_loaded(layer)
 
     def reduction_of(self, layer: Any, dtype: torch.dtype) -> MoeReduction:
@@ -108,7 +123,18 @@ class BatchInvariantExperts:
         """Those of this worker, with weights as the device wants them."""
         assert self.reduction is not None
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
-        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map)
+        adapters = None if self.adapters is None else self.adapters()
+        exchange = rows_of_all if exchanges(layer) else None
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters, exchange)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """A block in which no token has one."""
+        adapters, self.adapters = self.adapters, None
+        try:
+            yield
+        finally:
+            self.adapters = adapters
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -267,12 +293,8 @@ def reduction_of(layer: Any, dtype: torch.dtype | None = None) -> MoeReduction:
     Raises:
         NotCovered: a router, a scale, an activation or a dtype that is not in the reduction.
     """
-    if tensor_tree.k_slices() > 1:
-        raise NotCovered(
-            f"{envs.TP_TREE.name} with experts of {layer.layer_name}",
-            "what a worker's experts make of a token is no subtree of what all make",
-            "leave it out",
-        )
+    if tensor_tree.k_slices() > 1 and (beside_tree := _not_beside_a_tree(layer)):
+        raise NotCovered(f"{envs.TP_TREE.name} with experts of {layer.layer_name} {beside_tree[0]}", *beside_tree[1:])
     objection = _objection(layer)
     if objection:
         raise NotCovered(f"experts of {layer.layer_name}: {objection[0]}", objection[1], "serve another model")
@@ -290,9 +312,32 @@ def reduction_of(layer: Any, dtype: torch.dtype | None = None) -> MoeReduction:
     )
 
 
+def exchanges(layer: Any) -> bool:
+    """Whether workers, each of which has some experts of a layer, give each other the rows of these, so that as many as
+    may be have the bits of one.
+    """
+    return tensor_tree.k_slices() > 1 and layer.moe_config.moe_parallel_config.ep_size > 1
+
+
+def _not_beside_a_tree(layer: Any) -> tuple[str, str, str] | None:
+    """What of a layer's workers is not in the tree, why, and what to do."""
+    of_workers = layer.moe_config.moe_parallel_config
+    if of_workers.tp_size > 1:
+        return (
+            "of which workers have parts",
+            "what a worker's parts make of a token is no subtree of what the experts make",
+            "pass --enable-expert-parallel, or leave it out",
+        )
+    if of_workers.dp_size > 1 or of_workers.is_sequence_parallel:
+        return "by several engines", "their tokens are elsewhere", "leave it out"
+    if next(layer.parameters()).is_cuda and not envs.starts_untried():
+        return "on a GPU", "no GPU has run it", f"serve on a CPU; {envs.UNTRIED.name}=1 starts it"
+    return None
+
+
 def _objection(layer: Any) -> tuple[str, str] | None:
     """What of a layer is not in the reduction, and why."""
-    if layer.custom_routing_function is not None:
+    if layer.custom_routing_function is not None and _scales_of_experts(layer) is None:
         name = getattr(layer.custom_routing_function, "__qualname__", "a function of the model")
         return f"chosen by {name}", "a model's own function may compute anything"
     if layer.apply_router_weight_on_input:
@@ -305,6 +350,21 @@ def _objection(layer: Any) -> tuple[str, str] | None:
     if layer.routed_scaling_factor != 1 and not (layer.use_grouped_topk or biased):
         return f"a factor of {layer.routed_scaling_factor}", "vLLM applies none to this kind of router on a CPU"
     return None
+
+
+_OWN_ROUTING = "Gemma4Router.routing_function"
+"""A model's function that chooses experts by softmax, renormalises, and multiplies with a factor of each expert."""
+
+
+def _scales_of_experts(layer: Any) -> Callable[[], torch.Tensor] | None:
+    """What gives these factors of a layer, as its weights are then; None of a layer without such a function, or with
+    one that nobody has read.
+    """
+    function = getattr(layer.custom_routing_function, "__func__", None)
+    is_read = getattr(function, "__qualname__", "") == _OWN_ROUTING and sources.is_read("routing", function)
+    if not is_read or sources.unread("routing", sources.installed):
+        return None
+    return partial(getattr, layer.custom_routing_function.__self__, "per_expert_scale")
 
 
 def problem_of_gate(gate: Any) -> str | None:

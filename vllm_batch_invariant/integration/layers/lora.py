@@ -11,6 +11,7 @@ import torch
 
 from ...errors import NotCovered
 from ...ops.lora import LoraReduction, add_adapters, add_expanded
+from ...ops.moe import ExpertAdapters
 from ..engine import adapters
 from ..reviews import patch_points
 
@@ -128,11 +129,18 @@ class Adapters(_Base):
         if self._in_use:
             add_expanded(y, u, b, slots, LoraReduction.of_device(u.device.type, u.shape[1], u.dtype))
 
+    def of_experts(self, layer: Any) -> ExpertAdapters | None:
+        """Those of a layer around experts, in a step with adapters."""
+        if not self._in_use:
+            return None
+        gate_up = layer.w13_lora_a_stacked, layer.w13_lora_b_stacked
+        return ExpertAdapters(self._token_lora_indices, gate_up, (layer.w2_lora_a_stacked, layer.w2_lora_b_stacked))
+
     def add_shrink(self, *_: object, **__: object) -> NoReturn:
-        """Of layers that are refused: sharded adapters, and experts."""
+        """Of layers that are refused: sharded adapters, and experts by vLLM's kernels."""
         _refuse("a layer that adds parts of its adapters by itself")
 
-    add_expand = add_shrink
+    add_expand = add_lora_w13 = add_lora_w2 = add_shrink
 
     def apply_lora_full_linear(self, *_: object, **__: object) -> NoReturn:
         """Of pooling models, which are refused beside LoRA."""
@@ -146,9 +154,11 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, LoraRedu
         dtype: of activations.
     """
     layers = [module for module in model.modules() if isinstance(module, patch_points.LORA_LAYER.get())]
-    stacked = [getattr(layer, "lora_a_stacked", ()) for layer in layers]
-    of_linear = [one[0] if isinstance(one, tuple) else one for one in stacked if len(one)]
-    ks = {one.shape[-1] for one in of_linear if one.dim() == 4}  # an embedding's are rows
+    names = "lora_a_stacked", "w13_lora_a_stacked", "w2_lora_a_stacked"
+    stacked = [getattr(layer, name, ()) for layer in layers for name in names]
+    of_products = [one[0] if isinstance(one, tuple | list) else one for one in stacked if len(one)]
+    # an embedding's are rows, and experts' have another name for them, one by one
+    ks = {one.shape[-1] for one in of_products if one.dim() == 4}
     return adapters.reductions(ks, dtype, next(model.parameters()).device.type)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ...ops.dispatch import module_for
 from ...ops.lora import LoraReduction
+from ...ops.moe import ExpertAdapters
 from .lora import Adapters
 
 
@@ -19,10 +20,10 @@ class GpuAdapters(Adapters):
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, *, lora_config: Any
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, lora_config=lora_config)
-        groups = module_for("lora", "cuda").RowGroups
-        self._groups = groups.empty(
+        self._groups = _groups(
             max_num_batched_tokens, lora_config.max_loras, lora_config.lora_dtype, torch.device(device)
         )
+        self._most_tokens = max_num_batched_tokens
 
     def update_metadata(self, *of_step: Any, **named: Any) -> None:
         """Take the adapters of a step's rows."""
@@ -57,9 +58,31 @@ class GpuAdapters(Adapters):
         reduction = LoraReduction.of_device("cuda", x.shape[1], x.dtype)
         module_for("lora", "cuda").add_adapters(y, x, a, b, self._groups, reduction)
 
+    def of_experts(self, layer: Any) -> ExpertAdapters | None:
+        """Those of a layer around experts, in a step with adapters."""
+        found = super().of_experts(layer)
+        if found is not None:
+            for a, b in (found.gate_up, found.down):
+                _certify(a[0].shape[3], tuple(one.shape[2] for one in b), a[0].shape[2], a[0].dtype, a[0].device)
+            slots, experts = found.down[0][0].shape[:2]
+            of_pairs = self._most_tokens * layer.moe_config.experts_per_token, slots * experts
+            _compile_grouping(*of_pairs, found.down[0][0].dtype, found.slots.device)
+        return found
+
     def _are_all(self, slots: torch.Tensor) -> bool:
         """Whether slots are those of all rows of a step, and perhaps of padding behind them."""
         return slots.data_ptr() == self._token_lora_indices.data_ptr() and len(slots) >= self.indices_len[0]
+
+
+def _groups(rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """See ``RowGroups.empty`` of :mod:`...ops.lora.cuda`."""
+    return module_for("lora", "cuda").RowGroups.empty(rows, slots, dtype, device)
+
+
+@cache
+def _compile_grouping(pairs: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Have the kernels that group up to so many pairs by slot and expert compiled before there are requests."""
+    _groups(pairs, slots, dtype, device)
 
 
 @cache

@@ -25,8 +25,8 @@ import torch
 from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
-from ..reviews import encoding, patch_points
-from . import calls, encoders, experts, fp8, int8, pooling, quantised
+from ..reviews import encoding, patch_points, sources
+from . import calls, encoders, experts, fp8, int8, pooling, quantised, shared_norm
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -137,6 +137,9 @@ def _is_known(kind: type) -> bool:
 
 def _of_layer(layer: torch.nn.Module) -> str | None:
     """Of a layer of a known class."""
+    kind: type = type(layer)
+    if other := _other_source(kind):
+        return f"its {other} is not the one that was read"
     method = getattr(layer, "quant_method", None)
     if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention"):
         if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
@@ -156,10 +159,14 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):
         return None if _is_ours(type(method)) else f"its experts are computed by {type(method).__name__}"
     elif isinstance(layer, patch_points.LORA_LAYER.get()):
-        wrapper = type(layer.punica_wrapper)
+        wrapper, base = type(layer.punica_wrapper), layer.base_layer
+        if getattr(base, "out_dtype", None) not in (None, *(one.dtype for one in base.parameters())):
+            return f"its adapters are added to results in {base.out_dtype}"
         return None if _is_ours(wrapper) else f"its adapters are computed by {wrapper.__name__}"
     elif type(layer).__module__.startswith(POOLERS):
         return pooling.problem_of(layer)
+    elif type(layer).__name__ == shared_norm.NAME:
+        return shared_norm.problem()
     elif type(layer).__name__ == "Conv3dLayer":
         return None if layer.enable_linear else "it is a convolution that is not a matmul"
     elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):
@@ -168,6 +175,17 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return None
     elif method is not None and not quantised.is_plain(method):
         return f"its matmuls are computed by {type(method).__name__}"
+    return None
+
+
+@functools.cache
+def _other_source(kind: type) -> str | None:
+    """A method of a class that is known by its sources, where it has another one."""
+    for base in kind.__mro__:
+        for name in reviews.functions("layers").get(base.__module__, {}):
+            owner, _, method = name.rpartition(".")
+            if owner == base.__name__ and not sources.is_read("layers", getattr(kind, method, None)):
+                return method
     return None
 
 

@@ -4,13 +4,23 @@ from typing import Any
 
 import torch
 
+from ... import envs
+from ..parallel import tensor_tree
 from ..reviews import patch_points
+
+NAME = "MiniMaxText01RMSNormTP"
+"""Of vLLM's class of such a norm."""
 
 
 def install() -> None:
     """Have models compute both norms by ours; a vLLM that lacks the place has no such model."""
     if patch_points.SHARED_NORM.is_there():
         patch_points.SHARED_NORM.get().forward_qkv = staticmethod(forward_qkv)
+
+
+def problem() -> str | None:
+    """Why such a layer is refused; None if it is not."""
+    return f"{envs.TP_TREE.name} has no tree of its workers' means" if tensor_tree.k_slices() > 1 else None
 
 
 def forward_qkv(

@@ -87,6 +87,20 @@ def install_cuda(tree: bool) -> None:
             setattr(nccl, name, method)
 
 
+def rows_of_all(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of which each is at one worker of tensor parallelism, and 0 at the others, at all of them: their bits are
+    joined, and nothing is added.
+
+    Args:
+        rows: [..., N] of 4 bytes a number, or of 2 with an even N.
+    """
+    gathered = patch_points.TENSOR_PARALLEL.get().all_gather(rows.contiguous().unsqueeze(0), 0)
+    first, *others = gathered.view(torch.int32).unbind(0)
+    for one in others:
+        first = first | one
+    return first.view(rows.dtype)
+
+
 def refuse_other_sums() -> None:
     """Have PyTorch's collectives refuse to add floating-point numbers of the workers of tensor parallelism: in which
     order they would, follows the size of a message. A trainer in the same process has groups of its own.

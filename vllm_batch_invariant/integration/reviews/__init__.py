@@ -229,8 +229,11 @@ class Ran:
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         mamba2_models: with state spaces of Mamba-2 beside attention.
+        two_head_sizes: models whose layers of full attention have larger heads than the others.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
+        large_heads: versions whose engines have served heads of 512, by device.
+        large_head_workers: numbers of workers above 1 that have shared such models, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         fp8_kv_cache_beside: states, and models that take images, beside which they have, by device.
         short_convolutions: versions whose engines have served them, by device.
@@ -245,8 +248,9 @@ class Ran:
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
+        lora_experts: mixtures of experts that have been served with them, by device.
         lora_quantised: kinds of quantised weights that have been served with them, by device.
-        lora_updates: devices on which weights have been replaced beneath them.
+        lora_without_updates: models whose weights vLLM does not replace beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -271,8 +275,11 @@ class Ran:
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
+    two_head_sizes: tuple[str, ...]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
+    large_heads: Mapping[str, str]
+    large_head_workers: Mapping[str, tuple[int, ...]]
     fp8_kv_cache: Mapping[str, str]
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     short_convolutions: Mapping[str, str]
@@ -287,8 +294,9 @@ class Ran:
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
+    lora_experts: Mapping[str, tuple[str, ...]]
     lora_quantised: Mapping[str, tuple[str, ...]]
-    lora_updates: tuple[str, ...]
+    lora_without_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]

@@ -242,6 +242,8 @@ PUNICA_WRAPPER = PatchPoint(("vllm.lora.punica_wrapper.punica_base",), "PunicaWr
 """The base of what layers with adapters call, and what knows a step's rows of each."""
 LORA_LAYER = PatchPoint(("vllm.lora.layers.base",), "BaseLayerWithLoRA")
 """The base of layers around those that may have adapters."""
+LORA_EXPERTS = PatchPoint(("vllm.lora.layers.fused_moe",), "FusedMoEWithLoRA")
+"""The layer around experts that may have adapters, and the base of another one."""
 LORA_REQUEST = PatchPoint(("vllm.lora.request",), "LoRARequest")
 """An adapter, as requests have it."""
 LORA_WORKER = PatchPoint(("vllm.lora.worker_manager",), "WorkerLoRAManager")
@@ -334,7 +336,7 @@ ALL = {name: value for name, value in list(globals().items()) if isinstance(valu
 
 OPTIONAL = {
     *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "ENCODER_STATE"),
-    "BIND_CAPTURE",
+    *("BIND_CAPTURE", "LORA_EXPERTS"),
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER", "IMAGE_ID"),
@@ -387,6 +389,7 @@ MEMBERS = {
     ),
     "PUNICA_WRAPPER": ("_update_base_metadata",),
     "LORA_WORKER": ("_load_adapter",),
+    "LORA_EXPERTS": ("__init__", "set_mapping"),
     "RENDERER": ("_process_mm_uuids", "_process_multimodal"),
     "MEAN_POOL": ("forward",),
     "POOLER_NORMALIZE": ("forward_chunk",),

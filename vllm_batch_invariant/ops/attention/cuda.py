@@ -31,7 +31,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     A request's own keys and values must be finite: a row weighs the later ones of its block by 0.
 
     Raises:
-        NotCovered: a head size above 256.
+        NotCovered: a head size above 512.
         ValueError: a plan of another reduction than the call's.
     """
     plan = plan or _plan_alone(call)

@@ -21,7 +21,7 @@ from .shared_memory import fitted
 from .sm90.shapes import SEMAPHORE_INTS
 from .work import WORK_SIZE
 
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 512
 DECODE_ROWS = 16
 """Rows, (token, query head of the KV head) pairs, up to which a request is decode-like: its rows are one block."""
 WIDE_DECODE_ROWS = 32
@@ -43,6 +43,8 @@ def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False, rows
     if dtype == torch.float32:
         # A dot in fp32 holds whole rows of both operands in registers.
         return Schedule(16, num_warps=8, num_stages=1)
+    if head_size > 256:  # prefill has no block of 64 rows, and so the same instruction everywhere
+        return Schedule(max(rows, 16), num_warps=8, num_stages=3)
     if wide:  # with as many CTAs as shared memory and tensor memory have room for
         if head_size <= 128:
             return Schedule(64, num_warps=4, num_stages=3 if head_size <= 64 else 2, ctas_per_sm=2)
@@ -54,6 +56,8 @@ def prefill_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
     """For requests of more rows."""
     if dtype == torch.float32:
         return Schedule(16, num_warps=8, num_stages=1)
+    if head_size > 256:  # more rows do not fit into registers
+        return Schedule(32, num_warps=8, num_stages=1)
     if head_size > 128:
         return Schedule(64, num_warps=8, num_stages=1)
     return Schedule(128, num_warps=8, num_stages=3 if head_size <= 64 else 2)
@@ -145,7 +149,7 @@ class Planner:
         schedules: of decode-like and of prefill-like work, for a kernel that is not of this package.
 
     Raises:
-        NotCovered: a head size above 256.
+        NotCovered: a head size above 512.
     """
 
     def __init__(

@@ -6,6 +6,8 @@ from functools import cached_property
 SMALLEST_SPLIT = 16
 _SMALLEST_TILE = 32
 """Half of it, in fp32, is the K of a dot: at least 16."""
+_LARGE_HEAD = 256
+"""Of larger heads a tile has half as many keys: every GPU's shared memory has room for one."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class AttentionReduction:
         split_size: keys in a split, a power of two; pages of any size fit it, because a split is a range of positions.
         early: pairs of a split size and the position up to which splits have it, ascending. A request that is alone and
             short has only its splits to spread over a GPU, and one that is long has more of them than that takes.
-        key_tile: keys in a step of the online softmax over 16-bit keys, a power of two; half of it in fp32, and never
-            more than the smallest splits have. On a CPU a split is one step.
+        key_tile: keys in a step of the online softmax over 16-bit keys, a power of two; half of it in fp32, half for
+            heads of more than 256 elements, and never more than the smallest splits have. On a CPU a split is one step.
         block_m: query rows of a block over 16-bit keys, a quarter of it in fp32. Only FlexAttention on a GPU gives a
             row other bits in a block of other rows; None elsewhere.
         num_warps: of such a block, twice as many in fp32.
@@ -72,9 +74,10 @@ class AttentionReduction:
         """The size of the smallest splits."""
         return min(size for _, size, _ in self.split_segments)
 
-    def key_tile_of(self, itemsize: int) -> int:
-        """Keys in a step of the online softmax over keys of so many bytes an element."""
-        return min(self.key_tile if itemsize <= 2 else self.key_tile // 2, self.smallest)
+    def key_tile_of(self, itemsize: int, head_size: int) -> int:
+        """Keys in a step of the online softmax over keys of so many elements, of so many bytes each."""
+        halvings = (itemsize > 2) + (head_size > _LARGE_HEAD)
+        return min(max(self.key_tile >> halvings, SMALLEST_SPLIT), self.smallest)
 
     @classmethod
     def of_device(cls, device_type: str, implementation: str = "auto") -> "AttentionReduction":

@@ -44,7 +44,7 @@ class AttentionShape:
 
     @property
     def key_tile(self) -> int:
-        return self.reduction.key_tile_of(self.dtype.itemsize)
+        return self.reduction.key_tile_of(self.dtype.itemsize, self.head_size)
 
 
 @dataclass(frozen=True)

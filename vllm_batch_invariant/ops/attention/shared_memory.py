@@ -31,7 +31,8 @@ def decode_bytes(
         holds_codes: whether they are codes of eight bits.
     """
     pair = 2 * 2 * key_tile * padded_head_size
-    stored, last = (pair // 2, pair) if holds_codes else (pair, pair // 2 if tma else pair // 4)
+    turned = pair // 4 if padded_head_size <= 256 else pair // 2  # larger heads have more warps, of which none has all
+    stored, last = (pair // 2, pair) if holds_codes else (pair, pair // 2 if tma else turned)
     return (num_stages - 1) * stored + last + 2 * block_m * (padded_head_size + key_tile) + _BARRIERS
 
 

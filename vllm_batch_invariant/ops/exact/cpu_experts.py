@@ -68,20 +68,21 @@ def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expe
     """``moe`` with weights from :func:`prepare_experts`, as :func:`.definition.expert_sum`.
 
     Raises:
-        NotCovered: a reduction without a definition, biases, or a part of the experts.
+        NotCovered: a reduction without a definition, biases, a part of the experts, or adapters.
     """
     check(experts.reduction)
     for what, value in (
         ("biases of experts", experts.gate_up_bias),
         ("biases of experts", experts.down_bias),
         ("a part of them", experts.places),
+        ("adapters", experts.adapters),
     ):
         if value is not None:
             raise NotCovered(f"a mixture of experts with {what} in exact arithmetic", "it has no definition", LEAVE_IT)
 
     gate_up, down = experts.gate_up, experts.down
 
-    def expert(number: int, rows: torch.Tensor) -> torch.Tensor:
+    def expert(number: int, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         hidden = finish(partial_linear(rows, ExactWeight(gate_up[0][number], gate_up[1][number])), None)
         return partial_linear(silu_and_mul(hidden), ExactWeight(down[0][number], down[1][number]))
 

@@ -14,10 +14,10 @@ scores comes first.
 import torch
 
 from ..dispatch import implementation
-from .params import Experts, StoredExperts
+from .params import ExpertAdapters, Experts, StoredExperts
 from .reduction import MoeReduction
 
-__all__ = ["Experts", "MoeReduction", "StoredExperts", "moe", "route"]
+__all__ = ["ExpertAdapters", "Experts", "MoeReduction", "StoredExperts", "moe", "route"]
 
 
 def route(

@@ -69,14 +69,20 @@ def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expe
     """``moe`` with weights from :func:`prepare_experts`: same bits, without the conversion. Those whose products are of
     codes need none.
     """
-    reduction = experts.reduction
+    reduction, adapters = experts.reduction, experts.adapters
 
-    def expert(number: int, rows: Rows) -> torch.Tensor:
+    def expert(number: int, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
         hidden = _product(rows, experts.gate_up, experts.gate_up_bias, number, reduction)
+        if adapters is not None and isinstance(rows, torch.Tensor):
+            adapters.add_gate_up(hidden, rows, tokens, torch.full_like(tokens, number))
         activated = _operand(_activated(hidden, reduction.activation), reduction)
-        return _product(activated, experts.down, experts.down_bias, number, reduction)
+        made = _product(activated, experts.down, experts.down_bias, number, reduction)
+        if adapters is not None and isinstance(activated, torch.Tensor):
+            adapters.add_down(made, activated, tokens, torch.full_like(tokens, number))
+        return made
 
-    return sum_of_experts(_operand(x, reduction), weights, experts.placed(ids), len(experts.down), expert)
+    given = _operand(x, reduction), weights, experts.placed(ids), len(experts.down)
+    return sum_of_experts(*given, expert, experts.exchange)
 
 
 Rows = torch.Tensor | Codes
@@ -99,11 +105,18 @@ def _product(rows: Rows, weight: Any, bias: torch.Tensor | None, number: int, re
     return scaled_linear.scaled_linear(rows.codes, rows.scales, *of_expert, bias, reduction.products)
 
 
-Expert = Callable[[int, Any], torch.Tensor]
-"""Gives what the expert of a number makes of rows [tokens, hidden], which are some of those that are summed."""
+Expert = Callable[[int, Any, torch.Tensor], torch.Tensor]
+"""Gives what the expert of a number makes of rows [tokens, hidden], which are those of these tokens [tokens]."""
 
 
-def sum_of_experts(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert) -> torch.Tensor:
+def sum_of_experts(
+    x: Rows,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    count: int,
+    expert: Expert,
+    exchange: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Each token's weighted sum over its experts, from the first on, rounded once: [tokens, hidden] of x's dtype.
 
     Args:
@@ -112,17 +125,23 @@ def sum_of_experts(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count:
         experts: [tokens, top_k], which of the ``count`` experts that are there; -1 for one that is not.
         count: of experts.
         expert: what is called for each of them that has tokens.
+        exchange: see :class:`.params.Experts`.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     for start in range(0, len(x), _TOKENS_AT_ONCE):
         part = slice(start, start + _TOKENS_AT_ONCE)
-        terms = _weighted(x[part], weights[part], experts[part], count, expert)
+        terms = _weighted(x[part], weights[part], experts[part], count, expert, start)
+        terms = terms if exchange is None else exchange(terms)
         out[part] = chain(terms.unbind(1)).to(out.dtype)
     return out
 
 
-def _weighted(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert) -> torch.Tensor:
-    """[tokens, top_k, hidden] fp32: what each expert makes of its tokens, times the weight; 0 where it is not there."""
+def _weighted(
+    x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int, expert: Expert, start: int
+) -> torch.Tensor:
+    """[tokens, top_k, hidden] fp32: what each expert makes of its tokens, from ``start`` on, times the weight; 0 where
+    it is not there.
+    """
     tokens, top_k = experts.shape
     terms = torch.zeros(tokens * top_k, x.shape[1], dtype=weights.dtype)
     weights, experts = weights.reshape(-1, 1), experts.reshape(-1)
@@ -130,5 +149,6 @@ def _weighted(x: Rows, weights: torch.Tensor, experts: torch.Tensor, count: int,
     absent, *counts = (experts + 1).bincount(minlength=count + 1).tolist()
     for number, slots in enumerate(by_expert[absent:].split(counts)):
         if len(slots):
-            terms[slots] = expert(number, x[slots // top_k]) * weights[slots]
+            tokens_of = slots // top_k
+            terms[slots] = expert(number, x[tokens_of], start + tokens_of) * weights[slots]
     return terms.view(tokens, top_k, -1)

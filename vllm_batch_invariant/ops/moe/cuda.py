@@ -556,7 +556,7 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, len(x), at_once):
         part = slice(start, start + at_once)
-        combine(products(x[part], weights[part], ids[part], experts), out[part])
+        combine(products(x[part], weights[part], ids[part], experts.of_tokens(start)), out[part])
     return out
 
 
@@ -622,11 +622,21 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
         )
     given = _operand(x, reduction)
     read = partial(_matrices_of, many)
-    activated = grouped_gemm(
-        given, read(gate_up), experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up, activation=activation
-    )
+    first = partial(grouped_gemm, given, read(gate_up), experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up)
+    if experts.adapters is None:
+        activated = first(activation=activation)
+    else:  # which are added before the activation
+        placed, hidden = experts.placed(ids).flatten(), first()
+        tokens = torch.arange(pairs, device=ids.device) // reduction.top_k
+        experts.adapters.add_gate_up(hidden, x[tokens], tokens, placed)
+        activated = _activated(hidden, activation)
     made = _operand(activated, reduction)
     expert_out = grouped_gemm(made, read(down), experts.down_bias, groups, pairs, dtype, schedule.down)
+    if experts.adapters is not None:
+        experts.adapters.add_down(expert_out, activated, tokens, placed)
+    if experts.exchange is not None:
+        here = experts.placed(ids).flatten() >= 0
+        expert_out, places = experts.exchange(torch.where(here[:, None], expert_out, 0.0)), None
     return Products(expert_out, weights, ids, places)
 
 

@@ -1,7 +1,7 @@
 """The experts of a layer as a value, checked against the tokens that are routed to them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -9,7 +9,10 @@ import torch
 
 from ..formats.eight import FP8_BLOCK, SIDE
 from ..formats.record import Format
+from ..lora import LoraReduction, add_adapters
 from .reduction import MoeReduction
+
+Slices = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,74 @@ class Codes:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertAdapters:
+    """Adapters of low rank (:mod:`..lora`) of a layer's experts, each token's with one in a slot or with none. To their
+    operation an adapter of one expert is one of slots x experts.
+
+    Attributes:
+        slots: [tokens or more] integers, -1 for a token without an adapter; those behind the tokens are not read.
+        gate_up: A and B of the first product: of each slice of its columns, in their order, [slots, experts, R, hidden]
+            and [slots, experts, N_i, R], packed.
+        down: of the second: one slice of [slots, experts, R, intermediate] and [slots, experts, hidden, R].
+    """
+
+    slots: torch.Tensor
+    gate_up: tuple[Slices, Slices]
+    down: tuple[Slices, Slices]
+
+    @property
+    def tensors(self) -> Slices:
+        """All that are there."""
+        return *self.gate_up[0], *self.gate_up[1], *self.down[0], *self.down[1], self.slots
+
+    def add_gate_up(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, experts: torch.Tensor) -> None:
+        """Add to rows y [pairs, N] of the first product what their adapters make of rows x [pairs, hidden].
+
+        Args:
+            tokens: [pairs] integers, the token of each pair.
+            experts: [pairs] integers, where its expert lies; -1 for one that is not here.
+        """
+        self._add(y, x, self.gate_up, tokens, experts)
+
+    def add_down(self, y: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, experts: torch.Tensor) -> None:
+        """The same of the second product: y [pairs, hidden], x [pairs, intermediate]."""
+        self._add(y, x, self.down, tokens, experts)
+
+    def _add(
+        self, y: torch.Tensor, x: torch.Tensor, of: tuple[Slices, Slices], tokens: torch.Tensor, experts: torch.Tensor
+    ) -> None:
+        a, b = ([one.flatten(0, 1).unsqueeze(1) for one in slices] for slices in of)
+        slots = self.slots[tokens]
+        own = torch.where((slots < 0) | (experts < 0), -1, slots * of[0][0].shape[1] + experts)
+        add_adapters(y, x, a, b, own, LoraReduction.of_device(x.device.type, x.shape[1], x.dtype))
+
+    def check(self, tokens: int, experts: int, hidden: int, intermediate: int, rows: int) -> None:
+        """Refuse those that do not fit.
+
+        Args:
+            tokens: of the call.
+            experts: that are here.
+            hidden: elements of a token.
+            intermediate: elements of a row of the second product's weight.
+            rows: of the first product's weight.
+
+        Raises:
+            ValueError: one line that has their shapes.
+        """
+        of_slots, rank = self.down[0][0].shape[0], self.down[0][0].shape[2]
+        columns = [one.shape[2] for one in self.gate_up[1]]
+        wanted = [(of_slots, experts, rank, hidden)] * len(columns)
+        wanted += [(of_slots, experts, n, rank) for n in columns]
+        wanted += [(of_slots, experts, rank, intermediate), (of_slots, experts, hidden, rank)]
+        found = [tuple(one.shape) for one in self.tensors[:-1]]
+        if found != wanted or sum(columns) != rows or self.slots.dim() != 1 or len(self.slots) < tokens:
+            raise ValueError(
+                f"no adapters of {', '.join(str([*one]) for one in found)} and slots {list(self.slots.shape)} for "
+                f"{tokens} tokens and {experts} experts of {hidden}, {rows} and {intermediate}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
 class Experts:
     """Those of a layer that are here.
 
@@ -114,6 +185,9 @@ class Experts:
         down_bias: [experts, hidden], or None.
         places: [num_experts] integers: where in ``gate_up`` and ``down`` an expert lies; -1 for one that is not there,
             which is left out of the sum. None if all are there, in order.
+        adapters: of tokens of a step; None: no token has one.
+        exchange: gives all workers rows of which each is at one of them, and 0 elsewhere, so that each adds what all
+            experts made of a token, in the order of its scores; None: it adds what its own made.
     """
 
     gate_up: Any
@@ -122,16 +196,25 @@ class Experts:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     places: torch.Tensor | None = None
+    adapters: ExpertAdapters | None = None
+    exchange: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All that are there."""
         stored = (of.tensors if isinstance(of, StoredExperts) else (of,) for of in (self.gate_up, self.down))
-        return *chain(*stored), self.gate_up_bias, self.down_bias, self.places
+        of_adapters = () if self.adapters is None else self.adapters.tensors
+        return *chain(*stored), self.gate_up_bias, self.down_bias, self.places, *of_adapters
 
     def placed(self, ids: torch.Tensor) -> torch.Tensor:
         """Where the experts of these numbers lie; -1 for one that is not there."""
         return ids if self.places is None else self.places[ids]
+
+    def of_tokens(self, start: int) -> "Experts":
+        """The same for tokens from one on."""
+        if self.adapters is None or not start:
+            return self
+        return replace(self, adapters=replace(self.adapters, slots=self.adapters.slots[start:]))
 
     def check(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Refuse tokens and experts that do not fit.
@@ -160,6 +243,10 @@ class Experts:
             raise ValueError(f"moe needs places for {len(down)} of {reduction.num_experts} experts")
         if reduction.products is not None:
             self._check_blocks()
+        if self.adapters is not None:
+            if reduction.products is not None:
+                raise ValueError("adapters are added to products of matrices, not to those of codes")
+            self.adapters.check(len(x), len(down), hidden, intermediate, rows)
         dtypes = {tensor.dtype for tensor in (x, self.gate_up, down)}
         if dtypes != {reduction.dtype} or weights.dtype != reduction.accumulate:
             raise ValueError(

@@ -32,6 +32,9 @@ class MoeReduction:
     given are the codes of the operation ``quantise``, by groups of 128: those of a token, the same for all its experts,
     and those of what the activation gives, after it was rounded.
 
+    Adapters of low rank are added to what both products give, after it was rounded, as :class:`..lora.LoraReduction`
+    says: to that of gate and up before the activation, to that of down before it is multiplied by the weight.
+
     Attributes:
         num_experts: of the layer, wherever they are.
         top_k: experts of a token.

@@ -8,7 +8,7 @@ from torch.nn import functional
 from ..quantise import reference as quantising
 from ..scaled_linear import reference as scaled_linear
 from ..scaled_linear.reduction import E4M3, GROUP
-from .params import Experts
+from .params import ExpertAdapters, Experts, Slices
 from .reduction import MoeReduction
 
 
@@ -42,10 +42,14 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
         hidden = _product(x[token].double(), experts.gate_up, expert, experts.reduction)
         if experts.gate_up_bias is not None:
             hidden += experts.gate_up_bias[expert].double()
+        if experts.adapters is not None:
+            hidden += _adapted(x[token].double(), token, expert, experts.adapters, experts.adapters.gate_up)
         activated = _activated(hidden, experts.reduction.activation)
         made = _product(activated, experts.down, expert, experts.reduction)
         if experts.down_bias is not None:
             made += experts.down_bias[expert].double()
+        if experts.adapters is not None:
+            made += _adapted(activated, token, expert, experts.adapters, experts.adapters.down)
         out[token] += weights[token, slot].double() * made
     return out
 
@@ -55,6 +59,17 @@ def _product(row: torch.Tensor, weight: Any, expert: int, reduction: MoeReductio
         return weight[expert].double() @ row
     codes, scales = quantising.quantise(row.float(), codes=E4M3, group=GROUP)
     return scaled_linear.scaled_linear(codes.to(E4M3), scales, *(tensor[expert] for tensor in weight.tensors))
+
+
+def _adapted(
+    row: torch.Tensor, token: int, expert: int, adapters: ExpertAdapters, of: tuple[Slices, Slices]
+) -> torch.Tensor:
+    """What a token's adapter adds to a product."""
+    slot = int(adapters.slots[token])
+    if slot < 0:
+        return torch.zeros(())
+    pairs = zip(*of, strict=True)
+    return torch.cat([b[slot, expert].double() @ (a[slot, expert].double() @ row) for a, b in pairs])
 
 
 def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..answers import Answer, answer_of, listed_tokens
 from ..harness import images, pooling
-from ..harness.engine import pages_of_states, text_config
+from ..harness.engine import pages_of_states, pages_of_windows, text_config
 from ..harness.metrics import Latency, Trace
 from ..harness.requests import (
     KINDS,
@@ -109,8 +109,10 @@ def check_engine(
         run.as_served()
     info = engine.info
     limits = ["--max-model-len", str(run.small_context), "--max-num-seqs", str(CHUNK), "--no-enable-prefix-caching"]
-    pages = str(-(-SMALL_CACHE // info["page"]) + _WITH_STATES * pages_of_states(text_config(model)))
-    small = [*limits, *_step_limit(_chunk(CHUNK, info), info), "--num-gpu-blocks-override", pages]
+    of_text = text_config(model)
+    pages = -(-SMALL_CACHE // info["page"]) + _WITH_STATES * pages_of_states(of_text)
+    pages += pages_of_windows(of_text, info["page"], _chunk(CHUNK, info))
+    small = [*limits, *_step_limit(_chunk(CHUNK, info), info), "--num-gpu-blocks-override", str(pages)]
     on_progress(f"starting an engine {_SMALL}")
     with Engine(model, [*arguments, *small], flag) as engine:
         kind(engine, _SMALL, preset, results, on_progress, adapters).with_small_limits(run)

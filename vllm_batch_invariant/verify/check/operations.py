@@ -201,7 +201,8 @@ def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificat
     seen = set()
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if not (hasattr(layer, "global_num_experts") and hasattr(method, "apply_monolithic")):
+        is_around = hasattr(layer, "routed_experts")  # as one with adapters is
+        if is_around or not (hasattr(layer, "global_num_experts") and hasattr(method, "apply_monolithic")):
             continue
         like, experts = _parameter(model), layer.global_num_experts
         shape = f"{layer.top_k} of {experts} experts, K={layer.hidden_size}, {_name(like.dtype)}"
@@ -216,7 +217,8 @@ def _experts(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certificat
 
         def apply(x: torch.Tensor, layer: Any = layer, split: tuple[int, int] = (layer.hidden_size, experts)) -> Any:
             tokens, logits = x.split(split, dim=1)
-            return layer.quant_method.summed(layer, tokens, logits)
+            with layer.quant_method.without_adapters():  # those of the last step would be of other rows
+                return layer.quant_method.summed(layer, tokens, logits)
 
         yield _tested(certificate, apply, (layer.hidden_size + experts, like))
 

@@ -149,9 +149,13 @@ class Place:
 
     @property
     def has_k_slices(self) -> bool:
-        """Whether two workers may add what they share of a layer as a tree: not of experts, and no odd slices."""
+        """Whether two workers may add what they share of a layer as a tree: no odd slices, and experts on a CPU alone
+        and without shared ones.
+        """
         sizes = self.model.get("hidden_size"), self.model.get("intermediate_size")
-        return not self.has_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
+        shared = any("shared_expert" in name for name in self.model)
+        takes_experts = not self.has_experts or (self.device == "cpu" and not shared)
+        return takes_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
 
     @property
     def has_segments(self) -> bool:
@@ -246,6 +250,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             tensor_parallel_size=settings.workers,
             pipeline_parallel_size=settings.stages,
             data_parallel_size=1,
+            enable_expert_parallel=options.get("experts") == "whole",
             distributed_executor_backend=None,
         ),
         model_config=SimpleNamespace(
@@ -271,7 +276,9 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
-        lora_config=SimpleNamespace(lora_dtype="auto") if "adapters" in options else None,
+        lora_config=(
+            SimpleNamespace(lora_dtype="auto", enable_mixed_moe_lora_format=False) if "adapters" in options else None
+        ),
         reasoning_config=options.get("reasoning"),
         use_v2_model_runner=settings.runner != "0",
     )
@@ -411,12 +418,9 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
 def _takes_adapters(place: Place) -> bool:
     """Whether adapters have run there, and the model has the layers that those to draw are for, not quantised."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
-    return _has_run(coverage.RAN.lora, place) and architecture in adapters.MODELS and not place.is_quantised
-
-
-def _has_no_adapters(settings: Any) -> bool:
-    """Where no engine with adapters has read weights again, or slept."""
-    return "adapters" not in settings.options
+    has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
+    has_run &= _has_run(coverage.RAN.lora, place)
+    return has_run and architecture in adapters.MODELS and not place.is_quantised
 
 
 def _has_run(versions: Mapping[str, str], place: Place) -> bool:
@@ -476,7 +480,6 @@ OPTIONS = (
         {"on": (coverage.SLEEP,)},
         (NONE, "on"),
         lambda place: place.device == "cuda" and _keeps_requests(place),
-        _has_no_adapters,
         of_pooling=True,
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
@@ -491,20 +494,12 @@ OPTIONS = (
         "updates",
         {},
         (NONE, "on", NONE),
-        lambda place: place.is_open("--load-format") and place.device in coverage.RAN.lora_updates,
-        of_pooling=True,
-    ),
-    Option(
-        "updates",
-        {},
-        (NONE, "on", NONE),
-        lambda place: place.is_open("--load-format") and place.device not in coverage.RAN.lora_updates,
-        _has_no_adapters,
+        lambda place: place.is_open("--load-format"),
         of_pooling=True,
     ),
     Option(
         "experts",
-        {"whole": ("--enable-expert-parallel",)},
+        {"whole": (coverage.WHOLE_EXPERTS,)},
         (NONE, "whole"),
         lambda place: place.has_experts,
         lambda settings: settings.workers > 1,

@@ -222,6 +222,8 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
             settings = tried if starts(tried, place, row.argument) else settings
     for option in OPTIONS:
         settings = settings if option.is_first else choose(option)
+    if place.has_experts and settings.tree > 1 and settings.workers > 1:  # a tree has no parts of experts
+        settings = replace(settings, options={**settings.options, "experts": "whole"})
     return settings
 
 

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,43 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 EMBEDDINGS = ("embed_tokens", "lm_head")
 MOST_RANK = 16
 """Of :data:`DRAWN`."""
-DRAWN = ((8, (*ATTENTION, *MLP)), (MOST_RANK, ("q_proj", "v_proj", "up_proj", "down_proj")), (MOST_RANK, ("o_proj",)))
+EXPERTS, STACKED_EXPERTS = "experts", "stacked experts"
+"""All products of each expert of a layer that has some, of each by itself or in a tensor of all, which is how PEFT
+writes those of stacked parameters.
+"""
+DRAWN = (
+    (8, (*ATTENTION, *MLP, EXPERTS)),
+    (MOST_RANK, ("q_proj", "v_proj", "up_proj", "down_proj")),
+    (MOST_RANK, ("o_proj", EXPERTS)),
+)
 """Rank and layers of the adapters that requests of a fuzzer have: some parts of fused layers have none."""
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures that have these layers."""
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Where a model's checkpoint has experts.
+
+    Attributes:
+        path: of a layer's, inside the layer.
+        names: of gate, down and up of one; none where a tensor has those of all.
+        inner: field of the configuration that says how many elements are between gate or up and down.
+    """
+
+    path: str = "mlp.experts"
+    names: tuple[str, ...] = ("gate_proj", "down_proj", "up_proj")
+    inner: str = "intermediate_size"
+
+
+MIXTURES = {
+    "Qwen3MoeForCausalLM": ExpertLayers(inner="moe_intermediate_size"),
+    "Qwen2MoeForCausalLM": ExpertLayers(inner="moe_intermediate_size"),
+    "MixtralForCausalLM": ExpertLayers("block_sparse_moe.experts", ("w1", "w2", "w3")),
+    "OlmoeForCausalLM": ExpertLayers(),
+    "GptOssForCausalLM": ExpertLayers(names=()),
+}
+"""By architecture."""
 
 
 def write(
@@ -35,7 +69,9 @@ def write(
         config: of the model, as in its config.json.
         rank: of every layer.
         seed: of the weights.
-        targets: of :data:`ATTENTION`, :data:`MLP`, :data:`FUSED` and :data:`EMBEDDINGS`.
+        targets: of :data:`ATTENTION`, :data:`MLP`, :data:`FUSED`, :data:`EMBEDDINGS`, :data:`EXPERTS` and
+            :data:`STACKED_EXPERTS`; of a model with experts :data:`MLP` is of layers without, of one without these
+            two are of none.
         alpha: over the rank, what B is multiplied with.
 
     Returns:
@@ -57,28 +93,66 @@ def write(
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
 
+    def drawn(path: str, k: int, n: int) -> dict[str, torch.Tensor]:
+        path = f"base_model.model.{path}"
+        return {f"{path}.lora_A.weight": draw(rank, k), f"{path}.lora_B.weight": draw(n, rank)}
+
+    def of_experts(where: ExpertLayers, path: str) -> dict[str, torch.Tensor]:
+        """PEFT stacks ranks of experts' A one after the other, and interleaves those of B."""
+        count = config.get("num_experts") or config["num_local_experts"]
+        wide, path = config[where.inner], f"{path}.{where.path}"
+        if where.names and STACKED_EXPERTS not in targets:
+            sides = ((hidden, wide), (wide, hidden), (hidden, wide))
+            found = [
+                drawn(f"{path}.{expert}.{name}", *side)
+                for expert in range(count)
+                for name, side in zip(where.names, sides, strict=True)
+            ]
+            return {name: tensor for one in found for name, tensor in one.items()}
+        stacked = {f"{path}.base_layer": (hidden, 2 * wide), path: (wide, hidden)}
+        return {
+            f"base_model.model.{name}.lora_{side}.weight": tensor
+            for name, (k, n) in stacked.items()
+            for side, tensor in (("A", draw(count * rank, k)), ("B", draw(n, count * rank) * count**0.5))
+        }
+
+    mixture, dense = mixture_of(config), dense_layers(config)
     for layer in range(config["num_hidden_layers"]):
+        path = f"model.layers.{layer}"
+        if mixture is not None and layer not in dense and {EXPERTS, STACKED_EXPERTS} & {*targets}:
+            tensors |= of_experts(mixture, path)
         for name in targets:
+            if name in MLP and mixture is not None and layer not in dense:
+                continue
             for part, sides in (("self_attn", of_attention), ("mlp", of_mlp)):
                 if name in sides:
-                    k, n = sides[name]
-                    path = f"base_model.model.model.layers.{layer}.{part}.{name}"
-                    tensors |= {f"{path}.lora_A.weight": draw(rank, k), f"{path}.lora_B.weight": draw(n, rank)}
+                    tensors |= drawn(f"{path}.{part}.{name}", *sides[name])
     if "lm_head" in targets:
-        path = "base_model.model.lm_head"
-        tensors |= {f"{path}.lora_A.weight": draw(rank, hidden), f"{path}.lora_B.weight": draw(vocabulary, rank)}
+        tensors |= drawn("lm_head", hidden, vocabulary)
     if "embed_tokens" in targets:
         path = "base_model.model.model.embed_tokens"
         tensors |= {f"{path}.lora_embedding_A": draw(rank, vocabulary) * vocabulary**0.5}
         tensors |= {f"{path}.lora_embedding_B": draw(hidden, rank) * 0.02}
+    names = sorted({*targets} - {STACKED_EXPERTS})
     said: Mapping[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": rank,
-        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(targets),
+        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(said))
     return folder
+
+
+def mixture_of(config: Mapping[str, Any]) -> ExpertLayers | None:
+    """Where a model with a config.json has experts; None if it has none, or nobody knows."""
+    return next((MIXTURES[name] for name in config.get("architectures") or () if name in MIXTURES), None)
+
+
+def dense_layers(config: Mapping[str, Any]) -> set[int]:
+    """Numbers of the layers of a mixture of experts that have none."""
+    step, layers = config.get("decoder_sparse_step") or 1, range(config["num_hidden_layers"])
+    return {*(config.get("mlp_only_layers") or ()), *(layer for layer in layers if (layer + 1) % step)}
 
 
 def folder_of(config: str, rank: int, seed: int, targets: tuple[str, ...] = (*ATTENTION, *MLP)) -> str:

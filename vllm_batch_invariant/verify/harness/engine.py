@@ -132,15 +132,19 @@ def pages_of_states(config: Mapping[str, Any]) -> int:
     return 2 * -(-with_states // (min(with_states, len(kinds) - with_states) or 1))
 
 
-def pages_of_windows(config: Mapping[str, Any], page: int, step: int) -> int:
-    """The most pages that layers with a sliding window take of a request beside those of layers that see all keys, by
-    the configuration of a language model: vLLM groups layers as :func:`pages_of_states` says, and a step's tokens are
-    kept beside the window.
+def pages_of_windows(config: Mapping[str, Any], page: int, chunk: int) -> int:
+    """Pages that the layers with a sliding window of one request take beside those of full attention, by the
+    configuration of its language model, in groups of as many layers as the rarer kind has.
+
+    Args:
+        page: tokens in a page.
+        chunk: most tokens in a step.
     """
-    kinds, window = config.get("layer_types") or (), config.get("sliding_window") or 0
-    sliding, all_keys = (kinds.count(f"{kind}_attention") for kind in ("sliding", "full"))
-    groups = -(-sliding // (min(sliding, all_keys) or 1)) if all_keys else 0
-    return groups * (-(-(window - 1 + step) // page) + 1)
+    kinds = list(config.get("layer_types") or ())
+    kinds = kinds[: len(kinds) - (config.get("num_kv_shared_layers") or 0)]  # these read the pages of others
+    with_window, full = (kinds.count(f"{kind}_attention") for kind in ("sliding", "full"))
+    groups = -(-with_window // (min(with_window, full) or 1)) if full else 0
+    return groups * (-(-((config.get("sliding_window") or 0) + chunk) // page) + 1)
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:

@@ -1,0 +1,221 @@
+"""Small models of Gemma 4 of random weights, one as each that is published: with keys that are the values, with layers
+that read the KV cache of others and have inputs of their own, and with experts.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.engine import kept_states
+from tests.engine.engines import request, tokens
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+_SHARED = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 48,
+    "max_position_embeddings": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LIKE_31B = _SHARED | {
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+CONFIGS = {
+    "31B": _LIKE_31B,
+    "E2B": _SHARED
+    | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 512,
+    },
+    "26B-A4B": _LIKE_31B
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 128},
+}
+"""By the published model that each is a small one of."""
+
+
+AROUND = {"31B": ("31B", "Gemma4"), "E2B": ("E2B", "Gemma4"), "12B": ("31B", "Gemma4Unified")}
+"""By the published model, the text model of a small one as it is published, and how Transformers calls what is around.
+"""
+_TOKENS = {
+    name: 500 + number
+    for number, name in enumerate(f"{kind}_token_id" for kind in ("image", "video", "audio", "boi", "eoi"))
+}
+_SEES_IMAGES = {"use_bidirectional_attention": "vision"}
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "position_embedding_size": 64,
+}
+_EMBEDDER = {"mm_embed_dim": 64, "mm_posemb_size": 64}
+
+
+def text_model(name: str, seed: int = 0) -> torch.nn.Module:
+    """A text model in bf16. Embeddings, which are the matrix of logits as well, are small, so that a token does not
+    foretell itself, and the last norm makes up for that; scores are those of heads that see many keys.
+    """
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**CONFIGS[name]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.02 if "embed_tokens." in weight_name else 0.08, generator=generator)
+            elif weight_name.endswith("q_norm.weight"):
+                weight.uniform_(0.05, 0.15, generator=generator)
+            else:
+                weight.uniform_(0.5, 1.5, generator=generator)
+        for layer in model.model.layers:
+            layer.layer_scalar.uniform_(0.5, 1.5, generator=generator)
+        model.model.norm.weight.mul_(8.0)
+    return model.bfloat16()
+
+
+def written(name: str, folder: Path, seed: int = 0) -> Path:
+    """Its checkpoint."""
+    text_model(name, seed).save_pretrained(folder)
+    return folder
+
+
+def config_around(name: str) -> transformers.PretrainedConfig:
+    """Of a model as it is published, with what encodes images."""
+    of_text, kind = AROUND[name]
+    text_config = CONFIGS[of_text] | ({} if of_text == "E2B" else _SEES_IMAGES)
+    if kind == "Gemma4Unified":
+        del text_config["hidden_size_per_layer_input"]
+    return getattr(transformers, f"{kind}Config")(
+        architectures=[f"{kind}ForConditionalGeneration"],
+        text_config=text_config,
+        vision_config=_TOWER if kind == "Gemma4" else _EMBEDDER,
+        **_TOKENS,
+    )
+
+
+def written_around(name: str, folder: Path) -> Path:
+    """A checkpoint of such a model, with the weights of a text model."""
+    config = config_around(name)
+    model = getattr(transformers, config.architectures[0])(config).bfloat16()
+    model.model.language_model.load_state_dict(text_model(AROUND[name][0]).model.state_dict())
+    model.save_pretrained(folder)
+    return folder
+
+
+WINDOW = _SHARED["sliding_window"]
+EDGES = [1, 2, 16, *(border + off for border in (WINDOW, 2 * WINDOW, 128) for off in (-1, 0, 1))]
+"""Lengths of prompts around the ends of windows and of pages."""
+FAULTS = ("a window is a key longer", "a layer reads the cache of another", "experts are not scaled")
+
+
+def at_edges(engine: Engine) -> tuple[list[Any], list[Any]]:
+    """Prompts of these lengths, one after the other and all together."""
+    asked = [
+        request(tokens(length, 50, kept_states.VOCABULARY), max_tokens=3, logprobs=1, prompt_logprobs=1)
+        for length in EDGES
+    ]
+    alone = [engine.step(f"edge {number}", [one], True).requests[0] for number, one in enumerate(asked)]
+    together = engine.step("edges", asked, True).requests
+    seen = ([[one["completions"], one["prompt_logprobs"]] for one in found] for found in (alone, together))
+    return next(seen), next(seen)
+
+
+def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Answers of the targets in every company, and what shows that they were in it."""
+    company = kept_states.others(length=118)
+    found: dict[str, Any] = {"alone": kept_states.alone(engine)}
+    among = engine.step("among others", [*company, *kept_states.TARGETS], True)
+    found |= {"among others": kept_states.seen(among.requests), "preemptions": among.preemptions}
+    warm = engine.step("warm", kept_states.TARGETS)
+    found |= {"warm": kept_states.seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
+    found["layers"] = engine.call(f"{__name__}:poison")
+    found["in pages of NaN"] = kept_states.alone(engine, "poisoned")
+    engine.call(f"{__name__}:poison")
+    poisoned = engine.step("poisoned", [*company, *kept_states.TARGETS], True)
+    found["among others in pages of NaN"] = kept_states.seen(poisoned.requests)
+    found["decoded"] = kept_states.decode_again(engine, found["alone"])
+    found["edges"] = at_edges(engine)
+    for fault in faults:
+        found[fault, "did"] = engine.call(f"{__name__}:plant", fault)
+        found[fault] = kept_states.seen(engine.step(fault, kept_states.TARGETS, True).requests)
+        engine.call(f"{__name__}:plant", fault)
+    found["no fault"] = kept_states.alone(engine, "no fault")
+    return found
+
+
+def _attention(model: torch.nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if type(layer).__name__ == "Attention"]
+
+
+def poison(llm: Any) -> list[tuple[int, bool]]:
+    """Fill every page with NaN, as a request may find one that another has left. Returns of each layer the size of its
+    heads and whether its cache is another's.
+    """
+    llm.reset_prefix_cache()
+    return llm.apply_model(_fill)[0]
+
+
+def _fill(model: torch.nn.Module) -> list[tuple[int, bool]]:
+    from vllm_batch_invariant.integration.layers.attention import cache_of
+
+    layers = _attention(model)
+    for layer in layers:
+        cache_of(layer).view(torch.uint8).fill_(255)
+    return [(layer.head_size, layer.impl.reads_another_cache) for layer in layers]
+
+
+def plant(llm: Any, fault: str) -> bool:
+    """Have a model compute something else, or what it did before. Returns whether it can."""
+    llm.reset_prefix_cache()
+    return llm.apply_model(_FAULTS[fault])[0]
+
+
+def _widen(model: torch.nn.Module) -> bool:
+    layers = [layer.impl for layer in _attention(model) if layer.impl.spec.sliding_window]
+    for layer in layers:
+        other = WINDOW + 1 if layer.spec.sliding_window == WINDOW else WINDOW
+        layer.spec = replace(layer.spec, sliding_window=other)
+    return bool(layers)
+
+
+def _read_another(model: torch.nn.Module) -> bool:
+    from vllm_batch_invariant.integration.layers.attention import cache_of
+
+    layers = [layer for layer in _attention(model) if layer.impl.reads_another_cache]
+    for layer in layers:
+        held = vars(layer).pop("held", None)
+        if held is None:
+            other = cache_of(layer).flip(0)
+            layer.held, layer.kv_cache = layer.kv_cache, [other] if isinstance(layer.kv_cache, list) else other
+        else:
+            layer.kv_cache = held
+    return bool(layers)
+
+
+def _leave_scales_out(model: torch.nn.Module) -> bool:
+    routers = [part for part in model.modules() if type(part).__name__ == "Router"]
+    for router in routers:
+        router.held, router._scales = router._scales, getattr(router, "held", None)
+    return bool(routers)
+
+
+_FAULTS = dict(zip(FAULTS, (_widen, _read_another, _leave_scales_out), strict=True))
