@@ -42,6 +42,22 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
 }
 _GPT2 = {"n_embd": 256, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+_OF_MINISTRAL = {
+    "rope_parameters": _YARN
+    | {"mscale_all_dim": 1.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+    "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.1},
+}
+_LONG_ROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1 + place / 100 for place in range(32)],
+        "long_factor": [1 + place / 5 for place in range(32)],
+    },
+    "original_max_position_embeddings": LENGTH // 4,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama, bf16": _usual("LlamaConfig", **_GQA),
     "Llama, fp16": _usual("LlamaConfig", "float16", **_GQA),
@@ -98,6 +114,38 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Seed-OSS": _usual("SeedOssConfig", **_GQA),
     "Arcee": _usual("ArceeConfig", **_GQA),
     "Helium, by vLLM's Transformers backend": _usual("HeliumConfig", **_GQA),
+    "Ministral 3, YaRN and a scale of queries": _usual("Ministral3Config", **_GQA, **_OF_MINISTRAL),
+    "Phi-3, long RoPE": _usual("Phi3Config", num_key_value_heads=2, **_LONG_ROPE),
+    "Falcon 3, heads of 256": _usual("LlamaConfig", num_key_value_heads=1, head_dim=256),
+    "Apertus": _usual("ApertusConfig", num_key_value_heads=2),
+    "OLMo": _usual("OlmoConfig", num_key_value_heads=2),
+    "GLM": _usual("GlmConfig", **_GQA),
+    "Hunyuan, dense": _usual("HunYuanDenseV1Config", **_GQA),
+    "Jais 2": _usual("Jais2Config", **_GQA),
+    "CWM, window of 64": _usual("CwmConfig", **_GQA, sliding_window=64, num_hidden_layers=4),
+    "NanoChat": _usual("NanoChatConfig", num_key_value_heads=2),
+    "Ministral, window of 64": _usual("MinistralConfig", **_GQA, sliding_window=64),
+    "MiniMax-M2": _usual(
+        "MiniMaxM2Config", **_GQA, num_local_experts=8, num_experts_per_tok=2, rotary_dim=32, scoring_func="sigmoid",
+        use_routing_bias=True, use_qk_norm=True,
+    ),
+    "ERNIE 4.5 with experts": _usual(
+        "Ernie4_5_MoeConfig", num_key_value_heads=2, moe_num_experts=8, moe_k=2, moe_intermediate_size=128,
+        moe_num_shared_experts=1, moe_layer_start_index=1,
+    ),
+    "EXAONE MoE": _usual(
+        "ExaoneMoeConfig", **_GQA, **_EXPERTS, num_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+        sliding_window=64, num_hidden_layers=4,
+    ),
+    "dots.llm1": _usual(
+        "Dots1Config", **_GQA, n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=128, num_experts_per_tok=2,
+        first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+    ),
+    "Solar Open": _usual(
+        "SolarOpenConfig", **_GQA, n_routed_experts=8, moe_intermediate_size=128, num_experts_per_tok=2,
+    ),
+    "FlexOlmo": _usual("FlexOlmoConfig", num_key_value_heads=2, num_experts=8, num_experts_per_tok=2),
+    "Mellum with experts": _usual("MellumConfig", **_GQA, **_EXPERTS),
 }  # fmt: skip
 """Name of a family -> the class of its configuration, the dtype of the weights, and what differs from the class's
 defaults."""

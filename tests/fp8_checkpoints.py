@@ -24,12 +24,14 @@ class Form:
         config: ``quantization_config``.
         scale: the name of those scales.
         static: whether activations have a given scale.
+        given: the name of that.
     """
 
     shared: str
     config: dict[str, Any] = field(hash=False)
     scale: str = "weight_scale"
     static: bool = False
+    given: str = "input_scale"
 
     def layer(self, weight: torch.Tensor) -> Tensors:
         """What a checkpoint has of a linear layer, by names in it."""
@@ -38,7 +40,7 @@ class Form:
         of_one = () if self.config["quant_method"] == "fp8" else (1,)
         if self.shared == "tensor":
             scale = scale.reshape(of_one)
-        given = {"input_scale": torch.full(of_one, INPUT_SCALE)} if self.static else {}
+        given = {self.given: torch.full(of_one, INPUT_SCALE)} if self.static else {}
         return {"weight": parts["weight"], self.scale: scale} | given
 
 

@@ -70,19 +70,33 @@ def gemma3() -> transformers.PretrainedConfig:
     return config
 
 
-def mistral3() -> transformers.PretrainedConfig:
+def mistral3(text: dict[str, Any] = {"model_type": "mistral"}) -> transformers.PretrainedConfig:  # noqa: B006
     """A tower with two heads of 64, angles by row and column, RMS norms and SwiGLU; four patches are a token, and each
     row of an image ends in a token of text.
+
+    Args:
+        text: the type of the decoder, and what it has besides.
     """
     vision = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 2}
     return transformers.Mistral3Config(
         architectures=["Mistral3ForConditionalGeneration"],
-        text_config=multimodal.TEXT | {"model_type": "mistral", "head_dim": 64, "sliding_window": None},
+        text_config=multimodal.TEXT | {"head_dim": 64, "sliding_window": None} | text,
         vision_config=vision | {"image_size": 616, "patch_size": 14, "hidden_act": "silu"},
         image_token_index=IMAGE,
         spatial_merge_size=2,
         tie_word_embeddings=False,
     )
+
+
+def ministral3() -> transformers.PretrainedConfig:
+    """The same tower, and a decoder whose frequencies are those of YaRN, and whose queries are scaled from each 64th
+    position on. vLLM reads that scale where Mistral's own format has it, and nowhere else.
+    """
+    scaled = {"original_max_position_embeddings": 64}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1} | scaled
+    of_text = {"rope_parameters": yarn, "llama_4_scaling": scaled | {"beta": 0.1}}
+    return mistral3({"model_type": "ministral3"} | of_text)
 
 
 def internvl(text: str = "qwen2", **vision: Any) -> transformers.PretrainedConfig:

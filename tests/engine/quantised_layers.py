@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ FORMS: dict[str, Form | Stored] = {
     "fp8 by blocks": fp8_checkpoints.FORMS["fp8 by blocks"],
     "compressed-tensors by blocks": fp8_checkpoints.FORMS["compressed-tensors by blocks"],
     "compressed-tensors by rows": fp8_checkpoints.FORMS["compressed-tensors by rows"],
+    "fp8 by tensors, given, in Mistral's names": replace(
+        fp8_checkpoints.FORMS["fp8 by tensors, given"], scale="weight_scale_inv", given="activation_scale"
+    ),
     "w4a16 of 128": quantised_checkpoints.FORMATS["w4a16 of 128"],
     "awq": quantised_checkpoints.FORMATS["awq"],
     "gptq": Stored(gptq, Integers(4, 128, False), _GPTQ),

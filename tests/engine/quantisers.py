@@ -26,8 +26,7 @@ def one_scale_a_step(llm: Any) -> None:
     def of_step(
         x: torch.Tensor, scale: torch.Tensor | None = None, *, codes: torch.dtype, group: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = x.abs().max().float().reshape(1) / 448 if scale is None else scale
-        made, scales = quantise(x, given, codes=codes)
+        made, scales = quantise(x, x.abs().max().float().reshape(1) / 448, codes=codes)
         groups = -(-x.shape[-1] // group) if group else 0
         return made, scales[..., None].expand(*scales.shape, groups).contiguous() if group else scales
 

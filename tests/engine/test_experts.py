@@ -87,6 +87,26 @@ FAMILIES = {
         route_norm=True,
         qk_norm=True,
     ),
+    "MiniMax-M2 with norms of all heads and a bias on the block": transformers.MiniMaxM2Config(
+        **SIZES,
+        **GQA,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rotary_dim=32,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+    ),
+    "dots.llm1 of Transformers": transformers.Dots1Config(
+        **GLM,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+    ),
     "gpt-oss with sinks and biases": transformers.GptOssConfig(
         **SIZES,
         **GQA,
@@ -180,6 +200,16 @@ def test_workers_that_share_experts_keep_the_bits(start: Callable[..., Result], 
 def test_workers_that_share_experts_of_a_family_keep_the_bits(family: str, shared: str, tmp_path: Path) -> None:
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": shared == "whole"}
     assert moved(run(engine_of(family, tmp_path) | parallel, alone_and_among(), "1", **OF_TWO_WORKERS)) == []
+
+
+@by_two_workers
+@pytest.mark.skipif(ON_GPU, reason="no GPU has run it")
+@pytest.mark.parametrize("shared", ["by columns", "whole"])
+@pytest.mark.exhaustive
+def test_workers_that_share_the_heads_of_a_norm_keep_the_bits(shared: str, tmp_path: Path) -> None:
+    engine = engine_of("MiniMax-M2 with norms of all heads and a bias on the block", tmp_path)
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": shared == "whole"}
+    assert moved(run(engine | parallel, alone_and_among(), "1", **OF_TWO_WORKERS)) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,7 +4,7 @@ in chunks that end inside an image and after preemption; and is near what Transf
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ LIMITS = {
     "max_model_len": 1024, "max_num_seqs": 64, "max_logprobs": -1, "skip_mm_profiling": True,
     "limit_mm_per_prompt": '{"image": 8}', "max_num_batched_tokens": 128, "dtype": "float32",
 }  # fmt: skip
-TOLERANCES = {"mistral3": 1e-3, "internvl3.5 with a large tower": 4e-4}
+TOLERANCES = {"mistral3": 1e-3, "mistral3 around ministral3": 1e-3, "internvl3.5 with a large tower": 4e-4}
 TOLERANCE = 1e-4
 """Of logprobs in fp32 beside float64, absolute: rounding of three layers of a tower, and of two of a decoder; and of
 models of which it is more.
@@ -141,6 +141,7 @@ OF_SQUARES = images.FAULTS[0], images.OF_NUMBER
 """All are as long as each other."""
 FAMILIES = {
     "mistral3": MISTRAL3,
+    "mistral3 around ministral3": replace(MISTRAL3, config=images.ministral3),
     "glm4.1v": Family(images.glm4_1v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
     "glm4.5v": Family(images.glm4_5v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
     "internvl3": Family(images.internvl, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110),

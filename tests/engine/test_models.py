@@ -26,6 +26,8 @@ SIZES = {
     "pad_token_id": 0,
 }
 GQA = {"num_key_value_heads": 2, "head_dim": 64}
+OF_128 = {"original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0}
 
 MODELS = {
     "gemma2 with soft-caps": (
@@ -45,6 +47,28 @@ MODELS = {
             attention_sinks=True,
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=48,
+        ),
+        torch.bfloat16,
+    ),
+    "olmo3 with angles for each kind of layer": (
+        transformers.Olmo3Config(
+            **SIZES,
+            num_key_value_heads=2,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=48,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": YARN | OF_128 | {"attention_factor": 1.2},
+            },
+        ),
+        torch.bfloat16,
+    ),
+    "ministral3 with queries scaled by their positions": (
+        transformers.Ministral3Config(
+            **SIZES,
+            **GQA,
+            rope_parameters=YARN | OF_128 | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            llama_4_scaling=OF_128 | {"beta": 0.1},
         ),
         torch.bfloat16,
     ),

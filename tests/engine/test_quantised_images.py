@@ -56,11 +56,13 @@ FAMILIES = {
     "qwen2.5-vl": Family(images.qwen2_5_vl, QWEN_LIMITS, OF_QWEN),
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
     "mistral3": Family(images.mistral3, test_image_families.LIMITS, OF_MISTRAL),
+    "mistral3 around ministral3": Family(images.ministral3, test_image_families.LIMITS, OF_MISTRAL),
     "qwen3.5": Family(images.qwen3_5, QWEN_LIMITS | test_images.FURTHER["qwen3.5"], OF_QWEN),
 }
 CASES = [
     *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS)),
     *((name, form) for name in ("qwen2.5-vl", "gemma3", "mistral3") for form in (INTEGERS, ROWS)),
+    ("mistral3 around ministral3", "fp8 by tensors, given, in Mistral's names"),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS)),
 ]
 

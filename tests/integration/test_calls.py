@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 LATER = "vllm.model_executor.models.later"
 KERNEL = "vllm.model_executor.layers.later_fusion.fused"
+NORM = "from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP as Norm"
 BEGINNING = """
     import functools
     from functools import partial
@@ -121,6 +122,8 @@ def block(body: str, before: str = "") -> str:
         (block("return nn.Conv1d(1, 1, 1)(x)"), "Block.forward", "nn.Conv1d(1, 1, 1), a layer that no model holds"),
         (block("from torch.nn import LSTM\nreturn LSTM(1, 1)(x)"),
          "Block.forward", "LSTM(1, 1), a layer that no model holds"),
+        (block("return Norm.forward_qk(x)", NORM), "Block.forward", "Norm.forward_qk, a layer that no model holds"),
+        (block("return Norm()(x)", NORM), "Block.forward", "Norm(), a layer that no model holds"),
         (block("return torch.classes.later.f(x)"), "Block.forward", "torch.classes.later.f"),
         (block("return a(x)", "a = a.b\nfrom .later_circle import a"), "Block.forward", KERNEL),
         (block("return self.load_weights(x)"), "Block.forward", "self.load_weights"),
@@ -144,6 +147,7 @@ def test_a_name_that_nobody_has_read_is_found(source: str, where: str, name: str
         block("return self.layers[0](x), super().forward(x), self.config.get('a', {}).items()"),
         block("return x if get_pp_group().is_first_rank else get_tp_group().rank_in_group"),
         block("return chosen(x)", "chosen = partial(torch.add, 1)"),
+        block("return Norm.forward_qkv(self.norm, x)", NORM),  # of a layer's class, that somebody has read
         block("import math\nfrom itertools import islice\nreturn math.sqrt(2) * sum(islice(x, 2))"),
         "class Block(nn.Module):\n    def load_weights(self, x): return fused(x)",
         "class Block(nn.Module):\n    def __init__(self): self.other = Other()\nclass Other(nn.Module):\n"

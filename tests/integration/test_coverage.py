@@ -617,12 +617,13 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     def found(device: str, architecture: str) -> str | None:
         model = SimpleNamespace(is_moe=True, architecture=architecture)
         config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
-        return ROWS["Step-3.5 on a GPU"].found(config)
+        return ROWS["MiniMax-M2, Step-3.5, and experts of vLLM's Transformers backend on a GPU"].found(config)
 
-    assert found("cuda", "Step3p5ForCausalLM") == "Step3p5ForCausalLM on a GPU"
-    assert found("cpu", "Step3p5ForCausalLM") is found("cuda", "AfmoeForCausalLM") is None
+    for name in ("MiniMaxM2ForCausalLM", "Step3p5ForCausalLM", "TransformersMoEForCausalLM"):
+        assert found("cuda", name) == f"{name} on a GPU"
+        assert found("cpu", name) is found("cuda", "AfmoeForCausalLM") is None
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found("cuda", "Step3p5ForCausalLM") is None
+    assert found("cuda", "MiniMaxM2ForCausalLM") is None
 
 
 def test_experts_pool_on_a_gpu_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

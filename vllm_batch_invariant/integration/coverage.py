@@ -1056,8 +1056,8 @@ COVERED = (
     Feature(
         "Quantised text models beside images and videos",
         "FP8 by rows with activations by tokens and INT4 of compressed-tensors, of Qwen2.5-VL, Qwen3-VL, Gemma 3 and "
-        "Mistral 3; FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, and INT4 of the latter; "
-        "encoders in 16 bits: on a CPU with vLLM 0.32",
+        "Mistral 3; FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral 3; INT4 of "
+        "Qwen3.5; encoders in 16 bits: on a CPU with vLLM 0.32",
     ),
     Feature(
         "Audio",
@@ -1477,9 +1477,9 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
-        "Step-3.5 on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
+        "MiniMax-M2, Step-3.5, and experts of vLLM's Transformers backend on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
         _experts_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1490,8 +1490,8 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3 and "
-        "Mistral",
+        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3, "
+        "Mistral and Ministral 3",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 have been proven to be text models "
         "without their encoders",
         "serve one of these, or a text model",

@@ -13,7 +13,19 @@ from ...ops.devices import Device
 from ...ops.exact import FORMAT
 from ...version import __version__
 from ..engine import encoder_outputs, loading, request_state, resumption, weights
-from ..layers import delta_rule, encoders, int8, mamba2, mrope, norm, pooling, quantised, review, short_conv
+from ..layers import (
+    delta_rule,
+    encoders,
+    int8,
+    mamba2,
+    mrope,
+    norm,
+    pooling,
+    quantised,
+    review,
+    shared_norm,
+    short_conv,
+)
 from ..layers.fusion import Fusion
 from ..parallel import tensor_tree
 from ..reviews import patch_points
@@ -127,6 +139,7 @@ class VllmDevice:
         if tensor_tree.k_slices() > 1:
             tensor_tree.install(tensor_tree.with_bias)
         norm.install()
+        shared_norm.install()
         mrope.install()
         encoders.install()
         pooling.install()

@@ -382,7 +382,7 @@ class Walk:
         place, origin, parts = self._place_of(what, attributes)
         if place is None:
             yield module, (*origin.split("."), *parts)
-        elif parts:
+        elif parts and not (parts[1:] and reviews.calls().have(place.name, parts[0], parts[1:])):
             yield from self._classes(place, parts[0], parts[1:], before)
 
     def makes_a_layer(self, module: Module, binding: Binding, name: str, attributes: tuple[str, ...]) -> bool:

@@ -26,7 +26,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
 from ..reviews import encoding, patch_points, sources
-from . import calls, encoders, experts, fp8, int8, pooling, quantised
+from . import calls, encoders, experts, fp8, int8, pooling, quantised, shared_norm
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -165,6 +165,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         return None if _is_ours(wrapper) else f"its adapters are computed by {wrapper.__name__}"
     elif type(layer).__module__.startswith(POOLERS):
         return pooling.problem_of(layer)
+    elif type(layer).__name__ == shared_norm.NAME:
+        return shared_norm.problem()
     elif type(layer).__name__ == "Conv3dLayer":
         return None if layer.enable_linear else "it is a convolution that is not a matmul"
     elif type(layer).__name__ == "GateLinear" and (problem := experts.problem_of_gate(layer)):

@@ -196,6 +196,8 @@ MAMBA2 = PatchPoint(("vllm.model_executor.layers.mamba.mamba_mixer2",), "MambaMi
 """The layer of a state space of Mamba-2, of Nemotron-H, Granite 4 H and Falcon-H1."""
 MAMBA2_NORM = PatchPoint(("vllm.model_executor.layers.mamba.mamba_mixer2",), "Mixer2RMSNormGated")
 """Its norm, of groups behind their gates."""
+SHARED_NORM = PatchPoint(("vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp",), "MiniMaxText01RMSNormTP")
+"""A norm of all heads' queries or keys, which workers share."""
 MAMBA2_BACKEND = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionBackend")
 MAMBA2_BUILDER = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionMetadataBuilder")
 MAMBA2_METADATA = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionMetadata")
@@ -342,6 +344,7 @@ OPTIONAL = {
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
     *("MAMBA2", "MAMBA2_NORM", "MAMBA2_BACKEND", "MAMBA2_BUILDER", "MAMBA2_METADATA"),
+    "SHARED_NORM",
     *("INIT_NONE_HASH", "FILE_CONNECTOR"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
