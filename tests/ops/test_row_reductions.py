@@ -91,7 +91,7 @@ def test_a_norm_on_a_gpu_is_launched_as_the_receipt_says(hidden, spy, printed, m
     assert says.items() <= found.items()
     assert found.keys() - says.keys() == {
         *("variance_size", "has_residual", "has_weight", "adds_one"),
-        *("overlaps", "launch_pdl"),
+        *("group", "quantise", "overlaps", "launch_pdl"),
     }
 
 

@@ -20,7 +20,7 @@ SMALL_HEADS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads":
 LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "hidden_size": 7168, "num_attention_heads": 128}
 OF_SIZE_32 = (
     "batch-invariant mode does not cover attention heads of size 32: the kernels have sizes 64 to 256 in steps of 16, "
-    "encoders on a CPU also 32 and 48; serve another model, no setting helps."
+    "Gemma 4's also 512, encoders on a CPU also 32 and 48; serve another model, no setting helps."
 )
 OF_LATENT = (
     "batch-invariant mode does not cover multi-head latent attention: it has attention kernels of its own; serve a "

@@ -1674,8 +1674,8 @@ REFUSED = (
     ),
     Feature(
         "Other head sizes, and heads of 512 but of Gemma 4",
-        f"the kernels have sizes {SIZES}, encoders on a CPU also 32 and 48, and no other model with the largest has "
-        "been run",
+        f"the kernels have sizes {_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, Gemma 4's also {HEAD_SIZES[-1]}, "
+        "encoders on a CPU also 32 and 48",
         "serve another model, no setting helps",
         _head_size,
         ("cpu", "cuda"),
