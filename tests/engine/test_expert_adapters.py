@@ -267,7 +267,7 @@ def test_a_request_with_an_adapter_that_is_not_served_ends_alone(
     written(made["stacked"], mixture, RANK, 1, (STACKED_EXPERTS,))
     *said, [answer] = served(mixture, partial(refusals, folders=made))
     assert [
-        words in one for words, one in zip(("of the router", "has not all 3", "are stacked"), said, strict=True)
+        words in one for words, one in zip(("of the router", "has not all products", "are stacked"), said, strict=True)
     ] == [True] * 3
     assert answer == found["alone"]["None"][1]
 
