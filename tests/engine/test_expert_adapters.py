@@ -37,7 +37,7 @@ from vllm_batch_invariant.verify.check.engine import check_engine
 from vllm_batch_invariant.verify.check.guarantees import ADAPTERS, APART, cases_of_adapters
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
-from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EXPERTS, MLP, STACKED_EXPERTS
+from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EXPERTS, MLP, SHARED_EXPERT, STACKED_EXPERTS
 from vllm_batch_invariant.verify.harness.worker import Engine
 from vllm_batch_invariant.verify.outcome import Outcome, Status
 
@@ -202,9 +202,11 @@ def distance(answer: Any, other: Any) -> float:
 
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_families_keep_a_requests_bits(family: str, tmp_path: Path) -> None:
-    """In fp32 an adapter is close to weights with it merged, which are another function."""
+    """Also with weights of a shared expert. In fp32 an adapter is close to weights with it merged, which are another
+    function.
+    """
     random_model(FAMILIES[family], torch.float32).save_pretrained(tmp_path / "model")
-    made = folders_of(tmp_path / "model", tmp_path, TARGETED | {"A": (RANK, (*ATTENTION, EXPERTS))})
+    made = folders_of(tmp_path / "model", tmp_path, TARGETED | {"A": (RANK, (*ATTENTION, EXPERTS, SHARED_EXPERT))})
     by_itself, together = beside(tmp_path / "model", made, dtype="float32")
     assert [name for name, answers in by_itself.items() if together[name] != answers] == []
     assert len({str(answers) for answers in by_itself.values()}) == len(NAMES)

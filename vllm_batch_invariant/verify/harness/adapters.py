@@ -19,6 +19,8 @@ EXPERTS, STACKED_EXPERTS = "experts", "stacked experts"
 """All products of each expert of a layer that has some, of each by itself or in a tensor of all, which is how PEFT
 writes those of stacked parameters.
 """
+SHARED_EXPERT = "shared expert"
+"""That of a layer, where there is one."""
 DRAWN = (
     (8, (*ATTENTION, *MLP, EXPERTS)),
     (MOST_RANK, ("q_proj", "v_proj", "up_proj", "down_proj")),
@@ -69,9 +71,9 @@ def write(
         config: of the model, as in its config.json.
         rank: of every layer.
         seed: of the weights.
-        targets: of :data:`ATTENTION`, :data:`MLP`, :data:`FUSED`, :data:`EMBEDDINGS`, :data:`EXPERTS` and
-            :data:`STACKED_EXPERTS`; of a model with experts :data:`MLP` is of layers without, of one without these
-            two are of none.
+        targets: of :data:`ATTENTION`, :data:`MLP`, :data:`FUSED`, :data:`EMBEDDINGS`, :data:`EXPERTS`,
+            :data:`STACKED_EXPERTS` and :data:`SHARED_EXPERT`; of a model with experts :data:`MLP` is of layers without,
+            of one without these three are of none.
         alpha: over the rank, what B is multiplied with.
 
     Returns:
@@ -121,6 +123,10 @@ def write(
         path = f"model.layers.{layer}"
         if mixture is not None and layer not in dense and {EXPERTS, STACKED_EXPERTS} & {*targets}:
             tensors |= of_experts(mixture, path)
+        if SHARED_EXPERT in targets and layer not in dense and (width := config.get("shared_expert_intermediate_size")):
+            for name in MLP:
+                k, n = (width, hidden) if name == "down_proj" else (hidden, width)
+                tensors |= drawn(f"{path}.mlp.shared_expert.{name}", k, n)
         for name in targets:
             if name in MLP and mixture is not None and layer not in dense:
                 continue
@@ -133,7 +139,7 @@ def write(
         path = "base_model.model.model.embed_tokens"
         tensors |= {f"{path}.lora_embedding_A": draw(rank, vocabulary) * vocabulary**0.5}
         tensors |= {f"{path}.lora_embedding_B": draw(hidden, rank) * 0.02}
-    names = sorted({*targets} - {STACKED_EXPERTS})
+    names = sorted({*targets} - {STACKED_EXPERTS, SHARED_EXPERT})
     said: Mapping[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": rank,
         "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
