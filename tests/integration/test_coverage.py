@@ -884,6 +884,15 @@ def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any)
             {"speculative_config": SimpleNamespace(method="mtp")},
             "heads of two sizes with speculative decoding with mtp",
         ),
+        (
+            {
+                "architecture": "LlamaForCausalLM",
+                "speculative_config": SimpleNamespace(
+                    draft_model_config=SimpleNamespace(architecture="Gemma4ForCausalLM")
+                ),
+            },
+            "a draft model with heads of two sizes",
+        ),
         ({"quantization": "awq"}, "heads of two sizes with quantisation awq"),
         ({"cache_dtype": "fp8"}, "heads of two sizes with a KV cache in fp8"),
         ({"lora_config": object()}, "heads of two sizes with LoRA adapters"),

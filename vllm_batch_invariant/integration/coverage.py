@@ -699,6 +699,9 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
+    draft_model = getattr(config.speculative_config, "draft_model_config", None)
+    if getattr(draft_model, "architecture", "") in RAN.two_head_sizes:
+        return "a draft model with heads of two sizes"
     if not _has_heads_of_two_sizes(config):
         return None
     device, version, named = devices.of_config(config), patch_points.installed_version(), "heads of two sizes"
