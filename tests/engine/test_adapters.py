@@ -41,6 +41,7 @@ TARGETS = [
 """vLLM computes a prompt anew where its logprobs are asked for."""
 NAMES = ("A", "B", "C", None)
 NUMBERS = {"A": 1, "B": 2, "C": 3}
+PLACES = ("among others", "warm", "preempted", "in another order", "by other numbers")
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -84,11 +85,17 @@ def among(engine: Engine, folders: Mapping[str, Path], order: Sequence[str | Non
 
 
 def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Answers alone and at each of :data:`PLACES`."""
     found = {"alone": alone(engine, folders), "among others": among(engine, folders, NAMES)}
     found["warm"] = among(engine, folders, NAMES, reset=False)
     found["preempted"] = among(engine, folders, NAMES, preempt_after=9)
     found["in another order"] = among(engine, folders, ("C", None, "B", "A"))
     found["by other numbers"] = among(engine, folders, NAMES, numbers={"A": 13, "B": 12, "C": 11})
+    return found
+
+
+def with_faults(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
+    found = in_company(engine, folders)
     for fault in FAULTS:
         engine.call(f"{IN_ENGINE}:plant", fault)
         found[fault] = among(engine, folders, NAMES)
@@ -98,8 +105,7 @@ def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(checkpoint: Path, folders: dict[str, Path]) -> dict[str, Any]:
-    settings = {"model": str(checkpoint), **FEW, **ROOM}
-    return run(settings, [], "1", afterwards=partial(in_company, folders=folders)).afterwards
+    return served(checkpoint, partial(with_faults, folders=folders))
 
 
 def differing(found: Mapping[str, Any], where: str) -> list[str]:
@@ -107,18 +113,21 @@ def differing(found: Mapping[str, Any], where: str) -> list[str]:
     return [name for name, answers in found["alone"].items() if found[where][name] != answers]
 
 
-@pytest.mark.parametrize(
-    "where", ["among others", "warm", "preempted", "in another order", "by other numbers", "no fault"]
-)
+@pytest.mark.parametrize("where", [*PLACES, "no fault"])
 def test_a_request_has_the_same_bits_in_any_company(found: dict[str, Any], where: str) -> None:
     assert differing(found, where) == []
 
 
-def test_the_company_was_there(found: dict[str, Any]) -> None:
+def assert_company(found: Mapping[str, Any]) -> None:
+    """Adapters differ, and there were preemptions and cached tokens."""
     answers = [*found["alone"].values()]
     assert all(one != other for number, one in enumerate(answers) for other in answers[:number])
     assert found["among others"]["preemptions"] + found["preempted"]["preemptions"] > 0
     assert max(found["warm"]["cached"]) >= 128
+
+
+def test_the_company_was_there(found: dict[str, Any]) -> None:
+    assert_company(found)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -126,35 +135,39 @@ def test_a_fault_shows(found: dict[str, Any], fault: str) -> None:
     assert differing(found, fault)
 
 
-def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_lora(
-    found: dict[str, Any], checkpoint: Path
-) -> None:
+def without_lora(model: Path) -> list[Any]:
+    """Answers to the targets of an engine without LoRA, one at a time."""
+
     def without(engine: Engine) -> Any:
         return [engine.step(f"{i}", [one], True).requests[0] for i, one in enumerate(TARGETS)]
 
-    answers = run({"model": str(checkpoint), **LIMITS}, [], "1", afterwards=without).afterwards
-    assert [[one["completions"], one["prompt_logprobs"]] for one in answers] == found["alone"]["None"]
+    answers = run({"model": str(model), **LIMITS}, [], "1", afterwards=without).afterwards
+    return [[one["completions"], one["prompt_logprobs"]] for one in answers]
+
+
+def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_lora(
+    found: dict[str, Any], checkpoint: Path
+) -> None:
+    assert without_lora(checkpoint) == found["alone"]["None"]
 
 
 def test_bits_do_not_follow_from_the_room_for_adapters(
     found: dict[str, Any], checkpoint: Path, folders: dict[str, Path]
 ) -> None:
-    room = ROOM | {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 256}
-    settings = {"model": str(checkpoint), **LIMITS, **room}
-    other = run(settings, [], "1", afterwards=partial(alone, folders=folders)).afterwards
+    room = {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 256}
+    other = served(checkpoint, partial(alone, folders=folders), max_num_batched_tokens=512, **room)
     assert [name for name, answers in other.items() if answers != found["alone"][name]] == []
 
 
-def beside(checkpoint: Path, folders: Mapping[str, Path], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Answers of an engine with other settings: alone, and among others."""
-
-    def ask(engine: Engine) -> Any:
-        return [alone(engine, folders), among(engine, folders, NAMES)]
-
+def served(model: Path, afterwards: Any, flag: str = "1", **more: Any) -> Any:
+    """What an engine with other settings gives."""
     variables = UNTRIED_THERE | ({CORES: "0|1"} if "tensor_parallel_size" in more else {})
-    settings = {"model": str(checkpoint), **FEW, **ROOM, **more}
-    by_itself, together = run(settings, [], "1", afterwards=ask, **variables).afterwards
-    return by_itself, together
+    return run({"model": str(model), **FEW, **ROOM, **more}, [], flag, afterwards=afterwards, **variables).afterwards
+
+
+def beside(model: Path, folders: Mapping[str, Path], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Answers of an engine with other settings: alone, and among others."""
+    return served(model, lambda engine: (alone(engine, folders), among(engine, folders, NAMES)), **more)
 
 
 def test_two_workers_keep_a_requests_bits(checkpoint: Path, folders: dict[str, Path]) -> None:

@@ -16,23 +16,27 @@ from safetensors.torch import load_file, save_file
 from tests.engine.adapters import EXPERT_FAULTS, written
 from tests.engine.engines import CHECK, EAGER_ON_GPU, OF_DEVICE, SETTINGS, UNTRIED_THERE, arguments_of, run
 from tests.engine.test_adapters import (
-    FEW,
     IN_ENGINE,
     IN_PROCESS,
     LIMITS,
     NAMES,
+    PLACES,
     ROOM,
     TARGETS,
     alone,
     among,
     asked,
+    assert_company,
+    beside,
     differing,
+    in_company,
     pytestmark,  # noqa: F401 - where adapters are covered
     replaced,
+    served,
+    without_lora,
 )
 from tests.engine.test_experts import FAMILIES
 from tests.engine.test_models import checkpoint as random_model
-from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.verify.check.engine import check_engine
 from vllm_batch_invariant.verify.check.guarantees import ADAPTERS, APART, cases_of_adapters
 from vllm_batch_invariant.verify.check.results import CheckResults
@@ -43,7 +47,6 @@ from vllm_batch_invariant.verify.outcome import Outcome, Status
 
 TARGETED = {"A": (8, (*ATTENTION, *MLP, EXPERTS)), "B": (16, (EXPERTS,)), "C": (64, ATTENTION)}
 """Rank and layers of each adapter: the second has experts alone, the third has none."""
-PLACES = ("among others", "warm", "preempted", "in another order", "by other numbers")
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +65,6 @@ def folders(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return folders_of(mixture, tmp_path_factory.mktemp("adapters"))
 
 
-def served(model: Path, afterwards: Any, flag: str = "1", **more: Any) -> Any:
-    """What an engine with the mode gives."""
-    variables = UNTRIED_THERE | ({CORES: "0|1"} if "tensor_parallel_size" in more else {})
-    return run({"model": str(model), **FEW, **ROOM, **more}, [], flag, afterwards=afterwards, **variables).afterwards
-
-
-def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
-    found = {"alone": alone(engine, folders), "among others": among(engine, folders, NAMES)}
-    found["warm"] = among(engine, folders, NAMES, reset=False)
-    found["preempted"] = among(engine, folders, NAMES, preempt_after=9)
-    found["in another order"] = among(engine, folders, ("C", None, "B", "A"))
-    found["by other numbers"] = among(engine, folders, NAMES, numbers={"A": 13, "B": 12, "C": 11})
-    return found
-
-
 @pytest.fixture(scope="module")
 def found(mixture: Path, folders: dict[str, Path]) -> dict[str, Any]:
     return served(mixture, partial(in_company, folders=folders))
@@ -88,20 +76,13 @@ def test_a_request_has_the_same_bits_in_any_company(found: dict[str, Any], where
 
 
 def test_the_company_was_there(found: dict[str, Any]) -> None:
-    answers = [*found["alone"].values()]
-    assert all(one != other for number, one in enumerate(answers) for other in answers[:number])
-    assert found["among others"]["preemptions"] + found["preempted"]["preemptions"] > 0
-    assert max(found["warm"]["cached"]) >= 128
+    assert_company(found)
 
 
 def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_lora(
     found: dict[str, Any], mixture: Path
 ) -> None:
-    def without(engine: Engine) -> Any:
-        return [engine.step(f"{i}", [one], True).requests[0] for i, one in enumerate(TARGETS)]
-
-    answers = run({"model": str(mixture), **LIMITS}, [], "1", afterwards=without).afterwards
-    assert [[one["completions"], one["prompt_logprobs"]] for one in answers] == found["alone"]["None"]
+    assert without_lora(mixture) == found["alone"]["None"]
 
 
 def test_bits_do_not_follow_from_the_room_for_adapters(
@@ -110,11 +91,6 @@ def test_bits_do_not_follow_from_the_room_for_adapters(
     room = {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 128}
     other = served(mixture, partial(alone, folders=folders), max_num_batched_tokens=512, **room)
     assert [name for name, answers in other.items() if answers != found["alone"][name]] == []
-
-
-def beside(model: Path, folders: Mapping[str, Path], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Answers of an engine with other settings: alone, and among others."""
-    return served(model, lambda engine: (alone(engine, folders), among(engine, folders, NAMES)), **more)
 
 
 def test_two_workers_keep_a_requests_bits(mixture: Path, folders: dict[str, Path]) -> None:
