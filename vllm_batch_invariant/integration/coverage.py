@@ -689,8 +689,9 @@ def _latent_attention(config: Config) -> str | None:
 
 def _head_size(config: Config) -> str | None:
     size = config.model_config.get_head_size()
-    smaller = ENCODER_HEAD_SIZES if _is_encoder(config) else _SMALLER
-    return _when(size not in smaller, f"attention heads of size {size}")  # those of two sizes say the smaller one
+    others = HEAD_SIZES if _has_heads_of_two_sizes(config) else _SMALLER
+    sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else others
+    return _when(size not in sizes, f"attention heads of size {size}")
 
 
 def _has_heads_of_two_sizes(config: Config) -> bool:
@@ -699,11 +700,10 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
-    draft_model = getattr(config.speculative_config, "draft_model_config", None)
-    if getattr(draft_model, "architecture", "") in RAN.two_head_sizes:
-        return "a draft model with heads of two sizes"
     if not _has_heads_of_two_sizes(config):
-        return None
+        draft_model = getattr(config.speculative_config, "draft_model_config", None)
+        drafts = getattr(draft_model, "architecture", "") in RAN.two_head_sizes
+        return _when(drafts, "a draft model with heads of two sizes")
     device, version, named = devices.of_config(config), patch_points.installed_version(), "heads of two sizes"
     ops, ran = device.ops, RAN.large_heads
     untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
