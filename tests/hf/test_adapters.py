@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3_5TextConfig
 
 from tests.assertions import assert_same_bits
 from tests.engine.engines import some_exhaustive
 from tests.hf.adapted import TARGETS, Config, Linear, adapted, fill, own
-from tests.hf.models import DEVICE, EXPERTS, FAMILIES, model, packed, ways_to_pad
+from tests.hf.models import DELTA_NETS, DEVICE, FAMILIES, model, packed, ways_to_pad
 from tests.hf.test_gradients import PARTS, WEIGHTS, loss_of, plain
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant import envs
@@ -53,8 +53,11 @@ def test_gradients_are_near_the_exact_ones(kind: str) -> None:
     assert all(weight.grad is None for name, weight in trainer.named_parameters() if name not in expected)
 
 
-def test_how_a_batch_is_padded_or_packed_moves_no_bit_of_a_gradient() -> None:
-    trainer, ways = patch(adapted(of_adapters=torch.float32)), ways_to_pad(PARTS)
+@pytest.mark.parametrize("family", some_exhaustive(("Qwen3, tied", "Qwen3-MoE"), ("Qwen3-MoE",)))
+def test_how_a_batch_is_padded_or_packed_moves_no_bit_of_a_gradient(family: str) -> None:
+    kind, changed = FAMILIES[family]
+    made = adapted(torch.bfloat16, kind, of_adapters=torch.float32, **changed)
+    trainer, ways = patch(made), ways_to_pad(PARTS)
     expected = gradients(trainer, *ways.pop("right"))
     for way, batch in ways.items():
         for name, gradient in gradients(trainer, *batch).items():
@@ -163,7 +166,9 @@ REFUSED: dict[str, Callable[[], torch.nn.Module]] = {
     "an adapter whose factor is 1.0": lambda: _layers(adapted(), scaling={"default": 1.0}),
     r"an adapter in torch\.float64": lambda: adapted(of_adapters=torch.float64),
     r"adapter at lm_head of a Qwen3": lambda: adapted(targets=("lm_head",)),
-    "adapter at .* of a Qwen3Moe": lambda: adapted(torch.bfloat16, Qwen3MoeConfig, targets=("q_proj",), **EXPERTS),
+    "adapter at .* of a Qwen3_5": lambda: adapted(
+        torch.bfloat16, Qwen3_5TextConfig, targets=("1.self_attn.q_proj",), **DELTA_NETS
+    ),
 }
 
 
@@ -216,6 +221,16 @@ def test_what_no_engine_has_of_pefts_is_refused(what: str) -> None:
     peft = pytest.importorskip("peft")
     given = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | OF_PEFT[what]
     refuses(lambda: patch(peft.get_peft_model(model(), peft.LoraConfig(**given))), what)
+
+
+def test_adapters_of_pefts_of_experts_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    kind, changed = FAMILIES["Qwen3-MoE"]
+    config = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+    refuses(
+        lambda: patch(peft.get_peft_model(model(torch.bfloat16, kind, **changed), config)),
+        "ParamWrapper at model.layers.1.mlp.experts",
+    )
 
 
 def test_pefts_layers_have_the_logits_of_those_of_these_tests() -> None:

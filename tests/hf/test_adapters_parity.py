@@ -23,9 +23,10 @@ from vllm_batch_invariant.verify.harness.worker import Engine
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
-OF_FAMILIES = ("Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen2, untied")
+OF_FAMILIES = ("Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen2, untied", "Qwen3-MoE")
 LORA = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "32"]
-EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
     "every layer, in bf16": {"r": 16, "lora_alpha": 32, "target_modules": EVERY},
     "parts, in fp32, with factors that are rounded": {
@@ -51,6 +52,8 @@ def rolled(
         model(torch.bfloat16, kind, **changed).save_pretrained(folder / "model")
         for adapter, config in ADAPTERS.items():
             plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+            if hasattr(plain.config, "num_experts"):  # PEFT would take the names of an MLP for those of experts
+                config = config | {"target_modules": [one for one in config["target_modules"] if one in ATTENTION]}
             wide = "fp32" in adapter
             made = peft.get_peft_model(
                 plain, peft.LoraConfig(**config, task_type="CAUSAL_LM"), autocast_adapter_dtype=wide

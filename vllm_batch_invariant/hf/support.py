@@ -135,10 +135,10 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
 
 
 def _check_adapted(name: str, layer: Any, family: Family) -> None:
-    remedy = "give adapters to linear layers of the decoder of a dense model"
+    remedy = "give adapters to linear layers of attention and of dense MLPs"
     if type(layer.base_layer) is not torch.nn.Linear:
         raise NotCovered(f"an adapter of a {type(layer.base_layer).__name__} at {name}", "it has no patch", remedy)
-    if family.has_experts or family.has_delta_nets or ".layers." not in name:
+    if family.has_delta_nets or ".layers." not in name:
         raise NotCovered(f"a trainer's adapter at {name} of a {family.prefix}", "no engine was compared", remedy)
 
 
