@@ -117,6 +117,17 @@ def test_installing_the_plugin_imports_no_device_that_is_not_there() -> None:
     assert printed.strip() == "[]"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM replaces kernels on a CPU")
+def test_a_worker_starts_in_a_process_that_has_compiled_kernels() -> None:
+    code = (
+        "import vllm_batch_invariant.ops.norm.cpu\n"
+        "from vllm.platforms import current_platform\n"
+        "getattr(current_platform, 'register_triton_kernel_overrides', lambda: None)()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def config(device_type: str, mode: str, second_runner: bool = True, page: int | None = None) -> SimpleNamespace:
     """What a record reads and writes of a configuration of vLLM's, for 32 requests and 2048 tokens a step."""
     mode = patch_points.CUDAGRAPH_MODE.get()[mode]

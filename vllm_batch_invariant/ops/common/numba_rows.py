@@ -15,6 +15,7 @@ if "numba" not in sys.modules:
     os.environ.setdefault("NUMBA_NUM_THREADS", str(max(torch.get_num_threads(), os.cpu_count() or 1)))
 
 import numba
+from llvmlite.binding import ffi
 from numba.core.caching import FunctionCache
 
 from ... import sources
@@ -24,6 +25,11 @@ _COMPILED = "ops"
 """Modules of which any may be compiled into a kernel."""
 _SERIAL_BELOW = 1 << 14
 """Elements under which waking threads costs more than they save."""
+
+if hasattr(type(ffi.lib), "_fntab"):
+    # vLLM 0.32 looks for kernels in the __dict__ of every module's values; llvmlite's library makes a function of the
+    # name, and an engine would not start in a process where another has.
+    ffi.lib._fntab.setdefault("__dict__", {})
 
 if numba.config.THREADING_LAYER_PRIORITY == ["tbb", "omp", "workqueue"]:
     # OpenMP first: where PyTorch shares its library, the threads are PyTorch's own, already bound to their cores.
