@@ -3,10 +3,6 @@
 y = x * rsqrt(mean(x[:variance_size]**2) + eps) * weight, of x + residual where there is one
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +12,6 @@ from ..common.dependent_launch import wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..quantise import cuda as quantising
-from ..quantise.kept import keep
 from ..quantise.reduction import QuantiseReduction
 from ..quantise.triton_kernels import store_codes
 from .reduction import NormReduction
@@ -193,25 +188,13 @@ def _indexed(x: torch.Tensor, stride_unit: int) -> tuple[torch.Tensor, int, int,
     return aligned(x), 1, x.shape[-1] // stride_unit, 0
 
 
-class Quantised(NamedTuple):
-    """Codes that a norm's kernel writes beside its rows: operands and constants of its launch."""
-
-    operands: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    constants: Mapping[str, Any] = MappingProxyType({"GROUP": None, "QUANTISE": None})
-
-
-_NOT_QUANTISED = Quantised()
-
-
-def quantised(out: torch.Tensor, norm: NormReduction, codes: QuantiseReduction | None) -> Quantised:
+def quantised(out: torch.Tensor, norm: NormReduction, codes: QuantiseReduction | None) -> quantising.Quantised:
     """What a kernel writes beside ``out`` [..., N], which from then on is kept with it; nothing without ``codes``, and
     where a program has no whole row, or no whole groups, in its tile.
     """
     if codes is None or codes.group is None or norm.length > norm.block or norm.block % codes.group:
-        return _NOT_QUANTISED
-    stored, scales = quantising.empty(out, codes)
-    keep(out, stored.view(codes.codes), scales, codes)
-    return Quantised((stored, scales), {"GROUP": codes.group, "QUANTISE": quantising.QuantiseNumbers.of(codes)})
+        return quantising.NOT_QUANTISED
+    return quantising.quantised(out, codes)
 
 
 def _checked_rows(x: torch.Tensor, *others: torch.Tensor | None) -> int:

@@ -1,15 +1,17 @@
 """Rows as codes on a GPU, in Triton."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from ..common.launch import launch
 from ..common.row_reduction import REDUCTIONS_KEPT, gpu_block, gpu_warps, next_power_of_two
 from ..common.triton_rows import aligned
-from .kept import kept
+from .kept import keep, kept
 from .reduction import E4M3, QuantiseReduction
 from .triton_kernels import quantise_kernel
 
@@ -91,3 +93,22 @@ def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, 
     codes = torch.empty(x.shape, dtype=_STORED.get(reduction.codes, reduction.codes), device=x.device)
     shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
     return codes, torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+class Quantised(NamedTuple):
+    """Codes that another kernel writes beside its rows: operands and constants of its launch."""
+
+    operands: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    constants: Mapping[str, Any] = MappingProxyType({"GROUP": None, "QUANTISE": None})
+
+
+NOT_QUANTISED = Quantised()
+
+
+def quantised(out: torch.Tensor, codes: QuantiseReduction) -> Quantised:
+    """What a kernel writes beside ``out`` [..., K], a new packed tensor, as :func:`.triton_kernels.store_codes` takes
+    it; from then on that is kept with ``out``.
+    """
+    stored, scales = empty(out, codes)
+    keep(out, stored.view(codes.codes), scales, codes)
+    return Quantised((stored, scales), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes)})

@@ -10,7 +10,6 @@ from ..common.dependent_launch import wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import aligned
 from ..quantise import cuda as quantising
-from ..quantise.kept import keep
 from ..quantise.reduction import QuantiseReduction
 from ..quantise.triton_kernels import store_codes
 from .triton_kernels import silu_times
@@ -55,25 +54,20 @@ def silu_and_mul(
     """See the operation's package; ``out``, packed, is written instead of a new tensor. With ``codes``, of groups, the
     kernel also quantises what it gives, and keeps that with a new tensor (:func:`..quantise.kept`).
     """
-    length, of_codes = x.shape[-1] // 2, (None, None, None, None)
-    is_new = out is None
+    length, is_new, made = x.shape[-1] // 2, out is None, quantising.NOT_QUANTISED
     out = torch.empty(*x.shape[:-1], length, dtype=x.dtype, device=x.device) if is_new else out
     if codes is not None and codes.group is not None and is_new and out.numel():
-        stored, scales = quantising.empty(out, codes)
-        keep(out, stored.view(codes.codes), scales, codes)
-        of_codes = stored, scales, codes.group, quantising.QuantiseNumbers.of(codes)
-    stored, scales, group, numbers = of_codes
+        made = quantising.quantised(out, codes)
     if out.numel():
         launch(
             _silu_and_mul_kernel,
             out.numel() // length * triton.cdiv(length, _SCHEDULE.block),
-            (aligned(x), out, stored, scales),
+            (aligned(x), out, *made.operands),
             on=x,
             waits=True,
             LENGTH=length,
             BLOCK=_SCHEDULE.block,
-            GROUP=group,
-            QUANTISE=numbers,
             num_warps=_SCHEDULE.num_warps,
+            **made.constants,
         )
     return out
