@@ -345,7 +345,10 @@ def _beside_a_connector(config: Config) -> str | None:
 DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
 """vLLM's variable that has adapters computed beside their layer, and rounded before they are added."""
 _LAYERS_WITH_ADAPTERS = (
-    *("fully_sharded_loras", "default_mm_loras", "enable_tower_connector_lora", "enable_moe_shared_loras"),
+    "fully_sharded_loras",
+    "default_mm_loras",
+    "enable_tower_connector_lora",
+    "enable_moe_shared_loras",
 )
 """Fields of vLLM's configuration of LoRA that have other layers computed."""
 
