@@ -130,50 +130,46 @@ def plant(llm: Any, fault: str) -> None:
     llm.apply_model(_Planted(fault))
 
 
+def plant_in_experts(llm: Any, fault: str) -> None:
+    """The same of the adapters of experts alone, as one of :data:`EXPERT_FAULTS`, on any device without CUDA graphs."""
+    llm.apply_model(_Planted(fault, of_experts=True))
+
+
 class _Planted:
     """A function that travels to the workers."""
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def __init__(self, fault: str, of_experts: bool = False) -> None:
+        self.fault, self.of_experts = fault, of_experts
 
     def __call__(self, model: torch.nn.Module) -> None:
-        owner, *names = _PLACES[DEVICE]()
+        place, faults = (_in_experts, EXPERT_FAULTS) if self.of_experts else (_PLACES[DEVICE], FAULTS)
+        owner, *names = place()
         if not hasattr(owner, "_right"):
             owner._right = [getattr(owner, name) for name in names]
         for name, right in zip(names, owner._right, strict=True):
             setattr(owner, name, right)
         if self.fault:
-            FAULTS[self.fault](owner)
+            faults[self.fault](owner)
 
 
-def plant_in_experts(llm: Any, fault: str) -> None:
-    """The same of the adapters of experts alone, as one of :data:`EXPERT_FAULTS`, on any device without CUDA graphs."""
-    llm.apply_model(_PlantedInExperts(fault))
+def _in_experts() -> tuple[Any, ...]:
+    from vllm_batch_invariant.ops.moe import ExpertAdapters
+
+    return ExpertAdapters, "_add"
 
 
-class _PlantedInExperts:
-    """A function that travels to the workers."""
+def _next_token(adapters: Any) -> None:
+    add = adapters._add
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
-
-    def __call__(self, model: torch.nn.Module) -> None:
-        from vllm_batch_invariant.ops.moe import ExpertAdapters
-
-        if not hasattr(ExpertAdapters, "_right"):
-            ExpertAdapters._right = staticmethod(ExpertAdapters._add)
-        right = ExpertAdapters._right
-        ExpertAdapters._add = EXPERT_FAULTS[self.fault](right) if self.fault else right
-
-
-def _next_token(add: Callable[..., None]) -> Callable[..., None]:
     def faulty(self: Any, y: torch.Tensor, x: torch.Tensor, of: Any, tokens: torch.Tensor, experts: Any) -> None:
         add(self, y, x, of, tokens.roll(1), experts)
 
-    return faulty
+    adapters._add = faulty
 
 
-def _pairs_rounded(add: Callable[..., None]) -> Callable[..., None]:
+def _pairs_rounded(adapters: Any) -> None:
+    add = adapters._add
+
     def faulty(self: Any, y: torch.Tensor, x: torch.Tensor, of: Any, tokens: torch.Tensor, experts: Any) -> None:
         if len(tokens.unique()) == 1:
             add(self, y, x, of, tokens, experts)
@@ -182,10 +178,10 @@ def _pairs_rounded(add: Callable[..., None]) -> Callable[..., None]:
         add(self, delta, x, of, tokens, experts)
         y += delta
 
-    return faulty
+    adapters._add = faulty
 
 
-EXPERT_FAULTS: dict[str, Callable[[Any], Any]] = {
+EXPERT_FAULTS: dict[str, Callable[[Any], None]] = {
     "a pair has its neighbour's adapter": _next_token,
     "what is added is rounded first, for several tokens": _pairs_rounded,
 }
