@@ -116,7 +116,7 @@ GLUON = (
 )
 WAIT_FOR_SOME = ("gemm_sm90_swap_ab_kernel", "scaled_gemm_sm90_kernel")
 """Whose wgmmas must not wait for one another."""
-READ_BETWEEN_WAITS = (*WAIT_FOR_SOME, "grouped_packed_sm90_kernel")
+READ_BETWEEN_WAITS = (*WAIT_FOR_SOME, "grouped_packed_sm90_kernel", "decode_kernel")
 """Whose accumulators ptxas may read too early."""
 PROCESSORS = 132
 RECORDED = Path(__file__).with_name("compiled_variants.json")
@@ -750,13 +750,13 @@ def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: o
     return compiled[before:]
 
 
-def sm90_attention(heads: Heads, page: int) -> None:
+def sm90_attention(heads: Heads, page: int, **options: object) -> None:
     """Tensors are on no GPU, so that what looks whether it is a Hopper would say no."""
     sm90._TRIED_PAGE = page
     sm90.compiles.cache_clear()
     covers, sm90.covers = sm90.covers, lambda *_: True
     try:
-        decode_and_prefill(heads, page)
+        decode_and_prefill(heads, page, **options)
     finally:
         sm90.covers = covers
 
@@ -845,16 +845,19 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
     check(f"{what}: {', '.join(sorted({one.name for one in found}))}", bool(found))
 
 
-def check_sm90_attention(heads: Heads, page: int, verbose: bool) -> None:
-    what = f"attention on a Hopper, {heads}, pages of {page}"
-    found = launch_on(90, sm90_attention, heads, page)
-    names = [one.name for one in found if one.name != "plan_kernel"]
+def check_sm90_attention(heads: Heads, page: int, verbose: bool, **options: object) -> None:
+    what = f"attention on a Hopper, {heads}, pages of {page}{', over codes' * bool(options)}"
+    found = launch_on(90, sm90_attention, heads, page, **options)
+    names = [one.name for one in found if one.name not in ("plan_kernel", "attention_kernel")]
     kept = {min(heads.query // heads.kv, planning.DECODE_ROWS), planning.DECODE_ROWS}
-    if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"]:
+    if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"] * (not options):
         check(f"{what}: what is tried is what is launched, got {names}", False)
-    ctas = sm90.DECODE_SCHEDULES[heads.size].ctas_per_sm
-    for one in found:
-        if one.name == "decode_kernel" and ctas * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
+    stored = E4M3 if "in_codes" in options else None
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored)
+    decodes = [one for one in found if one.name == "decode_kernel"]
+    for one, rows in zip(decodes, sorted(kept), strict=True):
+        ctas = sm90.decode_schedule(shape, planning.DECODE_ROWS, rows).ctas_per_sm
+        if ctas * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
             check(f"{what}: {ctas} CTAs of {one.shared} bytes on a multiprocessor", False)
     check_all(what, found, verbose)
 
@@ -905,6 +908,7 @@ def check_some(more: bool) -> None:
     ones.
     """
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
+    check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False, in_codes=True)
     if more:
         check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
         found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
@@ -1014,6 +1018,7 @@ def check_every_gluon_kernel() -> None:
     for size, dtype in itertools.product(sm90.PREFILL_SCHEDULES, HALVES):
         for page in (16, 32, 64, 128):
             check_sm90_attention(Heads(8, 2, size, dtype), page, True)
+            check_sm90_attention(Heads(8, 2, size, dtype), page, True, in_codes=True)
         for group in (1, 2, 3, 7, 8, 16, 32):
             check_sm90_attention(Heads(2 * group, 2, size, dtype), 64, True)
     check_all("narrow GEMMs", launch_on(90, narrow_gemms, HALVES), True)
@@ -1069,6 +1074,7 @@ def sm90_attention_variants() -> None:
     for size, dtype in itertools.product(sm90.PREFILL_SCHEDULES, HALVES):
         for page in (16, 64, 128):
             launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page)
+            launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page, in_codes=True)
     for group in (1, 3, 8, 32):
         launch_on(90, sm90_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
     for size, group in itertools.product(sm90.PREFILL_SCHEDULES, (4, 7)):

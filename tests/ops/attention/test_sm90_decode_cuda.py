@@ -1,4 +1,6 @@
-"""The decode kernel for Hopper GPUs has the bits of the Triton kernel, whoever merges the splits of a head."""
+"""The decode kernel for Hopper GPUs has the bits of the Triton kernel, whoever merges the splits of a head, over
+numbers and codes.
+"""
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, paged
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
+from vllm_batch_invariant.ops.common.kv_cache import E4M3
 
 GROUP_OF_EIGHT = Heads(8, 1, 128, torch.bfloat16)
 LENGTHS = {
@@ -20,7 +23,24 @@ LENGTHS = {
 pytestmark = pytest.mark.usefixtures("sm90")
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, DECODE_ROWS), (2, DECODE_ROWS), (4, WIDE_DECODE_ROWS)])
+def any_codes(*shape: int) -> torch.Tensor:
+    """Every finite code as often as another, subnormal ones and both zeros among them."""
+    finite = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8, device="cuda")
+    draw = torch.Generator("cuda").manual_seed(len(shape) + shape[0])
+    return finite[torch.randint(len(finite), shape, generator=draw, device="cuda")].view(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("stored", "page_size", "tokens", "rows"),
+    [
+        (None, 64, 1, DECODE_ROWS),
+        (None, 64, 2, DECODE_ROWS),
+        (None, 64, 4, WIDE_DECODE_ROWS),
+        (E4M3, 64, 1, DECODE_ROWS),
+        (E4M3, 16, 2, DECODE_ROWS),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize(
     "heads",
@@ -33,21 +53,25 @@ pytestmark = pytest.mark.usefixtures("sm90")
     ],
     ids=str,
 )
-def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, tokens, rows):
+def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, stored, page_size, tokens, rows):
     known = {length: Request(heads, length, length) for length in set(lengths)}
     chunks = [Chunk(known[length], max(length - tokens, 0), length) for length in lengths]
-    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, 64))
+    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, page_size))
     shape = AttentionShape(
-        heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton")
+        heads.query, heads.kv, heads.size, heads.dtype, AttentionReduction.of_device("cuda", "triton"), stored
     )
+    scales, scale = (), 0.1
+    if stored is not None:
+        keys, values = any_codes(*keys.shape), any_codes(*values.shape)
+        scales, scale = (torch.tensor(0.013, device="cuda"), torch.tensor(0.021, device="cuda")), 0.01
     kernels = Kernels(sm90=True, decode_rows=rows)
     planner = Planner(shape, query.device, len(lengths), len(query), sum(lengths), kernels=kernels)
 
     def attend() -> torch.Tensor:
         plan = planner.plan(starts, seq_lens, len(query), tokens)
-        options = {"scale": 0.1, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
+        options = {"scale": scale, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
         out = torch.full_like(query, torch.nan)
-        return paged_attention(query, keys, values, table, seq_lens, starts, out=out, **options)
+        return paged_attention(query, keys, values, table, seq_lens, starts, *scales, out=out, **options)
 
     launches = [attend() for _ in range(4)]
     assert not planner.semaphores.any()

@@ -94,7 +94,7 @@ def test_the_triton_kernel_serves_where_a_trial_fails_and_one_warning_says_why(e
     assert said in message
     assert "\n" not in message
     # As on a GPU that never had those kernels.
-    assert first.cta_shares == first.decode_schedule.ctas_per_sm * 132
+    assert first.cta_shares(4) == first.decode_schedule.ctas_per_sm * 132
     assert len(launches) == 1
 
 

@@ -2,7 +2,7 @@
 prefill-like requests, so that a step needs nothing from the host and can be a CUDA graph.
 
 The kernels in Gluon for Hopper serve where they know a layer's options and layout, the Triton kernel serves the rest,
-keys and values in e4m3 among it.
+prefill over keys and values in e4m3 among it.
 """
 
 import math
@@ -39,7 +39,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     if call.reduction != plan.reduction:
         raise ValueError(f"a plan for {plan.reduction!r} does not fit a call with {call.reduction!r}")
     by_sm90 = planner.sm90 and call.ranges is None and sm90.takes(call, out)
-    if plan.prefill_ctas and by_sm90:
+    if plan.prefill_ctas and by_sm90 and not call.cache.holds_codes:
         work = sm90.PrefillWork(
             planner.prefill_count,
             planner.prefill_work,
@@ -52,10 +52,9 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         _launch(call, out, plan, prefill_like=True)
     if plan.has_decode and by_sm90:
         partials = planner.partial_m, planner.partial_l, planner.partial_acc
-        work = sm90.DecodeWork(
-            planner.work_indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows
-        )
-        schedule = sm90.decode_schedule(planner.shape.head_size, planner.decode_rows)
+        indptr = planner.work_indptr[: plan.cta_shares + 1]
+        work = sm90.DecodeWork(indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows)
+        schedule = sm90.decode_schedule(planner.shape, planner.decode_rows, plan.partial_rows)
         sm90.launch_decode(call, out, work, plan.reduction, schedule)
     elif plan.has_decode:
         _launch(call, out, plan, prefill_like=False)
@@ -93,7 +92,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         schedule, ctas, partial_rows = planner.prefill_schedule, plan.prefill_ctas, planner.prefill_schedule.block_m
         work_indptr, work = planner.prefill_count, planner.prefill_work
     else:
-        schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
+        schedule, ctas, partial_rows = planner.decode_schedule, plan.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
     paged, query = not isinstance(cache, PackedKeys), _packed(call.query)
     block_table = _packed(cache.block_table.to(device)) if paged else None

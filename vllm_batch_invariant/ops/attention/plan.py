@@ -85,9 +85,9 @@ class Kernels:
             verify_len: tokens of a request in the longest verify step.
         """
         block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
-        in_gluon = plain and shape.cache_dtype is None
-        if in_gluon and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
-            if DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
+        if plain and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
+            in_codes = shape.cache_dtype is not None
+            if not in_codes and DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
                 yield cls(sm90=True, decode_rows=WIDE_DECODE_ROWS)
             yield cls(sm90=True)
         yield cls(sm90=False)
@@ -129,6 +129,8 @@ class Plan:
     """Whether CTAs may share the splits of prefill-like blocks: if there are few of them on the GPU."""
     partial_rows: int
     """Rows of a decode-like block in its partial results."""
+    cta_shares: int
+    """CTAs for decode-like requests."""
 
     @property
     def reduction(self) -> AttentionReduction:
@@ -183,12 +185,11 @@ class Planner:
         block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
         # Prefill-like blocks are shared only while they are few.
         self._prefill_ctas = self.num_sms if self.sm90 else 4 * self.num_sms
-        own_schedule = sm90.decode_schedule(shape.head_size, self.decode_rows) if self.sm90 else self.decode_schedule
-        self.cta_shares = own_schedule.ctas_per_sm * self.num_sms
+        most_shares = max(map(self.cta_shares, kernels.variants(shape)))
 
-        self.work_indptr = torch.zeros(self.cta_shares + 1, dtype=torch.int32, device=device)
-        """[cta_shares + 1] int32, the first item of ``decode_work`` of each CTA, and the end."""
-        self.decode_work = self._list_of_work(max_requests * kv_heads + self.cta_shares)
+        self.work_indptr = torch.zeros(most_shares + 1, dtype=torch.int32, device=device)
+        """[shares + 1] int32, the first item of ``decode_work`` of each CTA of a plan, and the end."""
+        self.decode_work = self._list_of_work(max_requests * kv_heads + most_shares)
         """[items, WORK_SIZE] int32."""
         self.prefill_count = torch.zeros(1, dtype=torch.int32, device=device)
         """[1] int32, items of ``prefill_work``."""
@@ -209,6 +210,13 @@ class Planner:
         semaphores = max(self._decode_workspace(1), SEMAPHORE_INTS * self._prefill_workspace) * kv_heads
         self.semaphores = torch.zeros(semaphores, dtype=torch.int32, device=device)
         """[semaphores] int32, finished splits of what CTAs share; 0 between the layers of a step."""
+
+    def cta_shares(self, partial_rows: int) -> int:
+        """CTAs that work on decode-like requests at the same time, in a step whose blocks have so many rows."""
+        schedule = self.decode_schedule
+        if self.sm90:
+            schedule = sm90.decode_schedule(self.shape, self.decode_rows, partial_rows)
+        return schedule.ctas_per_sm * self.num_sms
 
     def _list_of_work(self, items: int) -> torch.Tensor:
         return torch.empty(items, WORK_SIZE.value, dtype=torch.int32, device=self.device)
@@ -240,6 +248,7 @@ class Planner:
         has_decode = shape.queries_per_kv <= self.decode_rows
         has_prefill = most_tokens * shape.queries_per_kv > self.decode_rows
         partial_rows = self._kernels.partial_rows(shape, most_tokens)
+        cta_shares = self.cta_shares(partial_rows)
         blocks = self._max_prefill_blocks(tokens, requests) if has_prefill else 0
         # With the kernels for Hopper it costs nothing that they may.
         may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
@@ -259,7 +268,7 @@ class Planner:
                     len(self.semaphores),
                     self._decode_workspace(partial_rows),
                     self._prefill_workspace if may_share else -1,
-                    self.cta_shares,
+                    cta_shares,
                     self._prefill_ctas,
                 ),
                 on=self.semaphores,
@@ -274,4 +283,4 @@ class Planner:
         prefill_ctas = blocks * shape.kv_heads
         if prefill_ctas and may_share:
             prefill_ctas = max(prefill_ctas, 2 * self.num_sms)
-        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows)
+        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows, cta_shares)

@@ -643,7 +643,7 @@ class ExactPlanner(Planner):
         self.int8 = int8
         self.partial_e = torch.empty_like(self.partial_m)
         self.prefill_programs = prefill.ctas_per_sm * self.num_sms
-        rows = max(self.prefill_programs * prefill.block_m, self.cta_shares * schedules[0].block_m)
+        rows = max(self.prefill_programs * prefill.block_m, (len(self.work_indptr) - 1) * schedules[0].block_m)
         self.spilled_acc = torch.empty(rows, _padded(shape.head_size), device=device)
         """[rows, padded head size], weighted values of unfinished blocks."""
 
@@ -704,7 +704,7 @@ def _attend(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         ctas = min(plan.prefill_ctas, planner.prefill_programs)
         work_indptr, work = planner.prefill_count, planner.prefill_work
     else:
-        schedule, ctas, partial_rows = planner.decode_schedule, planner.cta_shares, plan.partial_rows
+        schedule, ctas, partial_rows = planner.decode_schedule, plan.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
     query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
     table = call.cache.block_table.to(call.query.device)

@@ -1,4 +1,5 @@
-"""Attention on Hopper GPUs: the kernels of :mod:`.prefill` and :mod:`.decode` for a plan's two lists.
+"""Attention on Hopper GPUs: the kernels of :mod:`.prefill` and :mod:`.decode` for a plan's two lists, the second of
+which also reads keys and values in e4m3.
 
 Gluon is imported when a kernel is first tried, so that a Triton without it, or with another one, serves all the same.
 """
@@ -68,11 +69,24 @@ _WIDE_DECODE_SCHEDULES = {
     128: DecodeSchedule(ctas_per_sm=1, num_stages=6, maxnreg=200),
 }
 """The same for 32 rows, whose running results take more registers."""
+CODES_DECODE_SCHEDULES = {
+    64: DecodeSchedule(ctas_per_sm=5, num_stages=4, maxnreg=80),
+    128: DecodeSchedule(ctas_per_sm=4, num_stages=3, maxnreg=96),
+}
+"""By head size, for keys and values in e4m3 and blocks of up to 8 rows: a tile is half as large, and CTAs are many,
+since each waits for itself while it makes numbers of codes.
+"""
+_CODES_DECODE_SCHEDULES_OF_16_ROWS = {
+    64: DecodeSchedule(ctas_per_sm=4, num_stages=5, maxnreg=96),
+    128: DecodeSchedule(ctas_per_sm=3, num_stages=3, maxnreg=128),
+}
 
 
-def decode_schedule(head_size: int, decode_rows: int) -> DecodeSchedule:
-    """For decode-like requests of up to so many rows."""
-    return (DECODE_SCHEDULES if decode_rows <= 16 else _WIDE_DECODE_SCHEDULES)[head_size]
+def decode_schedule(shape: AttentionShape, decode_rows: int, partial_rows: int) -> DecodeSchedule:
+    """For decode-like requests of up to so many rows, in a step whose blocks have ``partial_rows``."""
+    if shape.cache_dtype is not None:
+        return (CODES_DECODE_SCHEDULES if partial_rows <= 8 else _CODES_DECODE_SCHEDULES_OF_16_ROWS)[shape.head_size]
+    return (DECODE_SCHEDULES if decode_rows <= 16 else _WIDE_DECODE_SCHEDULES)[shape.head_size]
 
 
 @dataclass(frozen=True)
@@ -153,24 +167,27 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
         return torch.zeros(size, dtype=dtype, device=device)
 
     query = zeros(1, shape.heads, shape.head_size, dtype=shape.dtype)
-    caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=shape.dtype) for _ in range(2)]
-    cache = PagedCache(*caches, zeros(1, 1))
+    stored = shape.cache_dtype or shape.dtype
+    caches = [zeros(1, shape.kv_heads, _TRIED_PAGE, shape.head_size, dtype=stored) for _ in range(2)]
+    scales = [] if shape.cache_dtype is None else [zeros(1, dtype=torch.float32)[0] for _ in range(2)]
+    cache = PagedCache(*caches, zeros(1, 1), None, *scales)
     call = PagedAttention(query, cache, zeros(1), zeros(2), AttentionSpec(1.0), shape.reduction)
     items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
-    prefill_schedule = PREFILL_SCHEDULES[shape.head_size]
-    schedule = decode_schedule(shape.head_size, max(partial_rows))
-    launch_prefill(call, query, PrefillWork(zeros(1), items, m, semaphores, 1), shape.reduction, prefill_schedule)
+    if shape.cache_dtype is None:
+        work = PrefillWork(zeros(1), items, m, semaphores, 1)
+        launch_prefill(call, query, work, shape.reduction, PREFILL_SCHEDULES[shape.head_size])
     for rows in sorted(partial_rows):
         work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, rows)
-        launch_decode(call, query, work, shape.reduction, schedule)
+        launch_decode(call, query, work, shape.reduction, decode_schedule(shape, max(partial_rows), rows))
 
 
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
-    """Whether the kernel serves a call: plain attention, in a memory layout that it knows."""
+    """Whether the kernels serve a call: plain attention, in a memory layout that they know; decode's alone where keys
+    and values are codes.
+    """
     cache, page_size = call.cache, call.cache.page_size
     return (
         not call.spec.added
-        and not call.cache.holds_codes
         and page_size >= 16
         and page_size & (page_size - 1) == 0
         and cache.block_table.device == call.query.device
@@ -183,13 +200,17 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
 
 
 def _gluon_descriptor(cache: torch.Tensor) -> "TensorDescriptor":
+    """Of keys or values; codes as bytes."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .common import get_cache_layout, keys_per_copy
 
     head_size = cache.shape[3]
+    if cache.dtype.itemsize == 1:
+        cache = cache.view(torch.uint8)
+    layout = get_cache_layout(head_size, 8 * cache.dtype.itemsize)
     block = [1, 1, keys_per_copy(cache.shape[2]), head_size]
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, get_cache_layout(head_size))
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, layout)
 
 
 def _layer_constexprs(call: PagedAttention, reduction: AttentionReduction) -> dict[str, Any]:
@@ -265,6 +286,8 @@ def launch_decode(
             work.items,
             *work.partials,
             work.semaphores,
+            call.cache.k_scale,
+            call.cache.v_scale,
             call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],

@@ -38,6 +38,8 @@ class Config:
     SPLIT_SEGMENTS: gl.constexpr | gl.tuple
     """``AttentionReduction.split_segments``"""
     NUM_STAGES: gl.constexpr
+    HOLDS_CODES: gl.constexpr
+    """Whether keys and values are codes in e4m3."""
 
 
 @aggregate
@@ -150,7 +152,7 @@ def copy_tile(desc, smem, full_bar, stage, tile, pred, PAGE_SIZE: gl.constexpr):
     """Starts the copy of a tile, a page or a part of one at a time."""
     HEAD_DIM: gl.constexpr = smem.shape[4]
     KEYS: gl.constexpr = keys_per_copy(PAGE_SIZE)
-    mbarrier.expect(full_bar.index(stage), BLOCK_N * HEAD_DIM * 2, pred=pred)
+    mbarrier.expect(full_bar.index(stage), BLOCK_N * HEAD_DIM * smem.dtype.primitive_bitwidth // 8, pred=pred)
     tile_smem = smem.index(stage)
     for i in gl.static_range(BLOCK_N // KEYS):
         copy_block(

@@ -6,7 +6,8 @@ log2(e); rows are columns here::
     m' = max(m, max(qk) * scale)    p = exp2(qk * scale - m')    alpha = exp2(m - m')
     l' = l * alpha + sum(p)    acc' = acc * alpha + v.T @ p
 
-Splits merge as in :mod:`.merge`, and ``out = acc / l``.
+Splits merge as in :mod:`.merge`, and ``out = acc / l``. Keys and values may be codes in e4m3 (:mod:`.codes`), each with
+a scale: that of keys is a part of ``scale``, and that of values is multiplied in at the end.
 
 A CTA has a share of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into a
 ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays busy
@@ -35,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...common.gluon_names import barrier
 from ...common.triton_names import aggregate
 from ..work import Work
+from . import codes
 from .common import (
     BLOCK_N,
     Config,
@@ -69,6 +71,7 @@ class Warpgroup:
     partials: Partials
     semaphores_ptr: gl.tensor
     qk_scale_log2: gl.tensor
+    v_scale: gl.tensor
     q_smem: gl.shared_memory_descriptor
     """[BLOCK_M, HEAD_DIM]"""
     p_smem: gl.shared_memory_descriptor
@@ -177,12 +180,34 @@ def _load_query(wg, idx):
 
 
 @gluon.jit
-def _start_qk(k_smem, stage, q_smem):
+def _start_qk(ring, stage, q_smem, HOLDS_CODES: gl.constexpr):
     """Starts the product of a tile of keys with the rows, [BLOCK_N, BLOCK_M]."""
     BLOCK_M: gl.constexpr = q_smem.shape[0]
-    k = k_smem.index(stage).reshape([BLOCK_N, q_smem.shape[1]])  # [BLOCK_N, HEAD_DIM]
-    zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, _get_layout(BLOCK_M))
+    layout: gl.constexpr = _get_layout(BLOCK_M)
+    if HOLDS_CODES:
+        k = codes.load_keys(ring.k_smem, stage, layout, q_smem.dtype)
+    else:
+        k = ring.k_smem.index(stage).reshape([BLOCK_N, q_smem.shape[1]])  # [BLOCK_N, HEAD_DIM]
+    zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, layout)
     return warpgroup_mma(k, q_smem.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _values(wg, stage, kv_start, kv_end):
+    """A tile of values, [HEAD_DIM, BLOCK_N]."""
+    v_smem = wg.ring.v_smem
+    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
+    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    if wg.cfg.HOLDS_CODES:
+        v = codes.load_values(v_smem, stage, _get_layout(wg.q_smem.shape[0]), wg.q_smem.dtype)
+    else:
+        v = v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
+        if kv_start + BLOCK_N > kv_end:
+            # Unwritten slots may hold anything, NaN included.
+            written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < kv_end
+            v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
+        v = v.permute([1, 0])
+    return v
 
 
 @gluon.jit
@@ -256,26 +281,20 @@ def _leave(wg, block, split, merges, merged):
 def _step(wg, block, position, kv_start, qk, state, ones):
     """The split so far and the tile at ``kv_start``, whose scores are ``qk``, and the next tile's scores."""
     ring = wg.ring
-    HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
-    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
     stage = position.stage
     # The next tile's scores while this tile's weights are computed; after the last tile its own again.
     after = next_position(position, wg.cfg.NUM_STAGES)
     is_last = kv_start + BLOCK_N >= block.hi
     next_stage, next_phase = gl.where(is_last, stage, after.stage), gl.where(is_last, position.phase, after.phase)
     mbarrier.wait(ring.k_full_bar.index(next_stage), next_phase)
-    next_qk = _start_qk(ring.k_smem, next_stage, wg.q_smem)
+    next_qk = _start_qk(ring, next_stage, wg.q_smem, wg.cfg.HOLDS_CODES)
     m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, wg.qk_scale_log2)
     wg.p_smem.store(gl.permute(p.to(wg.p_smem.dtype), (1, 0)))
-    v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
-    if kv_start + BLOCK_N > block.kv_end:
-        # Unwritten slots may hold anything, NaN included.
-        written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < block.kv_end
-        v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
+    v = _values(wg, stage, kv_start, block.kv_end)
     fence_async_shared()
     barrier()
     l = warpgroup_mma(ones, wg.p_smem.permute([1, 0]), state.l * alpha[None, :], is_async=True)
-    acc = warpgroup_mma(v.permute([1, 0]), wg.p_smem.permute([1, 0]), state.acc * alpha[None, :], is_async=True)
+    acc = warpgroup_mma(v, wg.p_smem.permute([1, 0]), state.acc * alpha[None, :], is_async=True)
     l, acc, qk = warpgroup_mma_wait(0, deps=(l, acc, next_qk))
     mbarrier.arrive(ring.empty_bar.index(stage))
     return after, SoftmaxState(m, l, acc), qk
@@ -285,8 +304,11 @@ def _step(wg, block, position, kv_start, qk, state, ones):
 def _write_out(wg, work, merged, offs_m, offs_d, layout: gl.constexpr):
     """Writes the result of a head whose splits are all merged; the offsets are for ``layout``."""
     QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
-    result = (merged.acc / gl.where(merged.l == 0.0, 1.0, merged.l)[None, :]).to(wg.q_smem.dtype)
-    result = gl.convert_layout(gl.permute(result, (1, 0)), layout)
+    result = merged.acc / gl.where(merged.l == 0.0, 1.0, merged.l)[None, :]
+    result = gl.permute((result * wg.v_scale).to(wg.q_smem.dtype), (1, 0))
+    if wg.cfg.HOLDS_CODES:
+        result = codes.in_order(result)
+    result = gl.convert_layout(result, layout)
     token = offs_m // QUERIES_PER_KV
     offs = row_offsets(wg.out, work, offs_m, token, QUERIES_PER_KV)
     mask = (offs_m < wg.partials.ROWS) & (token < work.query_len)
@@ -300,7 +322,8 @@ def _merge_pending(wg, idx, merged_splits):
     _, _, kv_end = _key_range(work, wg.cfg.SPLIT_SEGMENTS)
     kv_splits = split_of(kv_end - 1, wg.cfg.SPLIT_SEGMENTS) + 1
     offs = (work.workspace_idx.to(gl.int64) * wg.cfg.NUM_KV_HEADS + work.kv_head) * wg.partials.ROWS
-    merge_partials(wg.out, wg.partials, wg.ring, wg.ml_smem, Head(work, kv_splits, offs), merged_splits, wg.cfg)
+    head = Head(work, kv_splits, offs, wg.v_scale)
+    merge_partials(wg.out, wg.partials, wg.ring, wg.ml_smem, head, merged_splits, wg.cfg)
 
 
 @gluon.jit
@@ -321,6 +344,8 @@ def _consumer(wg):
     offs_m = gl.arange(0, BLOCK_M, row)
     token = offs_m // wg.cfg.QUERIES_PER_KV
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(1, layout))
+    if wg.cfg.HOLDS_CODES:
+        offs_d = codes.elements_by_halves(offs_d)
     no_m = gl.full([BLOCK_M], -float("inf"), gl.float32, row)
     no_l = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, layout)
     no_acc = gl.full([HEAD_DIM, BLOCK_M], 0.0, gl.float32, layout)
@@ -344,6 +369,8 @@ def _consumer(wg):
         split = work.first_split
         q_pos = work.context_len + token
         lo, hi, kv_end = _key_range(work, SPLIT_SEGMENTS)
+        if wg.cfg.HOLDS_CODES:
+            next_q = gl.convert_layout(codes.by_halves(next_q), get_row_layout(HEAD_DIM))
         wg.q_smem.store(next_q)
         fence_async_shared()
         barrier()
@@ -363,7 +390,7 @@ def _consumer(wg):
         qk = no_l
         if lo < hi:
             mbarrier.wait(ring.k_full_bar.index(position.stage), position.phase)
-            qk = warpgroup_mma_wait(0, deps=(_start_qk(ring.k_smem, position.stage, wg.q_smem),))
+            qk = warpgroup_mma_wait(0, deps=(_start_qk(ring, position.stage, wg.q_smem, wg.cfg.HOLDS_CODES),))
         for kv_start in range(lo, hi, BLOCK_N):
             position, state, qk = _step(wg, block, position, kv_start, qk, state, ones)
             if is_end_of_split(kv_start + BLOCK_N, SPLIT_SEGMENTS) | (kv_start + BLOCK_N >= hi):
@@ -408,6 +435,8 @@ def decode_kernel(
     partial_l_ptr,
     partial_acc_ptr,
     semaphores_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     qk_scale_log2,
     stride_table,
     stride_q_token,
@@ -429,19 +458,22 @@ def decode_kernel(
     Args:
         semaphores_ptr: of each head that is shared: the number of its splits that are done, and that of those merged
             into one result in the upper 16 bits; 0 between launches.
+        k_desc, v_desc: [pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM], in the query's dtype, or codes: uint8.
+        k_scale_ptr, v_scale_ptr: of codes, one fp32 number each; else None.
         qk_scale_log2: of the scores, times log2(e).
         PARTIAL_ROWS: rows of a block that have partial results; ``PARTIAL_BLOCK`` is the next power of two.
         NUM_STAGES: tiles in the ring.
     """
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = k_desc.layout
     BLOCK_M: gl.constexpr = get_block_m(PARTIAL_BLOCK)
-    k_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    v_smem = gl.allocate_shared_memory(k_desc.dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * HEAD_DIM), 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], q_layout)
     p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
-    ml_smem = allocate_ml(PARTIAL_BLOCK, NUM_STAGES)
+    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, k_scale_ptr is not None)
+    ml_smem = allocate_ml(PARTIAL_BLOCK, cfg)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
@@ -450,8 +482,12 @@ def decode_kernel(
         mbarrier.init(empty_bar.index(stage), count=1)
     fence_async_shared()
     barrier()
-    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES)
     ring = Ring(k_smem, v_smem, full_bar, full_bar, empty_bar)
+    v_scale = 1.0
+    if k_scale_ptr is not None:
+        # Read here and no constants: weights that are replaced bring others, and a CUDA graph stays.
+        qk_scale_log2 = qk_scale_log2 * gl.load(k_scale_ptr)
+        v_scale = gl.load(v_scale_ptr)
     warpgroup = Warpgroup(
         Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head)),
         Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head)),
@@ -460,6 +496,7 @@ def decode_kernel(
         Partials(partial_m_ptr, partial_l_ptr, partial_acc_ptr, PARTIAL_ROWS, PARTIAL_BLOCK),
         semaphores_ptr,
         qk_scale_log2,
+        gl.to_tensor(v_scale),
         q_smem,
         p_smem,
         ml_smem,

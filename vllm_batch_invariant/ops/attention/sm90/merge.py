@@ -3,7 +3,7 @@
 Splits are merged in ascending order, each with its row maximum ``m_i``, row sum ``l_i`` and weighted values ``acc_i``::
 
     m' = max(m, m_i)    alpha = exp2(m - m')    beta = exp2(m_i - m')
-    l' = l * alpha + l_i * beta    acc' = acc * alpha + acc_i * beta    out = acc / l
+    l' = l * alpha + l_i * beta    acc' = acc * alpha + acc_i * beta    out = acc / l * v_scale
 
 One CTA reads all partial results of a head, in ascending order, and a CTA alone is fast only if it has asked
 for many of them before the first one arrives: a multiprocessor reads about 64 bytes a cycle, after hundreds of cycles.
@@ -46,6 +46,8 @@ class Head:
     """Splits of all its keys."""
     offs_partial: gl.tensor
     """Of the first row of split 0 in the room for partial results, int64."""
+    v_scale: gl.tensor
+    """Of the values; 1 where they are no codes."""
 
 
 @aggregate
@@ -62,6 +64,10 @@ class HalfBatch:
     """[NUM_STAGES * 4 * splits of a half, BLOCK]"""
     HALF: gl.constexpr
     """0 for the earlier splits of a batch, 1 for the later ones."""
+    SPLITS: gl.constexpr
+    """Of a half."""
+    ROOMS: gl.constexpr
+    """From half a batch to the next."""
 
 
 @gluon.constexpr_function
@@ -83,15 +89,15 @@ def _get_ml_layout(BLOCK):
 
 
 @gluon.constexpr_function
-def _half_batch(BLOCK):
+def _half_batch(BLOCK, HOLDS_CODES):
     """Splits whose partial results are put where a tile of keys was; a power of two."""
-    return min(shapes.BLOCK_N // 2 // BLOCK, _MAX_HALF_BATCH)
+    return min(shapes.BLOCK_N // (4 if HOLDS_CODES else 2) // BLOCK, _MAX_HALF_BATCH)
 
 
 @gluon.constexpr_function
-def _half_batches(BLOCK):
+def _half_batches(BLOCK, HOLDS_CODES):
     """How many half batches have room where a tile of keys was; only the first of these rooms is used."""
-    return shapes.BLOCK_N // 2 // BLOCK // _half_batch(BLOCK)
+    return shapes.BLOCK_N // (4 if HOLDS_CODES else 2) // BLOCK // _half_batch(BLOCK, HOLDS_CODES)
 
 
 @gluon.constexpr_function
@@ -101,11 +107,12 @@ def _plain(rank):
 
 
 @gluon.jit
-def allocate_ml(BLOCK: gl.constexpr, NUM_STAGES: gl.constexpr):
+def allocate_ml(BLOCK: gl.constexpr, cfg):
     """Maxima and sums of what the rings hold, fp32: of every batch those maxima and those sums of its early half, then
     those of its late half.
     """
-    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES * 4 * _half_batch(BLOCK), BLOCK], _plain(1))
+    halves: gl.constexpr = cfg.NUM_STAGES * 4 * _half_batch(BLOCK, cfg.HOLDS_CODES)
+    return gl.allocate_shared_memory(gl.float32, [halves, BLOCK], _plain(1))
 
 
 @gluon.jit
@@ -116,7 +123,7 @@ def _start_copies(to, stage, partials, head, first_split, cfg):
     ROWS: gl.constexpr = partials.ROWS
     BLOCK: gl.constexpr = partials.BLOCK
     HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
-    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    SPLITS: gl.constexpr = to.SPLITS
     stride_split: gl.constexpr = cfg.NUM_KV_HEADS * ROWS
     if first_split < head.kv_splits:
         layout: gl.constexpr = _get_copy_layout(HEAD_DIM)
@@ -130,7 +137,7 @@ def _start_copies(to, stage, partials, head, first_split, cfg):
         split_mask = (first_split + split < head.kv_splits)[:, None]
         mask = split_mask & ((offs_m < ROWS) & (offs_m // cfg.QUERIES_PER_KV < head.work.query_len))[None, :]
         acc_ptr = partials.acc_ptr + (head.offs_partial + first_split * stride_split) * HEAD_DIM
-        copy_elements(to.acc_batches.index(stage * _half_batches(BLOCK)), acc_ptr + offs, mask=mask[:, :, None])
+        copy_elements(to.acc_batches.index(stage * to.ROOMS), acc_ptr + offs, mask=mask[:, :, None])
         ml_layout: gl.constexpr = _get_ml_layout(BLOCK)
         split = first_split + gl.arange(0, SPLITS, gl.SliceLayout(1, ml_layout))
         offs_m = gl.arange(0, BLOCK, gl.SliceLayout(0, ml_layout))
@@ -142,41 +149,44 @@ def _start_copies(to, stage, partials, head, first_split, cfg):
 
 
 @gluon.jit
-def _merge_one(state, of, stage, i: gl.constexpr, BLOCK: gl.constexpr):
+def _merge_one(state, of, stage, i: gl.constexpr):
     """The splits so far and split ``i`` of half a batch, which is in its room ``stage``."""
     layout: gl.constexpr = get_partial_layout(of.acc_splits.shape[2])
-    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    SPLITS: gl.constexpr = of.SPLITS
     m = of.ml_splits.index((stage * 4 + 2 * of.HALF) * SPLITS + i).load(gl.SliceLayout(1, layout))  # [BLOCK]
     l = of.ml_splits.index((stage * 4 + 2 * of.HALF + 1) * SPLITS + i).load(gl.SliceLayout(1, layout))  # [BLOCK]
-    acc = of.acc_splits.index(stage * _half_batches(BLOCK) * SPLITS + i).load(layout)  # [BLOCK, HEAD_DIM]
+    acc = of.acc_splits.index(stage * of.ROOMS * SPLITS + i).load(layout)  # [BLOCK, HEAD_DIM]
     return merge_split(state, m, l, acc)
 
 
 @gluon.jit
-def _merge_half(state, of, stage, first_split, kv_splits, BLOCK: gl.constexpr):
+def _merge_half(state, of, stage, first_split, kv_splits):
     """The splits so far and half a batch, which is in its room ``stage``."""
-    SPLITS: gl.constexpr = _half_batch(BLOCK)
+    SPLITS: gl.constexpr = of.SPLITS
     if first_split + SPLITS <= kv_splits:
         # Without conditions, so that the loads of all are on their way together.
         for i in gl.static_range(SPLITS):
-            state = _merge_one(state, of, stage, i, BLOCK)
+            state = _merge_one(state, of, stage, i)
     else:
         for i in gl.static_range(SPLITS - 1):
             if first_split + i < kv_splits:
-                state = _merge_one(state, of, stage, i, BLOCK)
+                state = _merge_one(state, of, stage, i)
     return state
 
 
 @gluon.jit
 def _half_of(smem, ml_smem, HALF: gl.constexpr, BLOCK: gl.constexpr, cfg):
-    SPLITS: gl.constexpr = _half_batch(BLOCK)
-    BATCHES: gl.constexpr = cfg.NUM_STAGES * _half_batches(BLOCK)
+    SPLITS: gl.constexpr = _half_batch(BLOCK, cfg.HOLDS_CODES)
+    ROOMS: gl.constexpr = _half_batches(BLOCK, cfg.HOLDS_CODES)
+    BATCHES: gl.constexpr = cfg.NUM_STAGES * ROOMS
     return HalfBatch(
         reinterpret(smem, gl.float32, [BATCHES, SPLITS, BLOCK, cfg.HEAD_DIM], _plain(3)),
         reinterpret(smem, gl.float32, [BATCHES * SPLITS, BLOCK, cfg.HEAD_DIM], _plain(2)),
         reinterpret(ml_smem, gl.float32, [cfg.NUM_STAGES * 4, SPLITS, BLOCK], _plain(2)),
         ml_smem,
         HALF,
+        SPLITS,
+        ROOMS,
     )
 
 
@@ -194,9 +204,9 @@ def merge_partials(out, partials, ring, ml_smem, head, merged_splits, cfg):
     HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
     NUM_STAGES: gl.constexpr = cfg.NUM_STAGES
     layout: gl.constexpr = get_partial_layout(HEAD_DIM)
-    SPLITS: gl.constexpr = _half_batch(BLOCK)
     early = _half_of(ring.k_smem, ml_smem, 0, BLOCK, cfg)
     late = _half_of(ring.v_smem, ml_smem, 1, BLOCK, cfg)
+    SPLITS: gl.constexpr = early.SPLITS
     offs_m = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     mask = (offs_m < ROWS) & (offs_m // cfg.QUERIES_PER_KV < head.work.query_len)
@@ -222,12 +232,12 @@ def merge_partials(out, partials, ring, ml_smem, head, merged_splits, cfg):
             barrier()
             stage = batch % NUM_STAGES
             first_split = merged_splits + batch * (2 * SPLITS)
-            state = _merge_half(state, early, stage, first_split, head.kv_splits, BLOCK)
-            state = _merge_half(state, late, stage, first_split + SPLITS, head.kv_splits, BLOCK)
+            state = _merge_half(state, early, stage, first_split, head.kv_splits)
+            state = _merge_half(state, late, stage, first_split + SPLITS, head.kv_splits)
     async_copy.wait_group(0)
     barrier()
     l = gl.where(state.l == 0.0, 1.0, state.l)
     token = offs_m // cfg.QUERIES_PER_KV
     offs = row_offsets(out, head.work, offs_m, token, cfg.QUERIES_PER_KV)
-    result = (state.acc / l[:, None]).to(out.ptr.dtype.element_ty)
+    result = (state.acc / l[:, None] * head.v_scale).to(out.ptr.dtype.element_ty)
     gl.store(out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])

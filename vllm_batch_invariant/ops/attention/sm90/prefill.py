@@ -578,7 +578,7 @@ def prefill_kernel(
     # No values come with the first keys.
     mbarrier.arrive(v_full_bar.index(0))
 
-    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES)
+    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, False)
     ring = Ring(k_smem, v_smem, k_full_bar, v_full_bar, empty_bar)
     q = Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head))
     out = Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head))
