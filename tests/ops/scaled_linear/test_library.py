@@ -21,10 +21,13 @@ CPU = torch.device("cpu")
 
 
 def operands(m: int, n: int = 160, k: int = 512) -> list[torch.Tensor]:
+    """Behind the codes of x lie NaN up to a multiple of 4 rows."""
     draw = torch.Generator().manual_seed(m)
     codes, weight = ((100 * torch.randn(rows, k, generator=draw)).clamp(-448, 448).to(E4M3) for rows in (m, n))
     scale, weight_scale = (torch.rand(rows, k // 128, generator=draw) for rows in (m, -(-n // 128)))
-    return [codes, scale, weight, weight_scale]
+    filled_up = torch.full((-(-m // 4) * 4, k), torch.nan).to(E4M3)
+    filled_up[:m] = codes
+    return [filled_up[:m], scale, weight, weight_scale]
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +72,10 @@ def test_many_rows_are_multiplied_by_the_library_and_the_rest_is_left(prepared: 
     made = prepared.library.product(*given, torch.bfloat16)
     assert_same_bits(made, scaled_linear(*given, None, torch.bfloat16))
     assert prepared.lt.launches == [260]
+    odd = operands(261)
     left = {
         "few rows": operands(128),
-        "rows that are not aligned": operands(261),
+        "rows without memory behind them": [odd[0].clone(), *odd[1:]],
         "more than were verified": operands(388),
         "another weight": operands(260, n=176),
         "a part of a weight": [*operands(260)[:2], operands(260, k=1024)[2][:, :512], given[3]],
@@ -80,6 +84,18 @@ def test_many_rows_are_multiplied_by_the_library_and_the_rest_is_left(prepared: 
         assert prepared.library.product(*other, torch.bfloat16) is None, what
     assert prepared.library.product(*given, torch.float16) is None, "another dtype"
     assert prepared.lt.launches == [260]
+
+
+@pytest.mark.parametrize(("m", "launched"), [(257, [260]), (263, [264]), (769, [260, 260, 252])])
+def test_odd_numbers_of_rows_and_more_than_were_compared_are_multiplied_in_parts(
+    m: int, launched: list[int], prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_LARGEST_M", 384)
+    monkeypatch.setattr(library, "LEAST_M", 200)
+    given = operands(m)
+    made = prepared.library.product(*given, torch.bfloat16)
+    assert_same_bits(made, scaled_linear(*given, None, torch.bfloat16))
+    assert prepared.lt.launches == launched
 
 
 def test_what_was_found_is_kept_on_disk(prepared: SimpleNamespace) -> None:

@@ -6,8 +6,17 @@ import torch
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import cuda as gemms
-from vllm_batch_invariant.ops.scaled_linear import WGMMA, ScaledLinearReduction, cuda, prepare, scaled_linear
-from vllm_batch_invariant.ops.scaled_linear.library import STEP_M, ScaledTuner, library, operand_sets, problem_of
+from vllm_batch_invariant.ops.quantise import quantise
+from vllm_batch_invariant.ops.scaled_linear import GROUP, WGMMA, ScaledLinearReduction, cuda, prepare, scaled_linear
+from vllm_batch_invariant.ops.scaled_linear import library as library_module
+from vllm_batch_invariant.ops.scaled_linear.library import (
+    STEP_M,
+    ScaledTuner,
+    library,
+    operand_sets,
+    problem_of,
+    run_library,
+)
 from vllm_batch_invariant.ops.scaled_linear.reduction import E4M3
 from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import sm90_schedule
 
@@ -43,6 +52,28 @@ def test_every_number_of_rows_has_the_bits_of_the_tiles_here(n: int, k: int, cap
             tile = sm90_schedule(m, n, k, Gpu.of(device.index))
             expected = cuda.scaled_linear(*rows, None, reduction, tile)
             assert_same_bits(scaled_linear(*rows, None, torch.bfloat16), expected, f"set {number}, {m} rows")
+
+
+def test_odd_numbers_of_rows_and_more_than_were_compared_have_the_bits_of_the_tiles_here(monkeypatch) -> None:
+    n, k = SHAPES[1]
+    device = torch.device("cuda", torch.cuda.current_device())
+    reduction = ScaledLinearReduction.of(k, torch.bfloat16, E4M3, True, WGMMA)
+    _, _, weight, weight_scale = next(iter(operand_sets(problem_of(n, k, torch.bfloat16, device, False), 4, device)))
+    prepare(weight, torch.bfloat16, True, False, 8192)
+    served: list[int] = []
+    monkeypatch.setattr(
+        library_module, "run_library", lambda *given: served.append(len(given[2])) or run_library(*given)
+    )
+    for m in (257, 1337, 8191, 8193, 16_384, 20_001):
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        codes, scale = quantise(x, codes=E4M3, group=GROUP)
+        served.clear()
+        made = scaled_linear(codes, scale, weight, weight_scale, None, torch.bfloat16)
+        expected = cuda.scaled_linear(
+            codes, scale, weight, weight_scale, None, reduction, sm90_schedule(m, n, k, Gpu.of(device.index))
+        )
+        assert_same_bits(made, expected, f"{m} rows")
+        assert sum(served) == -(-m // 4) * 4, f"{m} rows: {served}"
 
 
 def test_a_graph_that_is_replayed_reads_new_codes_and_scales() -> None:

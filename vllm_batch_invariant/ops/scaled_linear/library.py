@@ -3,8 +3,9 @@
 Its algorithms are asked for, compared and timed as those of GEMMs of 16 bits are (:mod:`..linear.autotune`), each for a
 range of M: that PyTorch's ``_scaled_mm``, which picks one for every M, had equal bits at some M would say nothing of
 others. The library wants the scales of x with rows side by side, columns of which begin at multiples of 16 bytes, and
-so M is a multiple of 4; and rows of the weight's scales that do, so K is one of 512. Other products, those with a bias
-and those of few rows are left to the tiles here.
+so M is a multiple of 4: codes that lie in memory for some rows more are multiplied with these, whose products nobody
+reads. It wants rows of the weight's scales that do, so K is a multiple of 512. Of more rows than were compared, parts
+are multiplied one after the other. Other products, those with a bias and those of few rows are left to the tiles here.
 """
 
 import logging
@@ -38,7 +39,7 @@ STEP_M = 4
 STEP_K = 4 * GROUP
 _STEP_N = 16
 _LARGEST_M = 8192
-"""Rows of the operands that bits are compared of; more are left to the tiles here."""
+"""Rows of the operands that bits are compared of, and of what is multiplied at once."""
 _ASKED = 8
 _TUNING_SECONDS = 5.0
 Run = Callable[..., torch.Tensor]
@@ -54,8 +55,21 @@ def problem_of(n: int, k: int, dtype: torch.dtype, device: torch.device, has_bia
 
 
 def side_by_side(scale: torch.Tensor) -> torch.Tensor:
-    """Memory for scales [M, groups] with rows side by side: [groups, M], packed."""
-    return scale.new_empty(scale.shape[::-1])
+    """Memory for scales [M, groups] with rows side by side: [groups, M], packed, M filled up to a multiple of 4."""
+    return scale.new_empty(scale.shape[1], _filled_up(len(scale)))
+
+
+def _filled_up(rows: int) -> int:
+    return -(-rows // STEP_M) * STEP_M
+
+
+def _with_rows_behind(codes: torch.Tensor) -> torch.Tensor | None:
+    """Packed codes [M, K] and what is theirs in memory behind them, up to a multiple of 4 rows; None if it is less."""
+    m, k = codes.shape
+    rows = _filled_up(m)
+    if codes.storage_offset() + rows * k > codes.untyped_storage().nbytes():
+        return None
+    return codes.as_strided((rows, k), (k, 1))
 
 
 class ScaledTuner(Tuner):
@@ -170,8 +184,8 @@ def run_library(
     Args:
         matmul: of the problem.
         algorithm: which.
-        codes: [M, K], packed.
-        scale: [M, K / 128].
+        codes: [M, K], packed, M a multiple of 4.
+        scale: [M, K / 128], or of up to three rows less.
         weight: [N, K], packed.
         weight_scale: [ceil(N / 128), K / 128], packed.
         out: [M, N].
@@ -181,7 +195,7 @@ def run_library(
         Error: of :mod:`..linear.cublaslt`: the library refuses it for this M; nothing of the product was launched.
     """
     assert matmul is not None
-    of_x.copy_(scale.t())
+    of_x[:, : len(scale)].copy_(scale.t())
     matmul.run(algorithm, codes, weight.t(), None, out, scales=(of_x.data_ptr(), weight_scale.data_ptr()))
     return out
 
@@ -197,19 +211,30 @@ class Library:
     ) -> torch.Tensor | None:
         """A product in blocks without a bias, of packed operands; None where the tiles here are to serve."""
         m = len(codes)
-        if not self._tuned or m < LEAST_M or m % STEP_M or codes.data_ptr() % ALIGNMENT:
+        if not self._tuned or m < LEAST_M or codes.data_ptr() % ALIGNMENT:
             return None
         problem = ScaledProblem(len(weight), codes.shape[1], dtype, codes.get_device())
-        tuned = self._tuned.get(problem, {}).get(m_bucket(m))
+        tuned = self._tuned.get(problem)
         are_packed = all(one.is_contiguous() for one in (codes, weight, weight_scale))
-        if tuned is None or tuned.algorithm is None or not are_packed or weight.data_ptr() % ALIGNMENT:
+        if not tuned or not are_packed or weight.data_ptr() % ALIGNMENT:
+            return None
+        filled_up = _with_rows_behind(codes)
+        if filled_up is None:
+            return None
+        part = _filled_up(-(-m // -(-m // _LARGEST_M)))
+        starts = range(0, m, part)
+        chosen = [tuned.get(m_bucket(len(filled_up[start : start + part]))) for start in starts]
+        if not all(one is not None and one.algorithm is not None for one in chosen):
             return None
         from ..linear import cublaslt
 
         try:
-            out = torch.empty(m, problem.n, dtype=dtype, device=codes.device)
-            operands = codes, scale, weight, weight_scale
-            return run_library(_matmul_of(problem), tuned.algorithm, *operands, out, side_by_side(scale))
+            out = torch.empty(len(filled_up), problem.n, dtype=dtype, device=codes.device)
+            for start, one in zip(starts, chosen, strict=True):
+                rows = slice(start, start + part)
+                given = filled_up[rows], scale[rows], weight, weight_scale, out[rows]
+                run_library(_matmul_of(problem), one.algorithm, *given, side_by_side(scale[rows]))
+            return out[:m]
         except cublaslt.Error:
             logger.debug("cuBLASLt refused %d rows of the product %s", m, problem)
             return None
