@@ -207,6 +207,24 @@ def top_of(a, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def top_of_numbers(y, AXIS: tl.constexpr):
+    """:func:`top_of` numbers of any dtype as fp32, along the last axis. Those of 16 bits are compared as such: where
+    they are extended before, Triton reduces them a second time for what wants the result in another layout.
+    """
+    if y.dtype.primitive_bitwidth == 16:
+        top = tl.reduce(y.to(tl.int16, bitcast=True) & 0x7FFF, AXIS, _larger)
+        top = from_bf16(top.to(y.dtype, bitcast=True)).to(tl.int32, bitcast=True)
+    else:
+        top = top_of(y, AXIS)
+    return top
+
+
+@triton.jit
 def is_finite(top):
     """Whether rows with these bits of :func:`top_of` are finite."""
     return top < _INFINITY

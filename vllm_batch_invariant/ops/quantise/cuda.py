@@ -7,8 +7,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from ..common.launch import launch
+from ..common.nvidia_gpus import converts_e4m3
 from ..common.row_reduction import REDUCTIONS_KEPT, gpu_block, gpu_warps, next_power_of_two
 from ..common.triton_rows import aligned
 from .kept import keep, kept
@@ -18,6 +20,8 @@ from .triton_kernels import quantise_kernel
 _LARGEST_BLOCK = 8192
 _GROUPED_BLOCK = 1024
 """Elements that a program has of groups."""
+ROWS = 4
+"""A library multiplies so many rows at once (:mod:`..scaled_linear.library`)."""
 _STORED = {E4M3: torch.uint8}
 """What codes are to a kernel, where Triton has not their dtype on every GPU."""
 
@@ -30,11 +34,15 @@ class QuantiseNumbers(NamedTuple):
     least: float
     divides: bool
     scale_of_zeros: float
+    in_hardware: bool
+    """Whether the GPU converts to e4m3, and divides by a fused multiply-add: speed only."""
 
     @classmethod
-    def of(cls, reduction: QuantiseReduction) -> "QuantiseNumbers":
+    def of(cls, reduction: QuantiseReduction, device: torch.device) -> "QuantiseNumbers":
         """Those of a reduction."""
-        return cls(*(getattr(reduction, name) for name in cls._fields))
+        in_hardware = reduction.codes == E4M3 and not triton.knobs.runtime.interpret
+        in_hardware = in_hardware and converts_e4m3(torch.cuda.get_device_capability(device))
+        return cls(*(getattr(reduction, name) for name in cls._fields[:-1]), in_hardware)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def quantise(
             waits=True,
             LENGTH=length,
             STATIC=scale is not None,
-            QUANTISE=QuantiseNumbers.of(reduction),
+            QUANTISE=QuantiseNumbers.of(reduction, x.device),
             GROUP=reduction.group or max(length, 1),
             BLOCK=schedule.block,
             GROUPS=schedule.groups,
@@ -88,9 +96,14 @@ def quantise(
 
 
 def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x, as a kernel takes them, and scales that nobody has written."""
+    """Codes of x, as a kernel takes them, and scales that nobody has written. Behind the codes there is memory up to a
+    multiple of ``ROWS`` rows.
+    """
     counts = reduction.scales_of(x.shape[-1])
-    codes = torch.empty(x.shape, dtype=_STORED.get(reduction.codes, reduction.codes), device=x.device)
+    rows = x.shape[:-1].numel()
+    dtype = _STORED.get(reduction.codes, reduction.codes)
+    filled_up = torch.empty(-(-rows // ROWS) * ROWS, x.shape[-1], dtype=dtype, device=x.device)
+    codes = filled_up[:rows].view(x.shape)
     shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
     return codes, torch.empty(shape, dtype=torch.float32, device=x.device)
 
@@ -111,4 +124,4 @@ def quantised(out: torch.Tensor, codes: QuantiseReduction) -> Quantised:
     """
     stored, scales = empty(out, codes)
     keep(out, stored.view(codes.codes), scales, codes)
-    return Quantised((stored, scales), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes)})
+    return Quantised((stored, scales), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes, out.device)})

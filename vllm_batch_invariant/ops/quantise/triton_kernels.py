@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..common.dependent_launch import wait_for_kernel_before
-from ..common.triton_exact_math import e4m3_bits, from_bf16, is_finite, rint, top_of
+from ..common.triton_exact_math import e4m3_bits, from_bf16, is_finite, rint, top_of, top_of_numbers
 
 
 @triton.jit
@@ -17,18 +17,48 @@ def _load(x_ptr, first, ends, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _codes_of(x, finite, step, inverse, QUANTISE: tl.constexpr, STATIC: tl.constexpr, DTYPE: tl.constexpr):
+def quotient(x, step):
+    """x / step as IEEE 754 rounds it, of x fp32 with at most 11 significant bits, and 448 at most: a quotient by the
+    rounded reciprocal of the step, which groups of x share, and what it lacks (Markstein 1990, "Computation of
+    elementary functions on the IBM RISC System/6000 processor"). That no pair of significands is rounded otherwise is
+    seen by trying all.
+    """
+    lift = tl.where(step < 2.0**-60, 2.0**60, 1.0)  # what a quotient lacks is a normal number, too
+    step *= lift
+    inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    x *= lift
+    n = x * inverse
+    too_much = tl.fma(n, tl.broadcast_to(step, x.shape), -x)  # of -0, +0, which leaves n as it is
+    return tl.fma(too_much, tl.broadcast_to(-inverse, x.shape), n)
+
+
+@triton.jit
+def _codes_of(
+    x,
+    finite,
+    step,
+    inverse,
+    QUANTISE: tl.constexpr,
+    STATIC: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OF_16_BITS: tl.constexpr,
+):
     """Codes of some elements [GROUPS, BLOCK], given whether the groups are finite, their scales and those' inverses;
     e4m3 as its bits.
     """
     x = tl.where(finite, x, 0.0)
-    if STATIC or QUANTISE.divides:
-        n = tl.div_rn(x, tl.broadcast_to(step, x.shape))
-        n = tl.where(n < QUANTISE.smallest_static, QUANTISE.smallest_static, n)
-        n = tl.where(n > QUANTISE.largest, QUANTISE.largest, n)
+    if QUANTISE.in_hardware and OF_16_BITS and not STATIC:
+        # its conversion takes what is above 448 for 448
+        codes = quotient(x, step).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        n = x * inverse
-    return rint(n).to(tl.int8) if DTYPE.is_int8() else e4m3_bits(n)
+        if STATIC or QUANTISE.divides:
+            n = tl.div_rn(x, tl.broadcast_to(step, x.shape))
+            n = tl.where(n < QUANTISE.smallest_static, QUANTISE.smallest_static, n)
+            n = tl.where(n > QUANTISE.largest, QUANTISE.largest, n)
+        else:
+            n = x * inverse
+        codes = rint(n).to(tl.int8) if DTYPE.is_int8() else e4m3_bits(n)
+    return codes
 
 
 @triton.jit
@@ -62,13 +92,16 @@ def store_codes(
     """
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     OF_ROW: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
-    x = tl.reshape(from_bf16(y), (y.shape[0], GROUPS, GROUP))
-    top_bits = top_of(x, 2)[:, :, None]
+    y = tl.reshape(y, (y.shape[0], GROUPS, GROUP))
+    top_bits = top_of_numbers(y, 2)[:, :, None]
     finite, step, inverse = _scale_of(top_bits, scale_ptr, QUANTISE, False)
-    codes = tl.reshape(_codes_of(x, finite, step, inverse, QUANTISE, False, codes_ptr.dtype.element_ty), y.shape)
+    DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
+    OF_16_BITS: tl.constexpr = y.dtype.primitive_bitwidth == 16
+    codes = _codes_of(from_bf16(y), finite, step, inverse, QUANTISE, False, DTYPE, OF_16_BITS)
+    codes = tl.reshape(codes, (y.shape[0], GROUPS * GROUP))
     start = row.to(tl.int64)[:, None]
     # a thread stores codes of the 16 bytes of y that it has: the layout of y decides in which order a kernel adds it
-    offs = column + tl.max_contiguous(tl.arange(0, y.shape[1]), 128 // y.dtype.primitive_bitwidth)
+    offs = column + tl.max_contiguous(tl.arange(0, GROUPS * GROUP), 128 // y.dtype.primitive_bitwidth)
     tl.store(codes_ptr + start * LENGTH + offs[None, :], codes, mask=row_mask[:, None] & (offs < LENGTH)[None, :])
     group = column // GROUP + tl.arange(0, GROUPS)
     scales = tl.reshape(tl.where(is_finite(top_bits), step, float("nan")), (y.shape[0], GROUPS))
@@ -111,9 +144,12 @@ def quantise_kernel(
     of_row = scale_ptr + row * OF_ROW + group[:, None]
     tl.store(of_row, tl.where(is_finite(top_bits), step, float("nan")), mask=group[:, None] < OF_ROW)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
+    OF_16_BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     if GROUP <= BLOCK:
-        tl.store(codes_ptr + offs, _codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE), mask=offs < ends)
+        codes = _codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
+        tl.store(codes_ptr + offs, codes, mask=offs < ends)
     else:
         for start in range(0, GROUP, BLOCK):
             x, offs = _load(x_ptr, first, ends, start, BLOCK)
-            tl.store(codes_ptr + offs, _codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE), mask=offs < ends)
+            codes = _codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
+            tl.store(codes_ptr + offs, codes, mask=offs < ends)

@@ -35,7 +35,8 @@ def _silu_and_mul_kernel(
     wait_for_kernel_before(OVERLAPS)
     PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PARTS).to(tl.int64)
-    offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    # With rows of one from here on, a part of it has the layout that its groups have.
+    offs = ((tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK))[None, :]
     mask = offs < LENGTH
     gate = tl.load(x_ptr + row * 2 * LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * LENGTH + LENGTH + offs, mask=mask, other=0.0).to(tl.float32)
@@ -43,7 +44,7 @@ def _silu_and_mul_kernel(
     y = silu_times(gate, up, dtype).to(dtype)
     tl.store(out_ptr + row * LENGTH + offs, y, mask=mask)
     if QUANTISE is not None:
-        y, first = tl.where(mask, y, 0.0).to(dtype)[None, :], tl.program_id(0) % PARTS * BLOCK
+        y, first = tl.where(mask, y, 0.0).to(dtype), tl.program_id(0) % PARTS * BLOCK
         rows = row + tl.arange(0, 1)
         store_codes(y, rows, rows >= 0, first, codes_ptr, scale_ptr, LENGTH, GROUP, QUANTISE)
 
