@@ -1,10 +1,13 @@
 """Hopper's tiles of e4m3 fit into its multiprocessors, and each is one that the kernel can compute."""
 
+import csv
 from dataclasses import replace
+from statistics import geometric_mean
 
 import pytest
 import torch
 
+from benchmarks.record import DATA
 from tests.ops.conftest import HOPPER
 from vllm_batch_invariant.ops.scaled_linear.reduction import E4M3, GROUP
 from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import (
@@ -39,6 +42,18 @@ def test_few_rows_are_on_the_short_side_and_many_on_the_long_one():
         assert all(sm90_schedule(m, n, k, HOPPER).swapped for m in (1, 8, 16, 32))
         assert not any(sm90_schedule(m, n, k, HOPPER).swapped for m in (4096, 8192))
         assert sm90_schedule(1, n, k, HOPPER).block_m <= 16
+
+
+def test_the_tiles_that_are_chosen_take_little_more_than_the_best_that_were_timed():
+    times: dict[tuple[int, ...], dict[str, float]] = {}
+    for row in csv.DictReader((DATA / "fp8_tiles.csv").open()):
+        if row["what"] == "time" and row["name"].startswith("Gluon"):
+            of = times.setdefault(tuple(int(row[name]) for name in "MNK"), {})
+            of[row["name"].removeprefix("Gluon ")] = float(row["p50_us"])
+    assert len(times) == 40
+    lost = [of[sm90_schedule(*key, HOPPER).about] / min(of.values()) for key, of in times.items()]
+    assert geometric_mean(lost) < 1.015
+    assert max(lost) < 1.08
 
 
 def test_operands_that_are_not_aligned_are_left_to_triton():

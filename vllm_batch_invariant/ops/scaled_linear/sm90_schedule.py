@@ -81,12 +81,17 @@ SM90_SCHEDULES = (
 """Not timed yet."""
 _FMAS_A_CYCLE = 4096
 """Multiplications of codes that the tensor cores of a multiprocessor do in a cycle."""
-_REACHED = 0.7
-_BYTES_A_CYCLE = 50
-"""Into one multiprocessor, as matmuls of 16 bits have shown."""
-_STEP_CYCLES = 150
+_REACHED = 0.76
+"""Of these, this and what follows fitted to the times in benchmarks/data/fp8_tiles.csv, of an H100."""
+_BYTES_A_CYCLE = 59
+"""Into one multiprocessor."""
+_STEP_CYCLES = 250
 """That a step takes at least, divided by the programs of a multiprocessor: to start sums, to wait and to promote."""
-_EPILOGUE_CYCLES = 1000
+_PROMOTION_CYCLES = 1.5
+"""Of a step for each row of the short side, where each has a scale of its own."""
+_ONE_ACCUMULATOR = 1.3
+"""Longer sums take where they wait for their promotion."""
+_EPILOGUE_CYCLES = 600
 
 
 def serves(codes: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, device: Gpu) -> bool:
@@ -113,6 +118,8 @@ def sm90_schedule(m: int, n: int, k: int, device: Gpu) -> Sm90Schedule:
         here = -(-tiles // device.num_sms)  # tiles of the multiprocessor with the most
         at_once = min(tile.ctas_per_sm, here)
         arithmetic = tile.short * max(tile.long, LONG_SIDE) * STEP_K / (_FMAS_A_CYCLE * _REACHED)
+        arithmetic += _PROMOTION_CYCLES * tile.short * tile.swapped
+        arithmetic *= _ONE_ACCUMULATOR if tile.accumulators == 1 else 1.0
         transfers = (tile.short + tile.long) * STEP_K / _BYTES_A_CYCLE
         step = max(arithmetic, transfers, _STEP_CYCLES / at_once)
         return here * (-(-k // STEP_K) * step + _EPILOGUE_CYCLES / at_once), tile.block_m * tile.block_n
