@@ -35,7 +35,7 @@ SPLITS = ((0, 256), (2048, 512), (32_768, 1024))
 """(first position, keys) of the splits of attention, ascending."""
 
 MINUS_LOG2_E, LOG2_E = fp32(float.fromhex("-0x1.715476p+0")), fp32(float.fromhex("0x1.715476p+0"))
-_SMALLEST_NORMAL, _LARGE = fp32(2.0**-126), fp32(2.0**126)
+SMALLEST_NORMAL, LARGE = fp32(2.0**-126), fp32(2.0**126)
 
 
 def _fp32(*bits: int) -> tuple[np.float32, ...]:
@@ -73,7 +73,7 @@ def fma(a: NDArray, b: NDArray, c: NDArray) -> Floats:
 def ex2_ftz(x: Floats, tables: Tables) -> Floats:
     """``ex2.approx.ftz``: x is cut towards 0 to 23 bits of fraction, and 2**fraction is looked up."""
     x = np.asarray(x, fp32)
-    x = np.where(np.abs(x) < _SMALLEST_NORMAL, fp32(0), x)
+    x = np.where(np.abs(x) < SMALLEST_NORMAL, fp32(0), x)
     inside = np.clip(np.where(np.isnan(x), fp32(0), x), fp32(-200), fp32(200)).astype(np.float64)
     at = np.trunc(inside * 2.0**23).astype(np.int64)
     power, place = at >> 23, at & (1 << 23) - 1
@@ -112,7 +112,7 @@ def divide(a: Floats, b: Floats, tables: Tables) -> Floats:
     """``div.full``: a * (1 / b), both first multiplied by a power of two where b is very large or very small."""
     a, b = np.broadcast_arrays(np.asarray(a, fp32), np.asarray(b, fp32))
     size = np.abs(b)
-    factor = np.where(size > _LARGE, fp32(0.25), np.where(size < _SMALLEST_NORMAL, fp32(2.0**24), fp32(1)))
+    factor = np.where(size > LARGE, fp32(0.25), np.where(size < SMALLEST_NORMAL, fp32(2.0**24), fp32(1)))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return (a * factor) * rcp(b * factor, tables)
 
@@ -120,7 +120,7 @@ def divide(a: Floats, b: Floats, tables: Tables) -> Floats:
 def ln(x: Floats) -> Floats:
     """libdevice's ``logf``: a polynomial of x / 2**k - 1, from -1/3 to 1/3, and k * ln 2."""
     x = np.asarray(x, fp32)
-    small = x < _SMALLEST_NORMAL
+    small = x < SMALLEST_NORMAL
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = np.where(small, x * fp32(2.0**23), x)
     bits = np.ascontiguousarray(scaled).view(np.int32)
@@ -314,7 +314,9 @@ def silu_and_mul(x: Floats, tables: Tables) -> Floats:
     return bf16(bf16(activated) * up)
 
 
-def log_softmax(logits: Floats, reduction: Any, tables: Tables) -> Floats:
+def log_softmax(
+    logits: Floats, reduction: Any, tables: Tables, exp: Callable[[Floats, Tables], Floats] = exp
+) -> Floats:
     """(x - max) - ln(sum of e**(x - max)) in fp32; a row in chunks adds each relative to its own maximum, and then
     these, rescaled.
 
@@ -424,7 +426,18 @@ def _below(m: Floats) -> Floats:
     return np.where(np.isneginf(m), fp32(0), m)
 
 
-def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables, mma: Mma = mma) -> Floats:
+def weights(s: Floats, factor: np.float32, m: Floats, tables: Tables) -> Floats:
+    """2**fma(s, factor, -m) in bf16: the weights of a tile of scores [rows, keys], m [rows] finite."""
+    return bf16(ex2_ftz(fma(s, factor, -m[:, None]), tables))
+
+
+Weights = Callable[[Floats, np.float32, Floats, Tables], Floats]
+"""What computes as :func:`weights` does."""
+
+
+def attention(
+    q: Floats, k: Floats, v: Floats, scale: float, tables: Tables, mma: Mma = mma, weights: Weights = weights
+) -> Floats:
     """Causal attention of a sequence's last rows over its keys, in bf16.
 
     A split's tiles of 64 keys are steps of an online softmax: with s = q @ k and c = scale * log2 e in fp32,
@@ -438,6 +451,7 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables, mma
         v: as k.
         scale: of the scores.
         mma: what multiplies.
+        weights: what computes those of a tile.
     """
     rows, keys, group, size = len(q), len(k), q.shape[1] // k.shape[1], q.shape[2]
     position = np.arange(keys - rows, keys).repeat(group)
@@ -460,7 +474,7 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables, mma
                 s = np.where(at <= position[seeing][:, None], s, fp32(-np.inf))
                 before = m[seeing]
                 m_new = np.maximum(before, s.max(-1) * factor)
-                p = bf16(ex2_ftz(fma(s, factor, -_below(m_new)[:, None]), tables))
+                p = weights(s, factor, _below(m_new), tables)
                 shrink = ex2_ftz(before - _below(m_new), tables)
                 sums = np.repeat((l[seeing] * shrink)[:, None], len(ones), 1)
                 l[seeing] = mma(p, ones[:, : len(at)], sums)[:, 0]
