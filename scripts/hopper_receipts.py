@@ -1,0 +1,113 @@
+"""Receipts of a real engine on a Hopper, in its usual arithmetic, computed again on the CPU beside it.
+
+usage: python -m scripts.hopper_receipts FOLDER     after ``python -m scripts.hopper_bits FOLDER``, with vLLM
+
+FOLDER gets a small model whose weights are made of integers, in two architectures, and for each a receipt of a greedy
+completion with what each layer made: where bits differ, the first layer that differs is named. The special functions
+are those of FOLDER/tables.xz. Exit status 0: every bit is equal.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.ops.exact import known_answers
+from vllm_batch_invariant.ops.hopper import confirmed, tables
+from vllm_batch_invariant.ops.hopper.confirmed import OPERATIONS
+from vllm_batch_invariant.verify.receipt.hopper import Hopper
+from vllm_batch_invariant.verify.receipt.recompute import recompute
+from vllm_batch_invariant.verify.receipt.record import Receipt, Sampling
+
+MODELS = {"qwen3": {}, "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
+"""Changes to the configuration of the known model; the others have no norms of heads."""
+PROMPT = tuple(int(one) % 4096 for one in (7919 * number**2 + 13 * number + 5 for number in range(300)))
+TOKENS = 24
+
+
+def save_model(folder: Path, name: str) -> Path:
+    """Write the checkpoint of one of :data:`MODELS`."""
+    config, weights = known_answers.checkpoint()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | MODELS[name]))
+    if MODELS[name]:
+        weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
+    bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
+    save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make(folder: Path, name: str) -> Receipt:
+    """The receipt of a completion of this process's engine."""
+    os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    from vllm import LLM
+
+    from vllm_batch_invariant.verify import receipt
+    from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
+    from vllm_batch_invariant.verify.receipt import engine
+
+    llm = LLM(
+        str(save_model(folder / name, name)),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.2,
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    sampling = Sampling(max_tokens=TOKENS, logprobs=5, ignore_eos=True)
+    completion, trace = engine.traced(llm, PROMPT, sampling)
+    return Receipt.of(receipt.engine_info(llm), PROMPT, sampling, completion, False, trace)
+
+
+def known(path: Path) -> Hopper:
+    """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
+    here = Hopper.here()
+    if not here.confirmed.missing and here.tables is not None:
+        return here
+    recorded = tables.recorded(path)
+    values, different = dict.fromkeys(OPERATIONS, 1), dict.fromkeys(OPERATIONS, 0)
+    taken = confirmed.Confirmed({}, recorded.digest, values, different)
+    return Hopper(taken, recorded)
+
+
+def verify(made: Receipt, folder: Path, name: str) -> Any:
+    """The verdict on a receipt of one of :data:`MODELS`."""
+    return recompute(made, str(save_model(folder / name, name)), hopper=known(folder / "tables.xz"))
+
+
+def in_own_process(folder: Path, name: str) -> int:
+    """Make and verify the receipt of one of :data:`MODELS`; the exit status."""
+    command = [sys.executable, "-m", "scripts.hopper_receipts", str(folder), "--only", name]
+    return subprocess.run(command, check=False).returncode
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", choices=MODELS, help="one model, in this process")
+    options = parser.parse_args(arguments)
+    if options.only is None:
+        return max([in_own_process(options.folder, name) for name in MODELS])
+    started = time.monotonic()
+    made = make(options.folder, options.only)
+    path = options.folder / f"{options.only}.json"
+    made.save(path)
+    print(f"{options.only}: {path} after {time.monotonic() - started:.0f} s", flush=True)
+    verdict = verify(made, options.folder, options.only)
+    print(f"{options.only}: {verdict} ({time.monotonic() - started:.0f} s)", flush=True)
+    return 0 if verdict else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
