@@ -4,6 +4,8 @@ Where an exponent is so large or so small that :mod:`.cpu_simd` does not serve, 
 added, one column at a time.
 """
 
+import math
+
 import numpy as np
 import torch
 from numba import prange, types
@@ -13,12 +15,15 @@ from ..common.numba_exact_math import bits_of_float
 from ..common.numba_math import float_of_bits, fma
 from ..common.numba_rows import RowKernel, compiled
 from ..exact.definition import Floats
+from . import definition
 from .cpu_simd import NO_NUMBER, ZERO, add_products, are_usual, largest_exponents
-from .definition import FRACTION, K_STEP, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
+from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
 from .tables import Tables
 
 _BLOCK_K = 256
 """Elements of K of a panel of sixteen columns that lies in the first cache."""
+_BLOCK_ROWS = 64
+"""Rows of a head that a thread computes attention of."""
 _BLOCK_M = 256
 """Rows that a thread multiplies with a panel, which it makes of the weight."""
 
@@ -105,6 +110,24 @@ def _exponents_kernel(x, out):
 _exponents = RowKernel(_exponents_kernel)
 
 
+def _chain(c, x, x_exponents, at, depth, b, b_exponents, panel):
+    """c and ``depth`` products of x from ``at`` on with sixteen columns, rows of b from ``panel`` on."""
+    for i in range(0, depth, K_STEP):
+        e = largest_exponents(c, x_exponents, at + i, b_exponents, panel + i)
+        if are_usual(e):
+            c = add_products(c, e, x, at + i, b, panel + i)
+        else:
+            columns = np.empty(WIDTH, np.float32)
+            store(c, columns, 0)
+            for column in range(WIDTH):
+                columns[column] = _one_step(x, at + i, b, panel + i, column, columns[column])
+            c = load(columns, 0)
+    return c
+
+
+_chain = compiled(_chain)
+
+
 def _multiply_kernel(a, a_exponents, weight, out):
     """out [M, N + 15 or less] += a @ weight.T; a: [M, K] fp32, K a multiple of 16; weight: [N, K] fp32."""
     rows, k = a.shape
@@ -113,7 +136,6 @@ def _multiply_kernel(a, a_exponents, weight, out):
     for part in prange(panels * blocks):
         b = np.zeros(_BLOCK_K * WIDTH, np.float32)
         b_exponents = np.empty(_BLOCK_K * WIDTH, np.int16)
-        scratch = np.empty(WIDTH, np.float32)
         first, first_row = part // blocks * WIDTH, part % blocks * _BLOCK_M
         for start in range(0, k, _BLOCK_K):
             depth = min(_BLOCK_K, k - start)
@@ -123,18 +145,8 @@ def _multiply_kernel(a, a_exponents, weight, out):
             for i in range(depth * WIDTH):
                 b_exponents[i] = _exponent_of(b[i])
             for row in range(first_row, min(first_row + _BLOCK_M, rows)):
-                x, x_exponents, y = a[row], a_exponents[row], out[row]
-                c = load(y, first)
-                for i in range(0, depth, K_STEP):
-                    e = largest_exponents(c, x_exponents, start + i, b_exponents, i)
-                    if are_usual(e):
-                        c = add_products(c, e, x, start + i, b, i)
-                    else:
-                        store(c, scratch, 0)
-                        for column in range(WIDTH):
-                            scratch[column] = _one_step(x, start + i, b, i, column, scratch[column])
-                        c = load(scratch, 0)
-                store(c, y, first)
+                c = load(out[row], first)
+                store(_chain(c, a[row], a_exponents[row], start, depth, b, b_exponents, 0), out[row], first)
 
 
 _multiply = RowKernel(_multiply_kernel)
@@ -220,12 +232,6 @@ def _divide(a, b, table):
 _divide = compiled(_divide)
 
 
-def _weights_kernel(s, factor, m, table, out):
-    for row in prange(s.shape[0]):
-        for i in range(s.shape[1]):
-            out[row, i] = _bf16(_ex2_ftz(fma(s[row, i], factor, -m[row]), table))
-
-
 def _exp_kernel(x, table, out):
     for row in prange(x.shape[0]):
         for i in range(x.shape[1]):
@@ -241,18 +247,11 @@ def _silu_kernel(x, exp2, rcp, out):
             out[row, i] = _bf16(_bf16(shrunk) * x[row, size + i])
 
 
-_weights, _exps, _silu = RowKernel(_weights_kernel), RowKernel(_exp_kernel), RowKernel(_silu_kernel)
+_exps, _silu = RowKernel(_exp_kernel), RowKernel(_silu_kernel)
 
 
 def _rows(x: Floats) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(x.reshape(-1, x.shape[-1])))
-
-
-def weights(s: Floats, factor: np.float32, m: Floats, tables: Tables) -> Floats:
-    """:func:`.definition.weights`."""
-    out = torch.empty(s.shape, dtype=torch.float32)
-    _weights(s.size, _rows(s), factor, torch.from_numpy(m), torch.from_numpy(tables.exp2), out)
-    return out.numpy()
 
 
 def exp(x: Floats, tables: Tables) -> Floats:
@@ -268,3 +267,117 @@ def silu_and_mul(x: Floats, tables: Tables) -> Floats:
     out = torch.empty(len(x), x.shape[-1] // 2)
     _silu(x.size, _rows(x), torch.from_numpy(tables.exp2), torch.from_numpy(tables.rcp), out)
     return out.numpy()
+
+
+def _below(m):
+    """What is subtracted from scores whose largest is m."""
+    return np.float32(0) if m == -np.inf else m
+
+
+_below = compiled(_below)
+
+
+def _attend_kernel(
+    q, q_exponents, position, k, k_exponents, v, v_exponents, ones, ones_exponents, splits, keys, factor, exp2, rcp, out
+):
+    """out [kv_heads, rows, size], as :func:`.definition.attention`.
+
+    Args:
+        q: [kv_heads, rows, size] fp32, the heads of a token one after the other.
+        position: [rows] of each row's token.
+        k: panels [kv_heads, tiles, 4, size, 16], flat: sixteen keys side by side.
+        v: panels [kv_heads, tiles, size / 16, 64, 16], flat: sixteen dimensions side by side.
+        ones: a panel [64, 16].
+        splits: [splits, 2], the first key and the end.
+    """
+    kv_heads, rows, size = q.shape
+    blocks, tiles = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS, (keys + KEY_TILE - 1) // KEY_TILE
+    for part in prange(kv_heads * blocks):
+        kv_head, first = part // blocks, part % blocks * _BLOCK_ROWS
+        count = min(_BLOCK_ROWS, rows - first)
+        all_m, all_l = np.full(count, -np.inf, np.float32), np.zeros(count, np.float32)
+        all_acc, acc = np.zeros((count, size), np.float32), np.empty((count, size), np.float32)
+        m, l = np.empty(count, np.float32), np.empty(count, np.float32)
+        p, p_exponents = np.empty(KEY_TILE, np.float32), np.empty(KEY_TILE, np.int16)
+        lanes = np.empty(WIDTH, np.float32)
+        for split in range(len(splits)):
+            m[:], l[:], acc[:] = -np.inf, 0, 0
+            for start in range(splits[split, 0], splits[split, 1], KEY_TILE):
+                tile = kv_head * tiles + start // KEY_TILE
+                for row in range(count):
+                    seen = min(position[first + row] - start + 1, splits[split, 1] - start, KEY_TILE)
+                    if seen <= 0:
+                        continue
+                    x, x_exponents = q[kv_head, first + row], q_exponents[kv_head, first + row]
+                    for group in range(KEY_TILE // WIDTH):
+                        lanes[:] = 0
+                        panel = (tile * (KEY_TILE // WIDTH) + group) * size
+                        c = _chain(load(lanes, 0), x, x_exponents, 0, size, k, k_exponents, panel)
+                        store(c, p, group * WIDTH)
+                    largest = p[0]
+                    for i in range(1, seen):
+                        largest = max(largest, p[i])
+                    m_new = max(m[row], largest * factor)
+                    for i in range(KEY_TILE):
+                        weight = np.float32(0)
+                        if i < seen:
+                            weight = _bf16(_ex2_ftz(fma(p[i], factor, -_below(m_new)), exp2))
+                        p[i] = weight
+                        p_exponents[i] = _exponent_of(weight)
+                    shrink = _ex2_ftz(m[row] - _below(m_new), exp2)
+                    lanes[:] = l[row] * shrink
+                    store(_chain(load(lanes, 0), p, p_exponents, 0, KEY_TILE, ones, ones_exponents, 0), lanes, 0)
+                    l[row], m[row] = lanes[0], m_new
+                    for i in range(size):
+                        acc[row, i] *= shrink
+                    for group in range(size // WIDTH):
+                        panel = (tile * (size // WIDTH) + group) * KEY_TILE
+                        c = load(acc[row], group * WIDTH)
+                        c = _chain(c, p, p_exponents, 0, KEY_TILE, v, v_exponents, panel)
+                        store(c, acc[row], group * WIDTH)
+            for row in range(count):
+                m_new = max(all_m[row], m[row])
+                of_all, of_split = _ex2_ftz(all_m[row] - _below(m_new), exp2), _ex2_ftz(m[row] - _below(m_new), exp2)
+                all_l[row] = fma(all_l[row], of_all, l[row] * of_split)
+                for i in range(size):
+                    all_acc[row, i] = fma(all_acc[row, i], of_all, acc[row, i] * of_split)
+                all_m[row] = m_new
+        for row in range(count):
+            divisor = np.float32(1) if all_l[row] == 0 else all_l[row]
+            for i in range(size):
+                out[kv_head, first + row, i] = _bf16(_divide(all_acc[row, i], divisor, rcp))
+
+
+_attend = RowKernel(_attend_kernel)
+
+
+def _panels(x: Floats) -> tuple[torch.Tensor, torch.Tensor]:
+    """[kv_heads, columns, K] as panels [kv_heads, columns / 16, K, 16], flat, and their exponents."""
+    kv_heads, columns, depth = x.shape
+    panels = np.ascontiguousarray(x.reshape(kv_heads, columns // WIDTH, WIDTH, depth).swapaxes(2, 3)).reshape(1, -1)
+    exponents = torch.empty(panels.shape, dtype=torch.int16)
+    values = torch.from_numpy(panels)
+    _exponents(panels.size, values, exponents)
+    return values[0], exponents[0]
+
+
+def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> Floats:
+    """:func:`.definition.attention`."""
+    (rows, heads, size), (keys, kv_heads, _) = q.shape, k.shape
+    group, missing = heads // kv_heads, -keys % KEY_TILE
+    k, v = (np.pad(one, ((0, missing), (0, 0), (0, 0))).transpose(1, 0, 2) for one in (k, v))
+    tiles = v.reshape(kv_heads, -1, KEY_TILE, size).swapaxes(2, 3).reshape(kv_heads, -1, KEY_TILE)
+    mine = np.ascontiguousarray(q.reshape(rows, kv_heads, group, size).transpose(1, 0, 2, 3))
+    mine = torch.from_numpy(mine.reshape(kv_heads, rows * group, size))
+    exponents = torch.empty(mine.shape, dtype=torch.int16)
+    _exponents(q.size, mine.view(-1, size), exponents.view(-1, size))
+    position = torch.arange(keys - rows, keys).repeat_interleave(group)
+    ones = _panels(np.ones((1, WIDTH, KEY_TILE), np.float32))
+    splits = torch.tensor([[split.start, split.stop] for split in definition.splits(keys)])
+    found = torch.empty_like(mine)
+    _attend(
+        q.size * keys, mine, exponents, position, *_panels(k), *_panels(tiles), *ones, splits, keys,
+        np.float32(scale * math.log2(math.e)), torch.from_numpy(tables.exp2), torch.from_numpy(tables.rcp), found,
+    )  # fmt: skip
+    back = found.numpy().reshape(kv_heads, rows, group, size).transpose(1, 0, 2, 3)
+    return np.ascontiguousarray(back).reshape(rows, heads, size)

@@ -30,12 +30,12 @@ class Kernels:
     """What computes the operations that take time: :data:`PLAIN`, or :func:`fast` with the same bits."""
 
     mma: definition.Mma
-    weights: definition.Weights
+    attention: Callable[[Floats, Floats, Floats, float, Tables], Floats]
     silu_and_mul: Callable[[Floats, Tables], Floats]
     exp: Callable[[Floats, Tables], Floats]
 
 
-PLAIN = Kernels(definition.mma, definition.weights, definition.silu_and_mul, definition.exp)
+PLAIN = Kernels(definition.mma, definition.attention, definition.silu_and_mul, definition.exp)
 
 
 def fast() -> Kernels:
@@ -46,7 +46,7 @@ def fast() -> Kernels:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
         return PLAIN
-    return Kernels(cpu.mma, cpu.weights, cpu.silu_and_mul, cpu.exp)
+    return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp)
 
 
 class HopperDecoder(Decoder):
@@ -114,8 +114,7 @@ class HopperDecoder(Decoder):
         return self._kernels.silu_and_mul(gate_up, self._tables_of_gpu)
 
     def _attended(self, query: Floats, key: Floats, value: Floats, _: int | None) -> Floats:
-        tables, kernels = self._tables_of_gpu, self._kernels
-        return definition.attention(query, key, value, self._scale, tables, kernels.mma, kernels.weights)
+        return self._kernels.attention(query, key, value, self._scale, self._tables_of_gpu)
 
     def log_softmax(self, logits: Floats) -> Floats:
         """Of rows of logits, in fp32."""

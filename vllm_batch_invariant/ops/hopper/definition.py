@@ -426,18 +426,7 @@ def _below(m: Floats) -> Floats:
     return np.where(np.isneginf(m), fp32(0), m)
 
 
-def weights(s: Floats, factor: np.float32, m: Floats, tables: Tables) -> Floats:
-    """2**fma(s, factor, -m) in bf16: the weights of a tile of scores [rows, keys], m [rows] finite."""
-    return bf16(ex2_ftz(fma(s, factor, -m[:, None]), tables))
-
-
-Weights = Callable[[Floats, np.float32, Floats, Tables], Floats]
-"""What computes as :func:`weights` does."""
-
-
-def attention(
-    q: Floats, k: Floats, v: Floats, scale: float, tables: Tables, mma: Mma = mma, weights: Weights = weights
-) -> Floats:
+def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> Floats:
     """Causal attention of a sequence's last rows over its keys, in bf16.
 
     A split's tiles of 64 keys are steps of an online softmax: with s = q @ k and c = scale * log2 e in fp32,
@@ -450,8 +439,6 @@ def attention(
         k: [keys, kv_heads, head_size].
         v: as k.
         scale: of the scores.
-        mma: what multiplies.
-        weights: what computes those of a tile.
     """
     rows, keys, group, size = len(q), len(k), q.shape[1] // k.shape[1], q.shape[2]
     position = np.arange(keys - rows, keys).repeat(group)
@@ -474,7 +461,7 @@ def attention(
                 s = np.where(at <= position[seeing][:, None], s, fp32(-np.inf))
                 before = m[seeing]
                 m_new = np.maximum(before, s.max(-1) * factor)
-                p = weights(s, factor, _below(m_new), tables)
+                p = bf16(ex2_ftz(fma(s, factor, -_below(m_new)[:, None]), tables))
                 shrink = ex2_ftz(before - _below(m_new), tables)
                 sums = np.repeat((l[seeing] * shrink)[:, None], len(ones), 1)
                 l[seeing] = mma(p, ones[:, : len(at)], sums)[:, 0]
