@@ -9,7 +9,7 @@ import pytest
 
 from tests.known_model import save_known_model
 from vllm_batch_invariant.ops.hopper import confirmed, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
 from vllm_batch_invariant.provenance import Environment
 from vllm_batch_invariant.verify.outcome import NoTestError
@@ -19,10 +19,10 @@ from vllm_batch_invariant.verify.receipt.recompute import config_of, recompute, 
 from vllm_batch_invariant.verify.receipt.record import Completion, Prompt, Receipt, Sampling
 
 PROMPT = tuple(range(40, 50))
-MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
+MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "vllm": "0.33.0"}
 ENVIRONMENT = Environment(
     mode=True,
-    versions={"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
+    versions={"vllm": "0.33.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
     device={"type": "cuda", "name": "NVIDIA H200", "capability": "9.0"},
     engine={"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs", "model_runner": "second"},
     reductions={"attention": attention(), "norm": {}, "softmax (logprobs)": {}},
@@ -37,8 +37,8 @@ def ideal() -> tables.Tables:
 @pytest.fixture(scope="module")
 def hopper(ideal: tables.Tables) -> Hopper:
     """As if a GPU had rounded every special function to the nearest, and every operation been confirmed."""
-    values = dict.fromkeys(OPERATIONS, 1)
-    return Hopper(Confirmed(MACHINE, ideal.digest, values, dict.fromkeys(OPERATIONS, 0)), ideal)
+    every = (*OPERATIONS, *OF_SEEDS)
+    return Hopper(Confirmed(MACHINE, ideal.digest, dict.fromkeys(every, 1), dict.fromkeys(every, 0)), ideal)
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +46,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_known_model(tmp_path_factory.mktemp("known"))
 
 
-@pytest.fixture(scope="module")
-def greedy(folder: Path, ideal: tables.Tables) -> Receipt:
+def receipt_of(folder: Path, tables_of_gpu: tables.Tables, sampling: Sampling) -> Receipt:
     """Of tokens that the plain definition takes one after the other."""
-    decoder = HopperDecoder(config_of(folder), dict(weights_of(folder)), ideal, kernels=PLAIN)
+    decoder = HopperDecoder(config_of(folder), dict(weights_of(folder)), tables_of_gpu, kernels=PLAIN)
     tokens, positions = [*PROMPT], []
-    for _ in range(4):
-        logits = decoder.logits(tokens, slice(len(tokens) - 1, None))
-        [logprobs] = decoder.log_softmax(logits)
+    for _ in range(sampling.max_tokens):
+        [logits] = decoder.logits(tokens, slice(len(tokens) - 1, None))
+        [logprobs] = decoder.log_softmax(logits[None])
         token = int(logits.argmax())
-        listed = {*np.argsort(-logits[0], kind="stable")[:3].tolist(), token}
+        if sampling.temperature:
+            token = decoder.draw(logits, sampling, len(tokens) - 1)
+        listed = {*np.argsort(-logits, kind="stable")[: sampling.logprobs].tolist(), token}
         positions.append((token, float(logprobs[token]), [(one, float(logprobs[one])) for one in listed]))
         tokens.append(token)
-    sampling = Sampling(max_tokens=4, logprobs=3)
     model, completion = model_at(folder, "known"), Completion.of(positions, "length")
     return Receipt(model, Prompt.of(PROMPT), sampling, completion, ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path, ideal: tables.Tables) -> Receipt:
+    return receipt_of(folder, ideal, Sampling(max_tokens=4, logprobs=3))
+
+
+@pytest.fixture(scope="module")
+def seeded(folder: Path, ideal: tables.Tables) -> Receipt:
+    how = {"temperature": 0.8, "seed": -5, "top_k": 100, "top_p": 0.9}
+    return receipt_of(folder, ideal, Sampling(max_tokens=4, logprobs=3, **how))
+
+
+def test_tokens_that_are_drawn_with_a_seed_are_drawn_again(folder: Path, seeded: Receipt, hopper: Hopper) -> None:
+    verdict = recompute(seeded, str(folder), hopper=hopper)
+    assert verdict, verdict
+    other = replace(seeded, sampling=replace(seeded.sampling, seed=6))
+    assert recompute(other, str(folder), hopper=hopper).difference
+
+
+def test_a_seed_that_no_gpu_has_confirmed_refuses(seeded: Receipt, hopper: Hopper) -> None:
+    known = Hopper(replace(hopper.confirmed, different=hopper.confirmed.different | {"noise": 1}), hopper.tables)
+    with pytest.raises(NoTestError, match="no GPU has confirmed noise"):
+        recompute(seeded, "nowhere", hopper=known)
+    for part, fields, said in (
+        ("versions", {"vllm": "0.31.0"}, "the noise of vLLM 0.31.0"),
+        ("engine", {"model_runner": "first"}, "first model runner"),
+    ):
+        environment = replace(ENVIRONMENT, **{part: getattr(ENVIRONMENT, part) | fields})
+        with pytest.raises(NoTestError, match=said):
+            recompute(replace(seeded, environment=environment), "nowhere", hopper=hopper)
 
 
 def test_decoding_token_by_token_has_the_bits_of_one_prefill(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
@@ -81,7 +112,7 @@ def test_a_changed_bit_is_found_at_its_token(folder: Path, greedy: Receipt, hopp
 
 
 def test_another_entry_of_a_table_is_found(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
-    other = tables.Tables(hopper.tables.exp2 - 1, hopper.tables.rcp)
+    other = tables.Tables(hopper.tables.exp2 - 100, hopper.tables.rcp)
     known = Hopper(replace(hopper.confirmed, tables=other.digest), other)
     assert not recompute(greedy, str(folder), hopper=known)
 
@@ -110,7 +141,7 @@ def test_tables_that_were_not_the_compared_ones_refuse(greedy: Receipt, hopper: 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sampling": {"temperature": 1.0, "seed": 3}}, "a temperature"),
+        ({"sampling": {"temperature": 1.0, "seed": 3, "min_p": 0.1}}, "min_p"),
         ({"sampling": {"repetition_penalty": 1.1}}, "penalties"),
         ({"sampling": {"min_tokens": 1}}, "min_tokens"),
         ({"environment": {"device": {"type": "cuda", "capability": "10.0"}}}, "not in another arithmetic"),
@@ -128,11 +159,10 @@ def test_what_is_not_computed_here_refuses(greedy: Receipt, hopper: Hopper, chan
         recompute(replace(greedy, **{part: replace(getattr(greedy, part), **fields)}), "nowhere", hopper=hopper)
 
 
-def test_the_record_of_this_package_is_of_its_tables() -> None:
+def test_what_this_package_has_confirmed_is_of_its_tables() -> None:
     known = Hopper.here()
-    if known.tables is None:
-        assert known.confirmed == confirmed.NOTHING
-        assert known.confirmed.missing == OPERATIONS
+    if known.confirmed == confirmed.NOTHING:
+        assert known.confirmed.missing() == OPERATIONS
     else:
         assert known.tables.digest == known.confirmed.tables
 

@@ -12,7 +12,9 @@ from pathlib import Path
 OPERATIONS = (
     "matmul", "silu_and_mul", "rms_norm", "rotate", "rotary_table", "attention", "log_softmax", "argmax",
 )  # fmt: skip
-"""Of a dense model, each of which somebody has compared, or not."""
+"""Of a dense model and of greedy completions, each of which somebody has compared, or not."""
+OF_SEEDS = ("top_k_top_p", "noise")
+"""Of completions that are drawn with a seed by vLLM's second model runner, too."""
 RECORD = Path(__file__).with_name("confirmed.json")
 """What ran on a GPU, if something has."""
 
@@ -33,15 +35,9 @@ class Confirmed:
     values: Mapping[str, int]
     different: Mapping[str, int]
 
-    @property
-    def open(self) -> tuple[str, ...]:
-        """Operations that had the definition's bits in every value."""
-        return tuple(name for name in OPERATIONS if self.values.get(name, 0) and not self.different.get(name, 1))
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The others."""
-        return tuple(name for name in OPERATIONS if name not in self.open)
+    def missing(self, operations: tuple[str, ...] = OPERATIONS) -> tuple[str, ...]:
+        """Those of some operations that did not have the definition's bits in every value, or were not compared."""
+        return tuple(name for name in operations if not self.values.get(name, 0) or self.different.get(name, 1))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"

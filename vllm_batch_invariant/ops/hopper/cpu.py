@@ -52,7 +52,7 @@ def _towards_zero(value, power):
     """value * 2**power, cut towards 0 to fp32; an integer below 2**40."""
     exact = np.ldexp(np.float64(value), power)
     near = np.float32(exact)
-    if abs(np.float64(near)) > abs(exact):
+    if abs(np.float64(near)) > abs(exact) and abs(exact) < 2.0**128:
         near = float_of_bits(bits_of_float(near) - np.int32(1))
     return near
 
@@ -179,6 +179,8 @@ def _ex2_ftz(x, table):
     if abs(x) < SMALLEST_NORMAL:
         return np.float32(1)
     at = types.int64(np.float64(x) * 8388608.0)  # cut towards 0
+    if at < 0 and at & 0x7FFFFF:
+        at -= 1
     power = types.int32(at >> 23)
     if power < -126:
         return np.float32(0)

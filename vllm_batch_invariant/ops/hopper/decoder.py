@@ -15,7 +15,7 @@ from ..exact.definition import Floats
 from ..exact.families import FULL, rope_type, rotary_embedding
 from ..norm.reduction import NormReduction
 from ..softmax.reduction import SoftmaxReduction
-from . import definition
+from . import definition, sampling
 from .tables import Tables
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -120,3 +120,13 @@ class HopperDecoder(Decoder):
         """Of rows of logits, in fp32."""
         reduction = SoftmaxReduction.of_device("cuda", logits.shape[-1], torch.float32)
         return definition.log_softmax(logits, reduction, self._tables_of_gpu, self._kernels.exp)
+
+    def draw(self, logits: Floats, request: Any, position: int) -> int:
+        """The token that a request with a seed takes of a row of logits.
+
+        Args:
+            request: has ``temperature``, ``top_k``, ``top_p`` and ``seed``.
+            position: see :func:`.sampling.noise`.
+        """
+        how = np.float32(request.temperature), request.top_k, request.top_p, request.seed
+        return sampling.draw(logits, *how, position, self._tables_of_gpu)

@@ -71,11 +71,14 @@ def fma(a: NDArray, b: NDArray, c: NDArray) -> Floats:
 
 
 def ex2_ftz(x: Floats, tables: Tables) -> Floats:
-    """``ex2.approx.ftz``: x is cut towards 0 to 23 bits of fraction, and 2**fraction is looked up."""
+    """``ex2.approx.ftz``: x is cut towards 0 to 23 bits of fraction, and 2**fraction is looked up. The fraction of a
+    negative x is the complement of its bits, the last place less than it is, but where that is 0.
+    """
     x = np.asarray(x, fp32)
     x = np.where(np.abs(x) < SMALLEST_NORMAL, fp32(0), x)
     inside = np.clip(np.where(np.isnan(x), fp32(0), x), fp32(-200), fp32(200)).astype(np.float64)
     at = np.trunc(inside * 2.0**23).astype(np.int64)
+    at = np.where((at < 0) & (at & (1 << 23) - 1 != 0), at - 1, at)
     power, place = at >> 23, at & (1 << 23) - 1
     found = np.ldexp(tables.exp2[place].astype(np.float64), power - 23)
     found = np.where(power < -126, 0.0, found)
@@ -176,10 +179,12 @@ def _cut(value: Integers, shift: Integers) -> Integers:
 
 
 def towards_zero(x: NDArray[np.float64]) -> Floats:
-    """fp64 cut towards 0 to fp32."""
+    """fp64 cut towards 0 to fp32; what is 2**128 and more is infinite."""
     with np.errstate(over="ignore"):
         near = x.astype(fp32)
-    return np.where(np.abs(near.astype(np.float64)) > np.abs(x), np.nextafter(near, fp32(0)), near)
+    too_large = np.abs(near.astype(np.float64)) > np.abs(x)
+    too_large &= np.abs(x) < 2.0**128
+    return np.where(too_large, np.nextafter(near, fp32(0)), near)
 
 
 def mma_step(a: Floats, b: Floats, c: Floats) -> Floats:
@@ -348,16 +353,13 @@ def inverse_frequencies(head_size: int, base: float, scaling: Mapping[str, Any],
     found = fp32(1) / power(np.full_like(exponents, base), exponents, tables)
     kind = rope_type(scaling)
     if kind == "llama3":
-        low, high = (
-            scaling["original_max_position_embeddings"] / scaling[f"{name}_freq_factor"] for name in ("low", "high")
-        )
-        wave = fp32(2 * math.pi) / found
-        length, factor = fp32(scaling["original_max_position_embeddings"]), fp32(scaling["factor"])
-        smooth = (length / wave - fp32(scaling["low_freq_factor"])) / fp32(
-            scaling["high_freq_factor"] - scaling["low_freq_factor"]
-        )
-        between = (fp32(1) - smooth) * found / factor + smooth * found
-        found = np.where(wave < fp32(high), found, np.where(wave > fp32(low), found / factor, between))
+        length, factor = fp32(scaling["original_max_position_embeddings"]), fp32(1) / fp32(scaling["factor"])
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        wave = fp32(1) / found * fp32(2 * math.pi)  # PyTorch divides by a number, and a number, by reciprocals
+        smooth = (fp32(1) / wave * length - fp32(low)) * (fp32(1) / fp32(high - low))
+        between = (fp32(1) - smooth) * found * factor + smooth * found
+        longer = np.where(wave > fp32(length / low), found * factor, between)
+        found = np.where(wave < fp32(length / high), found, longer)
     return found
 
 

@@ -12,7 +12,7 @@ from ...ops.exact.definition import Floats
 from ...ops.hopper import confirmed, tables
 from ..outcome import NoTestError
 from .comparison import Note
-from .record import Environment, Receipt, Sampling
+from .record import Environment, Receipt
 
 if TYPE_CHECKING:
     from ...ops.hopper.decoder import HopperDecoder
@@ -22,8 +22,9 @@ CAPABILITY = "9.0"
 _SETTINGS = {"dtype": ("bfloat16",), "kv_cache_dtype": ("auto", "bfloat16"), "logprobs_mode": ("raw_logprobs",)}
 """Of an engine, with the values that the definition is of."""
 TREE = "tensor_parallel_tree"
-_ANY_VALUE = ("model_runner", TREE)
-"""Settings of which a greedy completion has the same bits, or which the definition takes."""
+_RUNNER, _SECOND = "model_runner", "second"
+_ANY_VALUE = (_RUNNER, TREE)
+"""Settings that the definition takes."""
 _REDUCTIONS = ("attention", "linear (output head)", "norm", "softmax (logprobs)", "top-p")
 """Of a dense model. Those but attention's follow from its sizes."""
 
@@ -61,7 +62,7 @@ class Hopper:
                 f"without an engine only receipts in exact arithmetic {FORMAT}, and of a Hopper with the mode on, are "
                 "verified, not in another arithmetic"
             )
-        missing = self.confirmed.missing
+        missing = self.confirmed.missing()
         if missing or self.tables is None or self.tables.digest != self.confirmed.tables:
             what = ", ".join(missing) or "the special functions"
             raise NoTestError(
@@ -69,7 +70,7 @@ class Hopper:
                 "definition; verify with an engine, or make receipts in exact arithmetic"
             )
         _check_engine(environment)
-        _check_sampling(receipt.sampling)
+        _check_sampling(receipt, self.confirmed)
 
     def notes(self, environment: Environment) -> tuple[Note, ...]:
         """On a receipt of another GPU, or of other versions, than those that were compared."""
@@ -91,18 +92,16 @@ class Hopper:
         return HopperDecoder(config, dict(weights), self.tables, int(environment.engine.get(TREE, 1)))
 
     def positions(
-        self,
-        decoder: "HopperDecoder",
-        logits: Floats,
-        part: slice,
-        _prompt: Sequence[int],
-        _ids: Sequence[int],
-        sampling: Sampling,
+        self, decoder: "HopperDecoder", logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
     ) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-        """Each position's token, the first of the largest logits, its logprob, and the candidates beside it."""
-        for row, logprobs in zip(logits[part], decoder.log_softmax(logits[part]), strict=True):
+        """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
+        sampling, rows = receipt.sampling, logits[part]
+        by_logits = receipt.environment.engine.get(_RUNNER) == _SECOND
+        for position, (row, logprobs) in enumerate(zip(rows, decoder.log_softmax(rows), strict=True), part.start):
             token = int(row.argmax())
-            first = np.argsort(-row, kind="stable")[: sampling.logprobs]
+            if sampling.temperature > 0:
+                token = decoder.draw(row, sampling, len(prompt) + position - 1)
+            first = np.argsort(-(row if by_logits else logprobs), kind="stable")[: sampling.logprobs]
             listed = {int(one): float(logprobs[one]) for one in (*first, token)}
             yield token, listed[token], sorted(listed.items())
 
@@ -118,17 +117,25 @@ def _check_engine(environment: Environment) -> None:
             raise NoTestError(f"the definition has attention with {attention()}, and the receipt's engine {reduction}")
 
 
-def _check_sampling(sampling: Sampling) -> None:
+def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
+    sampling, environment = receipt.sampling, receipt.environment
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     others = {
-        "a temperature": sampling.temperature > 0,
+        "min_p": sampling.min_p > 0,
         "penalties": penalties != (1, 0, 0),
         "min_tokens": sampling.min_tokens > 0,
     }
     if asked := [name for name, is_asked in others.items() if is_asked]:
+        raise NoTestError(f"without an engine a Hopper's completions with {' and '.join(asked)} are not computed again")
+    if sampling.temperature == 0:
+        return
+    if environment.engine.get(_RUNNER) != _SECOND:
+        raise NoTestError("without an engine the noise of vLLM's first model runner is not computed again")
+    missing, vllm = known.missing(confirmed.OF_SEEDS), environment.versions.get("vllm")
+    if missing or vllm != known.machine.get("vllm"):
+        what = ", ".join(missing) or f"the noise of vLLM {vllm}"
         raise NoTestError(
-            f"without an engine a Hopper's completions with {' and '.join(asked)} are not computed again, only those "
-            "of the largest logits; verify with an engine"
+            f"without an engine a Hopper's completions with a seed are not computed again: no GPU has confirmed {what}"
         )
 
 

@@ -18,7 +18,7 @@ from ..outcome import NoTestError
 from .comparison import Difference, Note, Verdict, extent, first_difference_of, notes_on
 from .hopper import Hopper
 from .model_files import local_folder, model_at
-from .record import Completion, EngineInfo, Environment, Receipt, Sampling, TracedStep
+from .record import Completion, EngineInfo, Environment, Receipt, TracedStep
 
 _ROWS = 64
 """Of logits whose logprobs are held at a time."""
@@ -50,7 +50,7 @@ def recompute(
     """
     if receipt.adapter is not None:
         raise NoTestError("the completion has a LoRA adapter, which the definition has not")
-    prompt, sampling = receipt.prompt.ids(prompt_token_ids), receipt.sampling
+    prompt = receipt.prompt.ids(prompt_token_ids)
     arithmetic = _arithmetic_of(receipt, hopper)
     arithmetic.check(receipt)
     folder = local_folder(model)
@@ -65,7 +65,7 @@ def recompute(
     logits = decoder.logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None), trace.compare)
     parts = (slice(start, start + _ROWS) for start in range(0, len(ids), _ROWS))
     got = Completion.of(
-        chain.from_iterable(arithmetic.positions(decoder, logits, part, prompt, ids, sampling) for part in parts),
+        chain.from_iterable(arithmetic.positions(decoder, logits, part, receipt, prompt) for part in parts),
         receipt.completion.finish_reason,
     )
     compared = f"{extent(receipt.completion)}, computed again by the definition of {arithmetic.name}"
@@ -146,10 +146,10 @@ class _Exact:
         return Decoder(config, dict(weights))
 
     def positions(
-        self, _: Decoder, logits: Floats, part: slice, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling
+        self, _: Decoder, logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
     ) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
         """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
-        rows = logits[part]
+        rows, ids, sampling = logits[part], receipt.completion.token_ids, receipt.sampling
         vocabulary, generated = rows.shape[-1], ids[: part.start]
         in_prompt, counts = np.zeros(vocabulary, bool), np.bincount(np.array(generated, np.int64), minlength=vocabulary)
         in_prompt[list(prompt)] = True
