@@ -5,16 +5,18 @@ added, one column at a time.
 """
 
 import math
+import warnings
 
 import numpy as np
 import torch
 from numba import prange, types
+from numpy.typing import NDArray
 
 from ..attention.cpu_simd import WIDTH, load, store
 from ..common.numba_exact_math import bits_of_float
 from ..common.numba_math import float_of_bits, fma
 from ..common.numba_rows import RowKernel, compiled
-from ..exact.definition import Floats
+from ..exact.definition import Floats, to_bits
 from . import definition
 from .cpu_simd import NO_NUMBER, ZERO, add_products, are_usual, largest_exponents
 from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
@@ -129,7 +131,7 @@ _chain = compiled(_chain)
 
 
 def _multiply_kernel(a, a_exponents, weight, out):
-    """out [M, N + 15 or less] += a @ weight.T; a: [M, K] fp32, K a multiple of 16; weight: [N, K] fp32."""
+    """out [M, N + 15 or less] += a @ weight.T; a: [M, K] fp32, K a multiple of 16; weight: [N, K], bits of bf16."""
     rows, k = a.shape
     columns = weight.shape[0]
     panels, blocks = (columns + WIDTH - 1) // WIDTH, (rows + _BLOCK_M - 1) // _BLOCK_M
@@ -141,7 +143,7 @@ def _multiply_kernel(a, a_exponents, weight, out):
             depth = min(_BLOCK_K, k - start)
             for column in range(min(WIDTH, columns - first)):
                 for i in range(depth):
-                    b[i * WIDTH + column] = weight[first + column, start + i]
+                    b[i * WIDTH + column] = float_of_bits(np.int32(weight[first + column, start + i]) << np.int32(16))
             for i in range(depth * WIDTH):
                 b_exponents[i] = _exponent_of(b[i])
             for row in range(first_row, min(first_row + _BLOCK_M, rows)):
@@ -152,17 +154,20 @@ def _multiply_kernel(a, a_exponents, weight, out):
 _multiply = RowKernel(_multiply_kernel)
 
 
-def mma(a: Floats, b: Floats, c: Floats | None = None) -> Floats:
-    """:func:`.definition.mma`."""
+def mma(a: Floats, b: Floats | NDArray[np.uint16], c: Floats | None = None) -> Floats:
+    """:func:`.definition.mma`, also of the bits of b."""
     missing, columns = -a.shape[1] % K_STEP, -(-len(b) // WIDTH) * WIDTH
+    b = b if b.dtype == np.uint16 else to_bits(b)
     if missing:
         a, b = (np.pad(one, ((0, 0), (0, missing))) for one in (a, b))
     out = np.zeros((len(a), columns), np.float32)
     if c is not None:
         out[:, : len(b)] = c
-    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    a = np.ascontiguousarray(a)
     exponents = np.empty(a.shape, np.int16)
-    given = [torch.from_numpy(one) for one in (a, exponents, b, out)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # of a file's weights
+        given = [torch.from_numpy(one) for one in (a, exponents, np.ascontiguousarray(b), out)]
     _exponents(a.size, *given[:2])
     _multiply(a.size * columns, *given)
     return out[:, : len(b)]

@@ -33,6 +33,8 @@ class Kernels:
     attention: Callable[[Floats, Floats, Floats, float, Tables], Floats]
     silu_and_mul: Callable[[Floats, Tables], Floats]
     exp: Callable[[Floats, Tables], Floats]
+    weight: Callable[[NDArray[np.uint16]], Any] = exact.from_bits
+    """What ``mma`` takes of a weight's bits."""
 
 
 PLAIN = Kernels(definition.mma, definition.attention, definition.silu_and_mul, definition.exp)
@@ -46,7 +48,7 @@ def fast() -> Kernels:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
         return PLAIN
-    return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp)
+    return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp, weight=lambda bits: bits)
 
 
 class HopperDecoder(Decoder):
@@ -97,7 +99,7 @@ class HopperDecoder(Decoder):
         for start in range(0, len(bits), _COLUMNS):
             part = slice(start, start + _COLUMNS)
             own = None if bias is None else bias[part]
-            out[:, part] = definition.linear(x, exact.from_bits(bits[part]), own, slices, self._kernels.mma)
+            out[:, part] = definition.linear(x, self._kernels.weight(bits[part]), own, slices, self._kernels.mma)
         return out
 
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
