@@ -21,6 +21,7 @@ from .tables import Tables
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 HEAD_SIZES = (64, 128)
 """Of the kernels for Hopper."""
+_REMEDY = "verify with an engine"
 _COLUMNS = 4096
 """Rows of a weight that are fp32 at a time."""
 
@@ -78,9 +79,10 @@ class HopperDecoder(Decoder):
         super().__init__(config, weights)
         self._tables_of_gpu, self._k_slices, self._kernels = tables, k_slices, kernels or fast()
         if self.head_size not in HEAD_SIZES:
-            raise NotCovered(
-                f"heads of {self.head_size}", "other kernels serve them, which have no definition", "use an engine"
-            )
+            raise NotCovered(f"heads of {self.head_size}", "other kernels serve them, without a definition", _REMEDY)
+        norm = NormReduction.of_device("cuda", config["hidden_size"], torch.bfloat16)
+        if norm.length > norm.block:
+            raise NotCovered(f"rows of {norm.length}", "a program has no whole one, which has no definition", _REMEDY)
 
     def _problem_of(self, architecture: str) -> str | None:
         if architecture not in ARCHITECTURES:
@@ -108,6 +110,8 @@ class HopperDecoder(Decoder):
         return definition.rms_norm(x, weight, eps, residual, reduction)
 
     def _tables(self, positions: int) -> dict[str, Floats]:
+        if positions > definition.LARGEST_ANGLE:
+            raise NotCovered(f"{positions} tokens", "cosines of larger angles have no definition", _REMEDY)
         base, rope = rotary_embedding(self._get, FULL)
         frequencies = definition.inverse_frequencies(self.head_size, base, rope, self._tables_of_gpu)
         return {FULL: definition.rotary_table(positions, frequencies)}

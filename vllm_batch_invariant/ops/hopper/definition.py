@@ -51,8 +51,8 @@ _TURNS, *HALF_PI = _fp32(0x3F22F983, 0xBFC90FDA, 0xB3A22168, 0xA7C234C5)
 """2 / pi, and -pi / 2 in three parts: of libdevice's cosf and sinf."""
 COSINE = _fp32(0x37CBAC00, 0xBAB607ED, 0x3D2AAABB, 0xBEFFFFFF)
 SINE = _fp32(0xB94D4153, 0x3C0885E4, 0xBE2AAAA8)
-_LARGEST_ANGLE = fp32(105615.0)
-"""From here on libdevice reduces an angle otherwise."""
+LARGEST_ANGLE = 105_615
+"""From here on libdevice reduces an angle otherwise: no position may be larger."""
 
 
 def fma(a: NDArray, b: NDArray, c: NDArray) -> Floats:
@@ -140,7 +140,7 @@ def ln(x: Floats) -> Floats:
 
 
 def cosine(x: Floats, shift: int = 1) -> Floats:
-    """libdevice's ``cosf``, or its ``sinf`` with a ``shift`` of 0, of angles below :data:`_LARGEST_ANGLE`."""
+    """libdevice's ``cosf``, or its ``sinf`` with a ``shift`` of 0, of angles below :data:`LARGEST_ANGLE`."""
     x = np.asarray(x, fp32)
     quarter = np.rint(x * _TURNS)
     rest = x
