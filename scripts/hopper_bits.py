@@ -1,7 +1,9 @@
 """Compare the definition of a Hopper's usual arithmetic (``ops/hopper``) with a Hopper, operation by operation.
 
-usage: python -m scripts.hopper_bits FOLDER     on a GPU of compute capability 9.0, without vLLM; under a minute
+usage: python -m scripts.hopper_bits FOLDER                            on a GPU of compute capability 9.0; 80 s
+       python -m scripts.hopper_bits FOLDER --add --only attention     adds to what this package has confirmed
 
+It needs vLLM for ``noise`` alone.
 FOLDER gets ``tables.xz`` (the special functions, recorded here, 1 to 2 MB), ``samples.npz`` (operands and results of
 each operation, below 2 MB) and ``confirmed.json``: which operations had the definition's bits in every value. The
 table that it prints says how many values of each case were equal, and for the first different ones both bits. Copied to
@@ -24,9 +26,9 @@ import triton
 import triton.language as tl
 
 from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
-from vllm_batch_invariant.ops.hopper import definition, sampling
+from vllm_batch_invariant.ops.hopper import confirmed, definition, known_answers, sampling
 from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
-from vllm_batch_invariant.ops.hopper.tables import ENTRIES, Tables, ideal, packed
+from vllm_batch_invariant.ops.hopper.tables import ENTRIES, Tables, ideal, packed, recorded
 from vllm_batch_invariant.provenance import installed
 
 ALL = (*OPERATIONS, *OF_SEEDS)
@@ -109,9 +111,9 @@ def numbers(rng: np.random.Generator, *shape: int) -> Floats:
     return bf16(rng.standard_normal(shape).astype(fp32))
 
 
-def functions(gpu: Gpu, rng: np.random.Generator, tables: Tables) -> Iterator[Comparison]:
+def functions(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
     """The special functions outside what was recorded."""
-    count = 1 << 18
+    count, tables = 1 << 18, _tables()
 
     def drawn(low: float, high: float) -> Floats:
         """With uniform exponents and both signs."""
@@ -482,18 +484,23 @@ class Samples:
         np.savez_compressed(self._path, **self._kept)
 
 
-def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args(arguments).folder
-    folder.mkdir(parents=True, exist_ok=True)
-    gpu = gpu or Gpu()
-    print(json.dumps(about(gpu)), flush=True)
-    started = time.monotonic()
-    rng = np.random.default_rng(0)
-    tables = record(gpu)
-    _recorded[:] = [tables]
-    nearest = ideal()
+PARTS = {
+    functions: (),
+    matmuls: ("matmul", "silu_and_mul"),
+    activations: ("silu_and_mul",),
+    logprobs: ("log_softmax", "argmax"),
+    filters: ("top_k_top_p",),
+    noises: ("noise",),
+    norms: ("rms_norm",),
+    rotations: ("rotary_table", "rotate"),
+    attentions: ("attention",),
+}
+"""What is compared, and the operations that it is of."""
+
+
+def tables_of(gpu: Gpu, folder: Path) -> Tables:
+    """Record this GPU's special functions, and write them."""
+    tables, nearest = record(gpu), ideal()
     for name in ("exp2", "rcp"):
         print(f"{name}: units off the nearest: {_counted(getattr(tables, name) - getattr(nearest, name))}", flush=True)
     try:
@@ -501,29 +508,56 @@ def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
     except ValueError as error:
         print(f"FAILED    tables: {error}")
         np.savez_compressed(folder / "tables.npz", exp2=tables.exp2[::64], rcp=tables.rcp[::64])
-    print(f"tables {tables.digest} after {time.monotonic() - started:.1f} s", flush=True)
-    samples, values, wrong = Samples(folder / "samples.npz"), dict.fromkeys(ALL, 0), dict.fromkeys(ALL, 0)
-    parts = (
-        lambda: functions(gpu, rng, tables),
-        *(lambda part=part: part(gpu, rng) for part in (
-            matmuls, activations, logprobs, filters, noises, norms, rotations, attentions
-        )),
-    )  # fmt: skip
-    for part in parts:
+    return tables
+
+
+def compare(gpu: Gpu, wanted: set[str], samples: "Samples") -> tuple[dict[str, int], dict[str, int]]:
+    """How many values of the wanted operations were compared, and how many of them differ. An operation that could not
+    be compared as a whole has one that differs.
+    """
+    values, wrong = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
+    for number, (part, operations) in enumerate(PARTS.items()):
+        if operations and not wanted & {*operations}:
+            continue
         at = time.monotonic()
         try:
-            for one in part():
+            for one in part(gpu, np.random.default_rng(number)):
                 count = report(one, time.monotonic() - at)
                 at = time.monotonic()
                 samples.add(one)
-                if one.operation in values:
+                if one.operation in wanted:
                     values[one.operation] += one.gpu.numel()
                     wrong[one.operation] += count
         except Exception:
             print("FAILED", flush=True)
             traceback.print_exc(limit=-6, file=sys.stdout)
+            for operation in wanted & {*operations}:
+                wrong[operation] += 1
+    return values, wrong
+
+
+def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", choices=ALL, default=ALL, help="these operations alone")
+    parser.add_argument("--add", action="store_true", help="to what this package has confirmed, with its tables")
+    options = parser.parse_args(arguments)
+    folder, gpu, started = options.folder, gpu or Gpu(), time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    machine, before = about(gpu), confirmed.recorded() if options.add else confirmed.NOTHING
+    print(json.dumps(machine), flush=True)
+    tables = recorded() if options.add else tables_of(gpu, folder)
+    _recorded[:] = [tables]
+    answers = known_answers.digest(tables)
+    print(f"tables {tables.digest}, definition {answers} after {time.monotonic() - started:.1f} s", flush=True)
+    known = before.machine, before.tables, before.definition
+    if options.add and known != (machine, tables.digest, answers):
+        print(f"what is confirmed is of {known}, so that nothing can be added to it")
+        return 1
+    samples = Samples(folder / "samples.npz")
+    values, wrong = compare(gpu, {*options.only}, samples)
     samples.save()
-    found = Confirmed(about(gpu), tables.digest, values, wrong)
+    found = Confirmed(machine, tables.digest, answers, {**before.values, **values}, {**before.different, **wrong})
     (folder / "confirmed.json").write_text(found.to_json())
     missing = found.missing(ALL)
     print(f"not confirmed: {', '.join(missing) or 'nothing'}; {time.monotonic() - started:.0f} s", flush=True)

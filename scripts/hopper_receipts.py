@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.ops.exact import known_answers
-from vllm_batch_invariant.ops.hopper import confirmed, tables
+from vllm_batch_invariant.ops.exact.known_answers import checkpoint
+from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
 from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
@@ -38,7 +38,7 @@ TOKENS = 24
 
 def save_model(folder: Path, name: str) -> Path:
     """Write the checkpoint of one of :data:`MODELS`."""
-    config, weights = known_answers.checkpoint()
+    config, weights = checkpoint()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | MODELS[name]))
     if MODELS[name]:
@@ -84,7 +84,8 @@ def known(path: Path) -> Hopper:
     recorded = tables.recorded(path)
     every = (*OPERATIONS, *OF_SEEDS)
     machine = {"vllm": patch_points.installed_version()}
-    taken = confirmed.Confirmed(machine, recorded.digest, dict.fromkeys(every, 1), dict.fromkeys(every, 0))
+    answers = known_answers.digest(recorded)
+    taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0))
     return Hopper(taken, recorded)
 
 
@@ -110,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     status = 0
     for how, made in make(options.folder, options.only).items():
         path = options.folder / f"{options.only}-{how}.json"
+        path.unlink(missing_ok=True)
         made.save(path)
         print(f"{path} after {time.monotonic() - started:.0f} s", flush=True)
         try:

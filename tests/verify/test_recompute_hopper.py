@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.known_model import save_known_model
-from vllm_batch_invariant.ops.hopper import confirmed, tables
+from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
 from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
 from vllm_batch_invariant.provenance import Environment
@@ -38,7 +38,8 @@ def ideal() -> tables.Tables:
 def hopper(ideal: tables.Tables) -> Hopper:
     """As if a GPU had rounded every special function to the nearest, and every operation been confirmed."""
     every = (*OPERATIONS, *OF_SEEDS)
-    return Hopper(Confirmed(MACHINE, ideal.digest, dict.fromkeys(every, 1), dict.fromkeys(every, 0)), ideal)
+    answers = known_answers.digest(ideal)
+    return Hopper(Confirmed(MACHINE, ideal.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0)), ideal)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +114,8 @@ def test_a_changed_bit_is_found_at_its_token(folder: Path, greedy: Receipt, hopp
 
 def test_another_entry_of_a_table_is_found(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
     other = tables.Tables(hopper.tables.exp2 - 100, hopper.tables.rcp)
-    known = Hopper(replace(hopper.confirmed, tables=other.digest), other)
-    assert not recompute(greedy, str(folder), hopper=known)
+    known = replace(hopper.confirmed, tables=other.digest, definition=known_answers.digest(other))
+    assert not recompute(greedy, str(folder), hopper=Hopper(known, other))
 
 
 def test_other_versions_than_were_compared_are_named(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
@@ -138,6 +139,12 @@ def test_tables_that_were_not_the_compared_ones_refuse(greedy: Receipt, hopper: 
             recompute(greedy, "nowhere", hopper=known)
 
 
+def test_a_definition_that_was_changed_since_refuses(greedy: Receipt, hopper: Hopper) -> None:
+    known = Hopper(replace(hopper.confirmed, definition="0123456789abcdef"), hopper.tables)
+    with pytest.raises(NoTestError, match="no GPU has confirmed what has changed since"):
+        recompute(greedy, "nowhere", hopper=known)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -159,12 +166,12 @@ def test_what_is_not_computed_here_refuses(greedy: Receipt, hopper: Hopper, chan
         recompute(replace(greedy, **{part: replace(getattr(greedy, part), **fields)}), "nowhere", hopper=hopper)
 
 
-def test_what_this_package_has_confirmed_is_of_its_tables() -> None:
+def test_what_this_package_has_confirmed_is_of_its_tables_and_its_definition() -> None:
     known = Hopper.here()
-    if known.confirmed == confirmed.NOTHING:
-        assert known.confirmed.missing() == OPERATIONS
-    else:
-        assert known.tables.digest == known.confirmed.tables
+    assert known.tables.digest == known.confirmed.tables
+    assert known_answers.digest(known.tables) == known.confirmed.definition
+    other = tables.Tables(known.tables.exp2 - 100, known.tables.rcp)
+    assert known_answers.digest(other) != known.confirmed.definition
 
 
 def test_a_record_survives_a_file(tmp_path: Path, hopper: Hopper) -> None:

@@ -26,12 +26,14 @@ class Confirmed:
     Attributes:
         machine: the GPU and the versions.
         tables: digest of the special functions that were recorded there, which the definition took.
+        definition: digest of the known answers of the definition that was compared (:mod:`.known_answers`).
         values: of each operation, how many were compared.
         different: how many of them differed in a bit.
     """
 
     machine: Mapping[str, str]
     tables: str
+    definition: str
     values: Mapping[str, int]
     different: Mapping[str, int]
 
@@ -43,7 +45,7 @@ class Confirmed:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
 
-NOTHING = Confirmed({}, "", {}, {})
+NOTHING = Confirmed({}, "", "", {}, {})
 
 
 @cache

@@ -62,15 +62,23 @@ class Hopper:
                 f"without an engine only receipts in exact arithmetic {FORMAT}, and of a Hopper with the mode on, are "
                 "verified, not in another arithmetic"
             )
-        missing = self.confirmed.missing()
-        if missing or self.tables is None or self.tables.digest != self.confirmed.tables:
-            what = ", ".join(missing) or "the special functions"
+        if missing := self._missing():
             raise NoTestError(
-                f"without an engine receipts in {self.name} are not verified: no GPU has confirmed {what} of its "
-                "definition; verify with an engine, or make receipts in exact arithmetic"
+                f"without an engine receipts in {self.name} are not verified: of its definition no GPU has confirmed "
+                f"{', '.join(missing)}; verify with an engine, or make receipts in exact arithmetic"
             )
         _check_engine(environment)
         _check_sampling(receipt, self.confirmed)
+
+    def _missing(self) -> tuple[str, ...]:
+        """What no GPU has confirmed."""
+        from ...ops.hopper import known_answers
+
+        if self.tables is None or self.tables.digest != self.confirmed.tables:
+            return *self.confirmed.missing(), "the special functions"
+        if known_answers.digest(self.tables) != self.confirmed.definition:
+            return ("what has changed since",)
+        return self.confirmed.missing()
 
     def notes(self, environment: Environment) -> tuple[Note, ...]:
         """On a receipt of another GPU, or of other versions, than those that were compared."""
