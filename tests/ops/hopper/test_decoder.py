@@ -15,6 +15,8 @@ from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder, fast
 from vllm_batch_invariant.verify.receipt.recompute import config_of, weights_of
 
 TOKENS = np.random.default_rng(0).integers(3, 4096, 90).tolist()
+FEW = 12
+"""Whose bits do not follow those behind them."""
 DEFINED = (
     "Llama with scaled angles and tied embeddings",
     "Llama with biases",
@@ -33,7 +35,7 @@ def test_logits_are_near_those_of_hugging_faces_model(family: str, tmp_path: Pat
     with torch.no_grad():
         right = made(torch.tensor([TOKENS])).logits[0].double().numpy()
     assert np.linalg.norm(found - right) / np.linalg.norm(right) < 0.02
-    assert same(found, decoder(tmp_path, kernels=PLAIN).logits(TOKENS))
+    assert same(found[:FEW], decoder(tmp_path, kernels=PLAIN).logits(TOKENS[:FEW]))
     assert not same(found, decoder(tmp_path, k_slices=4).logits(TOKENS))
 
 
