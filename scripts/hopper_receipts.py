@@ -1,10 +1,11 @@
 """Receipts of a real engine on a Hopper, in its usual arithmetic, computed again on the CPU beside it.
 
-usage: python -m scripts.hopper_receipts FOLDER     after ``python -m scripts.hopper_bits FOLDER``, with vLLM
+usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
 
-FOLDER gets a small model whose weights are made of integers, in two architectures, and for each a receipt of a greedy
-completion with what each layer made: where bits differ, the first layer that differs is named. The special functions
-are those of FOLDER/tables.xz. Exit status 0: every bit is equal.
+FOLDER gets a small model whose weights are made of integers, in two architectures, and for each the receipts of a
+greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer that differs is
+named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Exit status 0: every
+bit is equal.
 """
 
 import argparse
@@ -79,9 +80,9 @@ def make(folder: Path, name: str) -> dict[str, Receipt]:
 def known(path: Path) -> Hopper:
     """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
     here = Hopper.here()
-    if not here.confirmed.missing() and here.tables is not None:
+    if not here.confirmed.missing():
         return here
-    recorded = tables.recorded(path)
+    recorded = here.tables or tables.recorded(path)
     every = (*OPERATIONS, *OF_SEEDS)
     machine = {"vllm": patch_points.installed_version()}
     answers = known_answers.digest(recorded)
