@@ -101,13 +101,13 @@ def environment_here(
         device=device,
         engine=engine,
         reductions={
-            "attention": {"implementation": attention_by, **_plain(attention)},
-            "linear (output head)": _plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
-            "norm": _plain(NormReduction.of_device(device_type, hidden, dtype)),
-            "softmax (logprobs)": _plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
-            "top-p": _plain(TopKTopPReduction.of_device(device_type)),
-            **{f"{OF_EXPERTS}{number}": _plain(reduction) for number, reduction in enumerate(experts, 1)},
-            **{name: _plain(reduction) for name, reduction in (layers or {}).items()},
+            "attention": {"implementation": attention_by, **plain(attention)},
+            "linear (output head)": plain(LinearReduction.of_device(device_type, vocabulary, hidden, dtype)),
+            "norm": plain(NormReduction.of_device(device_type, hidden, dtype)),
+            "softmax (logprobs)": plain(SoftmaxReduction.of_device(device_type, vocabulary, torch.float32)),
+            "top-p": plain(TopKTopPReduction.of_device(device_type)),
+            **{f"{OF_EXPERTS}{number}": plain(reduction) for number, reduction in enumerate(experts, 1)},
+            **{name: plain(reduction) for name, reduction in (layers or {}).items()},
         },
     )
 
@@ -147,7 +147,7 @@ def installed(package: str) -> str:
         return "none"
 
 
-def _plain(reduction: Any) -> dict[str, str | int]:
+def plain(reduction: Any) -> dict[str, str | int]:
     """A reduction's fields, without those that the device has no use for, and the dtype it adds in. Those of a
     reduction in it have its name before theirs.
     """
@@ -156,7 +156,7 @@ def _plain(reduction: Any) -> dict[str, str | int]:
     found: dict[str, str | int] = {}
     for name, value in values.items():
         if is_dataclass(value):
-            found |= {f"{name} {inner}": each for inner, each in _plain(value).items()}
+            found |= {f"{name} {inner}": each for inner, each in plain(value).items()}
         elif value is not None:
             found[name] = _plain_value(value)
     return found

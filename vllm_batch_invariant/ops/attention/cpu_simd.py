@@ -32,7 +32,8 @@ class _Simd16Model(models.PrimitiveModel):
         super().__init__(manager, lanes_type, _VECTOR)
 
 
-def _pointer(context, builder, array_type, array, offset, vector):
+def pointer(context, builder, array_type, array, offset, vector):
+    """To a vector of elements of an array from ``offset`` on, for code of intrinsics."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [offset]), vector.as_pointer())
 
@@ -101,7 +102,7 @@ def load(typing_context, array, offset):
     """Elements offset to offset + 15 of a contiguous fp32 array, unchecked."""
 
     def codegen(context, builder, signature, arguments):
-        return builder.load(_pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
+        return builder.load(pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
 
     return SIMD16(array, types.intp), codegen
 
@@ -111,7 +112,7 @@ def load_fp32(typing_context, data, offset):
     """Sixteen fp32 elements from byte ``offset`` of a uint8 array on; unchecked."""
 
     def codegen(context, builder, signature, arguments):
-        return builder.load(_pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
+        return builder.load(pointer(context, builder, signature.args[0], *arguments, _VECTOR), align=4)
 
     return SIMD16(data, types.intp), codegen
 
@@ -121,7 +122,7 @@ def load_bf16(typing_context, data, offset):
     """Sixteen bf16 elements from byte ``offset`` of a uint8 array on, widened exactly; unchecked."""
 
     def codegen(context, builder, signature, arguments):
-        bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
+        bits = builder.load(pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
         return _float_of_bfloat(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
@@ -132,7 +133,7 @@ def load_fp16(typing_context, data, offset):
     """Sixteen fp16 elements from byte ``offset`` of a uint8 array on, widened exactly; unchecked."""
 
     def codegen(context, builder, signature, arguments):
-        bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
+        bits = builder.load(pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
         return _float_of_half(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
@@ -143,7 +144,7 @@ def load_e4m3(typing_context, data, offset):
     """Sixteen e4m3 elements from byte ``offset`` of a uint8 array on, widened exactly; unchecked."""
 
     def codegen(context, builder, signature, arguments):
-        bits = builder.load(_pointer(context, builder, signature.args[0], *arguments, _BYTES), align=1)
+        bits = builder.load(pointer(context, builder, signature.args[0], *arguments, _BYTES), align=1)
         return _float_of_e4m3(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
@@ -155,7 +156,7 @@ def store(typing_context, lanes, array, offset):
 
     def codegen(context, builder, signature, arguments):
         lanes, array, offset = arguments
-        builder.store(lanes, _pointer(context, builder, signature.args[1], array, offset, _VECTOR), align=4)
+        builder.store(lanes, pointer(context, builder, signature.args[1], array, offset, _VECTOR), align=4)
         return context.get_dummy_value()
 
     return types.void(SIMD16, array, types.intp), codegen
@@ -236,7 +237,7 @@ def store_four_sums(typing_context, a, b, c, d, array, offset):
             four = builder.fadd(
                 low, _shuffle(builder, four, four, [lane for lane in lanes if lane % (2 * half) >= half])
             )
-        builder.store(four, _pointer(context, builder, signature.args[4], array, offset, four.type), align=4)
+        builder.store(four, pointer(context, builder, signature.args[4], array, offset, four.type), align=4)
         return context.get_dummy_value()
 
     return types.void(SIMD16, SIMD16, SIMD16, SIMD16, array, types.intp), codegen

@@ -37,16 +37,21 @@ class Decoder:
         NotCovered: a model without a definition.
     """
 
+    arithmetic = "exact arithmetic"
+
     def __init__(self, config: dict[str, Any], weights: dict[str, NDArray[np.uint16]]) -> None:
         self.config, self._weights = config, weights
         architecture = (config.get("architectures") or ["unknown"])[0]
-        problem = problem_of(architecture, config.get)
+        problem = self._problem_of(architecture)
         if problem:
-            raise NotCovered(problem, "it has no definition in exact arithmetic", _REMEDY)
+            raise NotCovered(problem, f"it has no definition in {self.arithmetic}", _REMEDY)
         self._family = MODELS[architecture]
         self.heads = config["num_attention_heads"]
         self.kv_heads = self._get("num_key_value_heads") or self.heads
         self.head_size = self._get("head_dim") or config["hidden_size"] // self.heads
+
+    def _problem_of(self, architecture: str) -> str | None:
+        return problem_of(architecture, self.config.get)
 
     def _get(self, name: str, default: Any = None) -> Any:
         """What the configuration has by a name, or means by leaving it out."""
@@ -184,11 +189,14 @@ class Decoder:
     def _mlp(self, x: Floats, name: str, seen: Seen) -> Floats:
         gate_up = self._gate_up(x, name)
         seen(f"{name}.gate_up_proj", gate_up)
-        gated = definition.gelu_and_mul(gate_up) if self._family.is_gemma else definition.silu_and_mul(gate_up)
+        gated = self._activated(gate_up)
         seen(f"{name}.act_fn", gated)
         made = self._linear(gated, f"{name}.down_proj", shared=True)
         seen(f"{name}.down_proj", made)
         return made
+
+    def _activated(self, gate_up: Floats) -> Floats:
+        return definition.gelu_and_mul(gate_up) if self._family.is_gemma else definition.silu_and_mul(gate_up)
 
     def _stacked(self, x: Floats, name: str, together: str, parts: Sequence[str]) -> Floats:
         """Linear layers of one input, which some checkpoints have as one."""
@@ -209,9 +217,11 @@ class Decoder:
         query, key = definition.rotate(query, table), definition.rotate(key, table)
         seen(f"{name}.rotary_emb", query)
         window = (self._get("sliding_window") or None) if layer_type == SLIDING else None
-        out = definition.attention(query, key, value, self._scale, window, self._own("attn_logit_softcapping"))
-        out = out.reshape(len(x), -1)
+        out = self._attended(query, key, value, window).reshape(len(x), -1)
         seen(f"{name}.attn", out)
         projected = self._linear(out, f"{name}.o_proj", shared=True)
         seen(f"{name}.o_proj", projected)
         return projected
+
+    def _attended(self, query: Floats, key: Floats, value: Floats, window: int | None) -> Floats:
+        return definition.attention(query, key, value, self._scale, window, self._own("attn_logit_softcapping"))

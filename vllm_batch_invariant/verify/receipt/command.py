@@ -248,7 +248,7 @@ def add_arguments(parser: OneLineParser) -> None:
     verifying.add_argument(
         "--without-engine",
         action="store_true",
-        help="of a receipt in exact arithmetic: compute it from the model's files by the definition, on any CPU",
+        help="compute it from the model's files by the definition of its arithmetic, on any CPU",
     )
     verifying.add_argument(
         "--concurrent", type=at_least(0), default=8, metavar="N", help="concurrent requests at a time"

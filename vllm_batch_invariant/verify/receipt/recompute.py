@@ -1,10 +1,11 @@
-"""A receipt of exact arithmetic computed again without an engine: by the definition, from the model's files."""
+"""A receipt computed again without an engine: by the definition of its arithmetic, from the model's files."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,9 @@ from ...ops.exact.decoder import Decoder
 from ...ops.exact.definition import Floats
 from ..outcome import NoTestError
 from .comparison import Difference, Note, Verdict, extent, first_difference_of, notes_on
+from .hopper import Hopper
 from .model_files import local_folder, model_at
-from .record import Completion, EngineInfo, Receipt, Sampling, TracedStep
+from .record import Completion, EngineInfo, Environment, Receipt, TracedStep
 
 _ROWS = 64
 """Of logits whose logprobs are held at a time."""
@@ -28,6 +30,7 @@ def recompute(
     *,
     prompt_token_ids: Sequence[int] | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
+    hopper: Hopper | None = None,
 ) -> Verdict:
     """Compute a receipt's completion again, as one prefill of its prompt and completion, and compare it bit for bit.
 
@@ -37,27 +40,35 @@ def recompute(
         model: a folder with the checkpoint, or a name in the cache of Hugging Face's hub.
         prompt_token_ids: the prompt of a private receipt.
         before: is called first, with the differences between this model and the receipt's.
+        hopper: what is known of a Hopper's usual arithmetic; what this package knows if None.
 
     Raises:
-        NoTestError: the receipt is not of exact arithmetic in this format, its request has what is not computed here,
-            or the prompt or the model's files are missing.
+        NoTestError: the receipt is neither of exact arithmetic in this format nor of a Hopper's usual arithmetic that
+            a GPU has confirmed, its request has what is not computed here, or the prompt or the model's files are
+            missing.
         NotCovered: a model without a definition.
     """
     if receipt.adapter is not None:
         raise NoTestError("the completion has a LoRA adapter, which the definition has not")
-    prompt, sampling = receipt.prompt.ids(prompt_token_ids), receipt.sampling
-    _check(receipt)
+    prompt = receipt.prompt.ids(prompt_token_ids)
+    arithmetic = _arithmetic_of(receipt, hopper)
+    arithmetic.check(receipt)
     folder = local_folder(model)
     if folder is None:
         raise NoTestError(f"the files of {model} are not on this machine, and without an engine they are needed")
     here = EngineInfo(model_at(folder, model), receipt.environment)
-    notes = notes_on(receipt.info, here, ("the receipt", "the definition"))
+    notes = notes_on(receipt.info, here, ("the receipt", "the definition")) + arithmetic.notes(receipt.environment)
     before(notes)
     ids = receipt.completion.token_ids
     trace = _Trace(receipt.trace)
-    logits = decoder_of(folder).logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None), trace.compare)
-    got = Completion.of(_positions(logits, prompt, ids, sampling), receipt.completion.finish_reason)
-    compared = f"{extent(receipt.completion)}, computed again by the definition {FORMAT}"
+    decoder: Any = arithmetic.decoder(config_of(folder), weights_of(folder), receipt.environment)
+    logits = decoder.logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None), trace.compare)
+    parts = (slice(start, start + _ROWS) for start in range(0, len(ids), _ROWS))
+    got = Completion.of(
+        chain.from_iterable(arithmetic.positions(decoder, logits, part, receipt, prompt) for part in parts),
+        receipt.completion.finish_reason,
+    )
+    compared = f"{extent(receipt.completion)}, computed again by the definition of {arithmetic.name}"
     if trace.compared:
         compared += f"; {trace.compared} outputs of layers"
     difference = first_difference_of(receipt.completion, got)
@@ -101,29 +112,49 @@ def _digest(made: Floats) -> str:
     return hashlib.sha256(definition.to_bits(made).astype("<u2").tobytes()).hexdigest()[:16]
 
 
-def _check(receipt: Receipt) -> None:
+def _arithmetic_of(receipt: Receipt, hopper: Hopper | None) -> "_Exact | Hopper":
     environment = receipt.environment
-    if environment.exact_format != FORMAT:
-        found = environment.exact_format or "another arithmetic"
-        raise NoTestError(f"without an engine only receipts in exact arithmetic {FORMAT} are verified, not in {found}")
-    mode = environment.engine.get("logprobs_mode", "raw_logprobs")
-    if mode != "raw_logprobs":
-        raise NoTestError(f"without an engine only raw logprobs are computed, and the receipt has {mode}")
-    if receipt.sampling.min_tokens:
-        raise NoTestError("without an engine min_tokens is not known: which tokens end a text follows the tokenizer")
+    is_usual_of_a_gpu = environment.exact_format is None and environment.device.get("type") == "cuda"
+    return (hopper or Hopper.here()) if is_usual_of_a_gpu else _Exact()
 
 
-def _positions(
-    logits: Floats, prompt: Sequence[int], ids: Sequence[int], sampling: Sampling
-) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-    """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
-    vocabulary = logits.shape[-1]
-    in_prompt, counts = np.zeros(vocabulary, bool), np.zeros(vocabulary, np.int64)
-    in_prompt[list(prompt)] = True
-    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    for start in range(0, len(ids), _ROWS):
-        rows = logits[start : start + _ROWS]
-        for position, (row, logprobs) in enumerate(zip(rows, definition.log_softmax(rows), strict=True), start):
+class _Exact:
+    """Exact arithmetic, in the format that is defined here."""
+
+    name = f"exact arithmetic {FORMAT}"
+
+    def check(self, receipt: Receipt) -> None:
+        """Refuse what has no definition."""
+        environment = receipt.environment
+        if environment.exact_format != FORMAT:
+            found = environment.exact_format or "another arithmetic"
+            raise NoTestError(
+                f"without an engine only receipts in exact arithmetic {FORMAT} are verified, not in {found}"
+            )
+        mode = environment.engine.get("logprobs_mode", "raw_logprobs")
+        if mode != "raw_logprobs":
+            raise NoTestError(f"without an engine only raw logprobs are computed, and the receipt has {mode}")
+        if receipt.sampling.min_tokens:
+            raise NoTestError(
+                "without an engine min_tokens is not known: which tokens end a text follows the tokenizer"
+            )
+
+    def notes(self, _: Environment) -> tuple[Note, ...]:
+        return ()
+
+    def decoder(self, config: dict[str, Any], weights: Mapping[str, NDArray[np.uint16]], _: Environment) -> Decoder:
+        return Decoder(config, dict(weights))
+
+    def positions(
+        self, _: Decoder, logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
+    ) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+        """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
+        rows, ids, sampling = logits[part], receipt.completion.token_ids, receipt.sampling
+        vocabulary, generated = rows.shape[-1], ids[: part.start]
+        in_prompt, counts = np.zeros(vocabulary, bool), np.bincount(np.array(generated, np.int64), minlength=vocabulary)
+        in_prompt[list(prompt)] = True
+        penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        for position, (row, logprobs) in enumerate(zip(rows, definition.log_softmax(rows), strict=True), part.start):
             if penalties != (1, 0, 0):
                 row = definition.penalised(row, in_prompt, counts, *penalties)
             token = definition.draw(
@@ -136,16 +167,20 @@ def _positions(
 
 
 def decoder_of(folder: Path) -> Decoder:
-    """The decoder of a checkpoint's files: config.json, and weights in safetensors.
+    """The decoder of a checkpoint's files in exact arithmetic: config.json, and weights in safetensors.
 
     Raises:
         NotCovered: a model or a file without a definition.
         NoTestError: a file is not whole.
     """
-    return Decoder(json.loads((folder / "config.json").read_text()), _weights(folder))
+    return Decoder(config_of(folder), weights_of(folder))
 
 
-def _weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def weights_of(folder: Path) -> dict[str, NDArray[np.uint16]]:
     """The bits of every weight of a checkpoint, uint16 by name, which stay in their files until they are read: a model
     may be larger than memory.
 

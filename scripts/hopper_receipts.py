@@ -1,0 +1,130 @@
+"""Receipts of a real engine on a Hopper, in its usual arithmetic, computed again on the CPU beside it.
+
+usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
+
+FOLDER gets a small model whose weights are made of integers, in two architectures, and for each the receipts of a
+greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer that differs is
+named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Exit status 0: every
+bit is equal.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.ops.exact.known_answers import checkpoint
+from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
+from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS
+from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.receipt.hopper import Hopper
+from vllm_batch_invariant.verify.receipt.recompute import recompute
+from vllm_batch_invariant.verify.receipt.record import Receipt, Sampling
+
+MODELS = {"qwen3": {}, "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
+"""Changes to the configuration of the known model; the others have no norms of heads."""
+PROMPT = tuple(int(one) % 4096 for one in (7919 * number**2 + 13 * number + 5 for number in range(300)))
+SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 7, "top_k": 100, "top_p": 0.9}}
+TOKENS = 24
+
+
+def save_model(folder: Path, name: str) -> Path:
+    """Write the checkpoint of one of :data:`MODELS`."""
+    config, weights = checkpoint()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | MODELS[name]))
+    if MODELS[name]:
+        weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
+    bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
+    save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make(folder: Path, name: str) -> dict[str, Receipt]:
+    """The receipts of completions of this process's engine, by :data:`SAMPLINGS`."""
+    os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    from vllm import LLM
+
+    from vllm_batch_invariant.verify import receipt
+    from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
+    from vllm_batch_invariant.verify.receipt import engine
+
+    llm = LLM(
+        str(save_model(folder / name, name)),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.2,
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    info, made = receipt.engine_info(llm), {}
+    for how, chosen in SAMPLINGS.items():
+        sampling = Sampling(max_tokens=TOKENS, logprobs=5, ignore_eos=True, **chosen)
+        completion, trace = engine.traced(llm, PROMPT, sampling)
+        made[how] = Receipt.of(info, PROMPT, sampling, completion, False, trace)
+    return made
+
+
+def known(path: Path) -> Hopper:
+    """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
+    here = Hopper.here()
+    if not here.confirmed.missing():
+        return here
+    recorded = here.tables or tables.recorded(path)
+    every = (*OPERATIONS, *OF_SEEDS)
+    machine = {"vllm": patch_points.installed_version()}
+    answers = known_answers.digest(recorded)
+    taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0))
+    return Hopper(taken, recorded)
+
+
+def verify(made: Receipt, folder: Path, name: str) -> Any:
+    """The verdict on a receipt of one of :data:`MODELS`."""
+    return recompute(made, str(save_model(folder / name, name)), hopper=known(folder / "tables.xz"))
+
+
+def in_own_process(folder: Path, name: str) -> int:
+    """Make and verify the receipt of one of :data:`MODELS`; the exit status."""
+    command = [sys.executable, "-m", "scripts.hopper_receipts", str(folder), "--only", name]
+    return subprocess.run(command, check=False).returncode
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", choices=MODELS, help="one model, in this process")
+    options = parser.parse_args(arguments)
+    if options.only is None:
+        return max([in_own_process(options.folder, name) for name in MODELS])
+    started = time.monotonic()
+    status = 0
+    for how, made in make(options.folder, options.only).items():
+        path = options.folder / f"{options.only}-{how}.json"
+        path.unlink(missing_ok=True)
+        made.save(path)
+        print(f"{path} after {time.monotonic() - started:.0f} s", flush=True)
+        try:
+            verdict = verify(made, options.folder, options.only)
+        except NoTestError as error:
+            print(f"NOT TESTED {options.only}, {how}: {error}", flush=True)
+            status = 1
+            continue
+        print(f"{options.only}, {how}: {verdict} ({time.monotonic() - started:.0f} s)", flush=True)
+        status = status if verdict else 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A whole model in a Hopper's arithmetic: near Hugging Face's, by the plain definition and the fast one alike."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.exact.families import FAMILIES, save
+from tests.ops.hopper.cases import same
+from tests.ops.hopper.test_definition import ideal
+from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.exact import known_answers
+from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder, fast
+from vllm_batch_invariant.verify.receipt.recompute import config_of, weights_of
+
+TOKENS = np.random.default_rng(0).integers(3, 4096, 90).tolist()
+FEW = 12
+"""Whose bits do not follow those behind them."""
+DEFINED = (
+    "Llama with scaled angles and tied embeddings",
+    "Llama with biases",
+    "Qwen2 with biases and a window that it does not use",
+)
+
+
+def decoder(folder: Path, **how: object) -> HopperDecoder:
+    return HopperDecoder(config_of(folder), dict(weights_of(folder)), ideal(), **how)
+
+
+@pytest.mark.parametrize("family", DEFINED)
+def test_logits_are_near_those_of_hugging_faces_model(family: str, tmp_path: Path) -> None:
+    made = save(FAMILIES[family], tmp_path).float().eval()
+    found = decoder(tmp_path, kernels=fast()).logits(TOKENS)
+    with torch.no_grad():
+        right = made(torch.tensor([TOKENS])).logits[0].double().numpy()
+    assert np.linalg.norm(found - right) / np.linalg.norm(right) < 0.02
+    assert same(found[:FEW], decoder(tmp_path, kernels=PLAIN).logits(TOKENS[:FEW]))
+    assert not same(found, decoder(tmp_path, k_slices=4).logits(TOKENS))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in DEFINED])
+def test_a_family_without_a_definition_is_refused(family: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path)
+    with pytest.raises(NotCovered, match="the usual arithmetic of a Hopper"):
+        decoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 96}, "heads of 96"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "type yarn"),
+        ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"hidden_size": 20_000}, "rows of 20000"),
+    ],
+)
+def test_a_configuration_without_a_definition_is_refused(changes: dict, said: str) -> None:
+    config, _ = known_answers.checkpoint()
+    with pytest.raises(NotCovered, match=said):
+        HopperDecoder(config | changes, {}, ideal())

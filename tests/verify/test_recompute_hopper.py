@@ -1,0 +1,180 @@
+"""A receipt in a Hopper's usual arithmetic is computed again without an engine, once a GPU has confirmed how."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.known_model import save_known_model
+from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
+from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
+from vllm_batch_invariant.provenance import Environment
+from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.receipt.hopper import Hopper, attention
+from vllm_batch_invariant.verify.receipt.model_files import model_at
+from vllm_batch_invariant.verify.receipt.recompute import config_of, recompute, weights_of
+from vllm_batch_invariant.verify.receipt.record import Completion, Prompt, Receipt, Sampling
+
+PROMPT = tuple(range(40, 50))
+MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "vllm": "0.33.0"}
+ENVIRONMENT = Environment(
+    mode=True,
+    versions={"vllm": "0.33.0", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
+    device={"type": "cuda", "name": "NVIDIA H200", "capability": "9.0"},
+    engine={"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs", "model_runner": "second"},
+    reductions={"attention": attention(), "norm": {}, "softmax (logprobs)": {}},
+)
+
+
+@pytest.fixture(scope="module")
+def ideal() -> tables.Tables:
+    return tables.ideal()
+
+
+@pytest.fixture(scope="module")
+def hopper(ideal: tables.Tables) -> Hopper:
+    """As if a GPU had rounded every special function to the nearest, and every operation been confirmed."""
+    every = (*OPERATIONS, *OF_SEEDS)
+    answers = known_answers.digest(ideal)
+    return Hopper(Confirmed(MACHINE, ideal.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0)), ideal)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_known_model(tmp_path_factory.mktemp("known"))
+
+
+def receipt_of(folder: Path, tables_of_gpu: tables.Tables, sampling: Sampling) -> Receipt:
+    """Of tokens that the plain definition takes one after the other."""
+    decoder = HopperDecoder(config_of(folder), dict(weights_of(folder)), tables_of_gpu, kernels=PLAIN)
+    tokens, positions = [*PROMPT], []
+    for _ in range(sampling.max_tokens):
+        [logits] = decoder.logits(tokens, slice(len(tokens) - 1, None))
+        [logprobs] = decoder.log_softmax(logits[None])
+        token = int(logits.argmax())
+        if sampling.temperature:
+            token = decoder.draw(logits, sampling, len(tokens) - 1)
+        listed = {*np.argsort(-logits, kind="stable")[: sampling.logprobs].tolist(), token}
+        positions.append((token, float(logprobs[token]), [(one, float(logprobs[one])) for one in listed]))
+        tokens.append(token)
+    model, completion = model_at(folder, "known"), Completion.of(positions, "length")
+    return Receipt(model, Prompt.of(PROMPT), sampling, completion, ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path, ideal: tables.Tables) -> Receipt:
+    return receipt_of(folder, ideal, Sampling(max_tokens=4, logprobs=3))
+
+
+@pytest.fixture(scope="module")
+def seeded(folder: Path, ideal: tables.Tables) -> Receipt:
+    how = {"temperature": 0.8, "seed": -5, "top_k": 100, "top_p": 0.9}
+    return receipt_of(folder, ideal, Sampling(max_tokens=4, logprobs=3, **how))
+
+
+def test_tokens_that_are_drawn_with_a_seed_are_drawn_again(folder: Path, seeded: Receipt, hopper: Hopper) -> None:
+    verdict = recompute(seeded, str(folder), hopper=hopper)
+    assert verdict, verdict
+    other = replace(seeded, sampling=replace(seeded.sampling, seed=6))
+    assert recompute(other, str(folder), hopper=hopper).difference
+
+
+def test_a_seed_that_no_gpu_has_confirmed_refuses(seeded: Receipt, hopper: Hopper) -> None:
+    known = Hopper(replace(hopper.confirmed, different=hopper.confirmed.different | {"noise": 1}), hopper.tables)
+    with pytest.raises(NoTestError, match="no GPU has confirmed noise"):
+        recompute(seeded, "nowhere", hopper=known)
+    for part, fields, said in (
+        ("versions", {"vllm": "0.31.0"}, "the noise of vLLM 0.31.0"),
+        ("engine", {"model_runner": "first"}, "first model runner"),
+    ):
+        environment = replace(ENVIRONMENT, **{part: getattr(ENVIRONMENT, part) | fields})
+        with pytest.raises(NoTestError, match=said):
+            recompute(replace(seeded, environment=environment), "nowhere", hopper=hopper)
+
+
+def test_decoding_token_by_token_has_the_bits_of_one_prefill(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
+    verdict = recompute(greedy, str(folder), hopper=hopper)
+    assert verdict, verdict
+    assert verdict.promised
+    assert "usual arithmetic of a Hopper" in verdict.compared
+
+
+def test_a_changed_bit_is_found_at_its_token(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
+    bits = greedy.completion.logprobs
+    changed = (*bits[:2], f"{int(bits[2], 16) ^ 1:08x}", *bits[3:])
+    verdict = recompute(
+        replace(greedy, completion=replace(greedy.completion, logprobs=changed)), str(folder), hopper=hopper
+    )
+    assert not verdict
+    assert verdict.difference.position == 2
+
+
+def test_another_entry_of_a_table_is_found(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
+    other = tables.Tables(hopper.tables.exp2 - 100, hopper.tables.rcp)
+    known = replace(hopper.confirmed, tables=other.digest, definition=known_answers.digest(other))
+    assert not recompute(greedy, str(folder), hopper=Hopper(known, other))
+
+
+def test_other_versions_than_were_compared_are_named(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
+    known = Hopper(replace(hopper.confirmed, machine=MACHINE | {"triton": "3.8.0"}), hopper.tables)
+    verdict = recompute(greedy, str(folder), hopper=known)
+    assert not verdict.promised
+    assert "compared with triton 3.8.0 and not 3.6.0" in str(verdict)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_that_no_gpu_has_confirmed_refuses(operation: str, greedy: Receipt, hopper: Hopper) -> None:
+    for counts in ({"values": hopper.confirmed.values | {operation: 0}}, {"different": {operation: 1}}):
+        known = Hopper(replace(hopper.confirmed, **counts), hopper.tables)
+        with pytest.raises(NoTestError, match=f"no GPU has confirmed .*{operation}"):
+            recompute(greedy, "nowhere", hopper=known)
+
+
+def test_tables_that_were_not_the_compared_ones_refuse(greedy: Receipt, hopper: Hopper) -> None:
+    for known in (Hopper(hopper.confirmed, None), Hopper(replace(hopper.confirmed, tables="other"), hopper.tables)):
+        with pytest.raises(NoTestError, match="no GPU has confirmed the special functions"):
+            recompute(greedy, "nowhere", hopper=known)
+
+
+def test_a_definition_that_was_changed_since_refuses(greedy: Receipt, hopper: Hopper) -> None:
+    known = Hopper(replace(hopper.confirmed, definition="0123456789abcdef"), hopper.tables)
+    with pytest.raises(NoTestError, match="no GPU has confirmed what has changed since"):
+        recompute(greedy, "nowhere", hopper=known)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sampling": {"temperature": 1.0, "seed": 3, "min_p": 0.1}}, "min_p"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "penalties"),
+        ({"sampling": {"min_tokens": 1}}, "min_tokens"),
+        ({"environment": {"device": {"type": "cuda", "capability": "10.0"}}}, "not in another arithmetic"),
+        ({"environment": {"mode": False}}, "not in another arithmetic"),
+        ({"environment": {"engine": {"dtype": "float16"}}}, "dtype float16"),
+        ({"environment": {"engine": {"kv_cache_dtype": "fp8"}}}, "kv_cache_dtype fp8"),
+        ({"environment": {"engine": {"tensor_parallel_size": "2"}}}, "tensor_parallel_size 2"),
+        ({"environment": {"reductions": {"experts 1": {}}}}, "experts 1"),
+        ({"environment": {"reductions": {"attention": {"implementation": "flex"}}}}, "attention with"),
+    ],
+)
+def test_what_is_not_computed_here_refuses(greedy: Receipt, hopper: Hopper, changes: dict, said: str) -> None:
+    [(part, fields)] = changes.items()
+    with pytest.raises(NoTestError, match=said):
+        recompute(replace(greedy, **{part: replace(getattr(greedy, part), **fields)}), "nowhere", hopper=hopper)
+
+
+def test_what_this_package_has_confirmed_is_of_its_tables_and_its_definition() -> None:
+    known = Hopper.here()
+    assert known.tables.digest == known.confirmed.tables
+    assert known_answers.digest(known.tables) == known.confirmed.definition
+    other = tables.Tables(known.tables.exp2 - 100, known.tables.rcp)
+    assert known_answers.digest(other) != known.confirmed.definition
+
+
+def test_a_record_survives_a_file(tmp_path: Path, hopper: Hopper) -> None:
+    (tmp_path / "confirmed.json").write_text(hopper.confirmed.to_json())
+    assert confirmed.recorded(tmp_path / "confirmed.json") == hopper.confirmed
+    assert json.loads(hopper.confirmed.to_json())["machine"] == MACHINE

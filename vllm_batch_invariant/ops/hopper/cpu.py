@@ -1,0 +1,390 @@
+"""What takes time of :mod:`.definition`, in numba: the same bits, by vectors of sixteen columns and on many threads.
+
+Where an exponent is so large or so small that :mod:`.cpu_simd` does not serve, or an operand is no number, integers are
+added, one column at a time.
+"""
+
+import math
+import warnings
+
+import numpy as np
+import torch
+from numba import prange, types
+from numpy.typing import NDArray
+
+from ..attention.cpu_simd import WIDTH, load, store
+from ..common.numba_exact_math import bits_of_float
+from ..common.numba_math import float_of_bits, fma
+from ..common.numba_rows import RowKernel, compiled
+from ..exact.definition import Floats, to_bits
+from . import definition
+from .cpu_simd import NO_NUMBER, ZERO, add_products, are_usual, largest_exponents
+from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
+from .tables import Tables
+
+_BLOCK_K = 256
+"""Elements of K of a panel of sixteen columns that lies in the first cache."""
+_BLOCK_ROWS = 64
+"""Rows of a head that a thread computes attention of."""
+_BLOCK_M = 256
+"""Rows that a thread multiplies with a panel, which it makes of the weight."""
+
+
+def _significand(x):
+    """Of a bf16 value: its significand with its sign, 7 bits of fraction, and its exponent."""
+    bits = bits_of_float(x) >> np.int32(16)
+    field, fraction = bits >> np.int32(7) & np.int32(255), bits & np.int32(127)
+    magnitude = fraction if field == 0 else fraction | np.int32(128)
+    return types.int64(-magnitude if bits < 0 else magnitude), types.int64(max(field, np.int32(1)) - np.int32(127))
+
+
+_significand = compiled(_significand)
+
+
+def _shifted(value, shift):
+    """An integer divided by 2**shift, towards 0."""
+    shift = min(shift, types.int64(62))
+    return -(-value >> shift) if value < 0 else value >> shift
+
+
+_shifted = compiled(_shifted)
+
+
+def _towards_zero(value, power):
+    """value * 2**power, cut towards 0 to fp32; an integer below 2**40."""
+    exact = np.ldexp(np.float64(value), power)
+    near = np.float32(exact)
+    if abs(np.float64(near)) > abs(exact) and abs(exact) < 2.0**128:
+        near = float_of_bits(bits_of_float(near) - np.int32(1))
+    return near
+
+
+_towards_zero = compiled(_towards_zero)
+
+
+def _one_step(a, at, b, panel, column, c):
+    """One column of a step by integers, where exponents are unusual or an operand is no number."""
+    total = np.float64(c)
+    finite = np.isfinite(c)
+    for k in range(K_STEP):
+        x, y = a[at + k], b[(panel + k) * WIDTH + column]
+        finite &= np.isfinite(x) & np.isfinite(y)
+        total += np.float64(x) * np.float64(y)
+    if not finite:
+        return np.float32(total)
+    bits = types.int64(bits_of_float(c))
+    field, fraction = bits >> 23 & 255, bits & 0x7FFFFF
+    magnitude = fraction if field == 0 else fraction | 0x800000
+    c_exponent = max(field, 1) - 127
+    top = c_exponent if magnitude else types.int64(-(1 << 20))
+    for k in range(K_STEP):
+        (sx, ex), (sy, ey) = _significand(a[at + k]), _significand(b[(panel + k) * WIDTH + column])
+        if sx * sy != 0:
+            top = max(top, ex + ey)
+    summed = _shifted((-magnitude if bits < 0 else magnitude) << 2, top - c_exponent) if magnitude else types.int64(0)
+    for k in range(K_STEP):
+        (sx, ex), (sy, ey) = _significand(a[at + k]), _significand(b[(panel + k) * WIDTH + column])
+        if sx * sy != 0:
+            summed += _shifted(sx * sy << 11, top - ex - ey)
+    return _towards_zero(summed, top - FRACTION) if summed else np.float32(0)
+
+
+_one_step = compiled(_one_step)
+
+
+def _exponent_of(x):
+    """Of an operand, with a place of its own for 0 and for no number."""
+    bits = bits_of_float(x) & np.int32(0x7FFFFFFF)
+    field = bits >> np.int32(23)
+    usual = max(field, np.int32(1)) - np.int32(127)
+    return np.int16(ZERO if bits == 0 else NO_NUMBER if field == 255 else usual)
+
+
+_exponent_of = compiled(_exponent_of)
+
+
+def _exponents_kernel(x, out):
+    for row in prange(x.shape[0]):
+        for i in range(x.shape[1]):
+            out[row, i] = _exponent_of(x[row, i])
+
+
+_exponents = RowKernel(_exponents_kernel)
+
+
+def _chain(c, x, x_exponents, at, depth, b, b_exponents, panel):
+    """c and ``depth`` products of x from ``at`` on with sixteen columns, rows of b from ``panel`` on."""
+    for i in range(0, depth, K_STEP):
+        e = largest_exponents(c, x_exponents, at + i, b_exponents, panel + i)
+        if are_usual(e):
+            c = add_products(c, e, x, at + i, b, panel + i)
+        else:
+            columns = np.empty(WIDTH, np.float32)
+            store(c, columns, 0)
+            for column in range(WIDTH):
+                columns[column] = _one_step(x, at + i, b, panel + i, column, columns[column])
+            c = load(columns, 0)
+    return c
+
+
+_chain = compiled(_chain)
+
+
+def _multiply_kernel(a, a_exponents, weight, out):
+    """out [M, N + 15 or less] += a @ weight.T; a: [M, K] fp32, K a multiple of 16; weight: [N, K], bits of bf16."""
+    rows, k = a.shape
+    columns = weight.shape[0]
+    panels, blocks = (columns + WIDTH - 1) // WIDTH, (rows + _BLOCK_M - 1) // _BLOCK_M
+    for part in prange(panels * blocks):
+        b = np.zeros(_BLOCK_K * WIDTH, np.float32)
+        b_exponents = np.empty(_BLOCK_K * WIDTH, np.int16)
+        first, first_row = part // blocks * WIDTH, part % blocks * _BLOCK_M
+        for start in range(0, k, _BLOCK_K):
+            depth = min(_BLOCK_K, k - start)
+            for column in range(min(WIDTH, columns - first)):
+                for i in range(depth):
+                    b[i * WIDTH + column] = float_of_bits(np.int32(weight[first + column, start + i]) << np.int32(16))
+            for i in range(depth * WIDTH):
+                b_exponents[i] = _exponent_of(b[i])
+            for row in range(first_row, min(first_row + _BLOCK_M, rows)):
+                c = load(out[row], first)
+                store(_chain(c, a[row], a_exponents[row], start, depth, b, b_exponents, 0), out[row], first)
+
+
+_multiply = RowKernel(_multiply_kernel)
+
+
+def mma(a: Floats, b: Floats | NDArray[np.uint16], c: Floats | None = None) -> Floats:
+    """:func:`.definition.mma`, also of the bits of b."""
+    missing, columns = -a.shape[1] % K_STEP, -(-len(b) // WIDTH) * WIDTH
+    b = b if b.dtype == np.uint16 else to_bits(b)
+    if missing:
+        a, b = (np.pad(one, ((0, 0), (0, missing))) for one in (a, b))
+    out = np.zeros((len(a), columns), np.float32)
+    if c is not None:
+        out[:, : len(b)] = c
+    a = np.ascontiguousarray(a)
+    exponents = np.empty(a.shape, np.int16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # of a file's weights
+        given = [torch.from_numpy(one) for one in (a, exponents, np.ascontiguousarray(b), out)]
+    _exponents(a.size, *given[:2])
+    _multiply(a.size * columns, *given)
+    return out[:, : len(b)]
+
+
+def _ex2_ftz(x, table):
+    """:func:`.definition.ex2_ftz` of one number."""
+    if x != x:
+        return x
+    if x >= np.float32(128):
+        return np.float32(np.inf)
+    if x < np.float32(-127):
+        return np.float32(0)
+    if abs(x) < SMALLEST_NORMAL:
+        return np.float32(1)
+    at = types.int64(np.float64(x) * 8388608.0)  # cut towards 0
+    if at < 0 and at & 0x7FFFFF:
+        at -= 1
+    power = types.int32(at >> 23)
+    if power < -126:
+        return np.float32(0)
+    return float_of_bits(((power + np.int32(126)) << np.int32(23)) + table[at & 0x7FFFFF])
+
+
+_ex2_ftz = compiled(_ex2_ftz)
+
+
+def _exp(x, table):
+    """:func:`.definition.exp` of one number, x times log2 e."""
+    if x < np.float32(-126):
+        half = _ex2_ftz(x * np.float32(0.5), table)
+        return half * half
+    return _ex2_ftz(x, table)
+
+
+_exp = compiled(_exp)
+
+
+def _bf16(x):
+    """x rounded to bf16, to nearest even."""
+    if x != x:
+        return np.float32(np.nan)
+    bits = bits_of_float(x)
+    return float_of_bits((bits + np.int32(0x7FFF) + (bits >> np.int32(16) & np.int32(1))) & np.int32(-65536))
+
+
+_bf16 = compiled(_bf16)
+
+
+def _divide(a, b, table):
+    """:func:`.definition.divide` of two numbers."""
+    size = abs(b)
+    factor = np.float32(1)
+    if size > LARGE:
+        factor = np.float32(0.25)
+    elif size < SMALLEST_NORMAL:
+        factor = np.float32(16777216.0)
+    bits = bits_of_float(b * factor)
+    field, fraction = bits >> np.int32(23) & np.int32(255), bits & np.int32(0x7FFFFF)
+    if field == 0:
+        reciprocal = np.float32(np.inf)
+    elif field == 255:
+        reciprocal = np.float32(np.nan) if fraction else np.float32(0)
+    else:
+        reciprocal = np.float32(np.ldexp(np.float64(table[fraction]), 103 - field))
+    return (a * factor) * (-reciprocal if bits < 0 else reciprocal)
+
+
+_divide = compiled(_divide)
+
+
+def _exp_kernel(x, table, out):
+    for row in prange(x.shape[0]):
+        for i in range(x.shape[1]):
+            out[row, i] = _exp(x[row, i] * LOG2_E, table)
+
+
+def _silu_kernel(x, exp2, rcp, out):
+    size = out.shape[1]
+    for row in prange(x.shape[0]):
+        for i in range(size):
+            gate = x[row, i]
+            shrunk = _divide(gate, np.float32(1) + _exp(gate * MINUS_LOG2_E, exp2), rcp)
+            out[row, i] = _bf16(_bf16(shrunk) * x[row, size + i])
+
+
+_exps, _silu = RowKernel(_exp_kernel), RowKernel(_silu_kernel)
+
+
+def _rows(x: Floats) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x.reshape(-1, x.shape[-1])))
+
+
+def exp(x: Floats, tables: Tables) -> Floats:
+    """:func:`.definition.exp`."""
+    rows = _rows(x)
+    out = torch.empty_like(rows)
+    _exps(x.size, rows, torch.from_numpy(tables.exp2), out)
+    return out.numpy().reshape(x.shape)
+
+
+def silu_and_mul(x: Floats, tables: Tables) -> Floats:
+    """:func:`.definition.silu_and_mul`."""
+    out = torch.empty(len(x), x.shape[-1] // 2)
+    _silu(x.size, _rows(x), torch.from_numpy(tables.exp2), torch.from_numpy(tables.rcp), out)
+    return out.numpy()
+
+
+def _below(m):
+    """What is subtracted from scores whose largest is m."""
+    return np.float32(0) if m == -np.inf else m
+
+
+_below = compiled(_below)
+
+
+def _attend_kernel(
+    q, q_exponents, position, k, k_exponents, v, v_exponents, ones, ones_exponents, splits, keys, factor, exp2, rcp, out
+):
+    """out [kv_heads, rows, size], as :func:`.definition.attention`.
+
+    Args:
+        q: [kv_heads, rows, size] fp32, the heads of a token one after the other.
+        position: [rows] of each row's token.
+        k: panels [kv_heads, tiles, 4, size, 16], flat: sixteen keys side by side.
+        v: panels [kv_heads, tiles, size / 16, 64, 16], flat: sixteen dimensions side by side.
+        ones: a panel [64, 16].
+        splits: [splits, 2], the first key and the end.
+    """
+    kv_heads, rows, size = q.shape
+    blocks, tiles = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS, (keys + KEY_TILE - 1) // KEY_TILE
+    for part in prange(kv_heads * blocks):
+        kv_head, first = part // blocks, part % blocks * _BLOCK_ROWS
+        count = min(_BLOCK_ROWS, rows - first)
+        all_m, all_l = np.full(count, -np.inf, np.float32), np.zeros(count, np.float32)
+        all_acc, acc = np.zeros((count, size), np.float32), np.empty((count, size), np.float32)
+        m, l = np.empty(count, np.float32), np.empty(count, np.float32)
+        p, p_exponents = np.empty(KEY_TILE, np.float32), np.empty(KEY_TILE, np.int16)
+        lanes = np.empty(WIDTH, np.float32)
+        for split in range(len(splits)):
+            m[:], l[:], acc[:] = -np.inf, 0, 0
+            for start in range(splits[split, 0], splits[split, 1], KEY_TILE):
+                tile = kv_head * tiles + start // KEY_TILE
+                for row in range(count):
+                    seen = min(position[first + row] - start + 1, splits[split, 1] - start, KEY_TILE)
+                    if seen <= 0:
+                        continue
+                    x, x_exponents = q[kv_head, first + row], q_exponents[kv_head, first + row]
+                    for group in range(KEY_TILE // WIDTH):
+                        lanes[:] = 0
+                        panel = (tile * (KEY_TILE // WIDTH) + group) * size
+                        c = _chain(load(lanes, 0), x, x_exponents, 0, size, k, k_exponents, panel)
+                        store(c, p, group * WIDTH)
+                    largest = p[0]
+                    for i in range(1, seen):
+                        largest = max(largest, p[i])
+                    m_new = max(m[row], largest * factor)
+                    for i in range(KEY_TILE):
+                        weight = np.float32(0)
+                        if i < seen:
+                            weight = _bf16(_ex2_ftz(fma(p[i], factor, -_below(m_new)), exp2))
+                        p[i] = weight
+                        p_exponents[i] = _exponent_of(weight)
+                    shrink = _ex2_ftz(m[row] - _below(m_new), exp2)
+                    lanes[:] = l[row] * shrink
+                    store(_chain(load(lanes, 0), p, p_exponents, 0, KEY_TILE, ones, ones_exponents, 0), lanes, 0)
+                    l[row], m[row] = lanes[0], m_new
+                    for i in range(size):
+                        acc[row, i] *= shrink
+                    for group in range(size // WIDTH):
+                        panel = (tile * (size // WIDTH) + group) * KEY_TILE
+                        c = load(acc[row], group * WIDTH)
+                        c = _chain(c, p, p_exponents, 0, KEY_TILE, v, v_exponents, panel)
+                        store(c, acc[row], group * WIDTH)
+            for row in range(count):
+                m_new = max(all_m[row], m[row])
+                of_all, of_split = _ex2_ftz(all_m[row] - _below(m_new), exp2), _ex2_ftz(m[row] - _below(m_new), exp2)
+                all_l[row] = fma(all_l[row], of_all, l[row] * of_split)
+                for i in range(size):
+                    all_acc[row, i] = fma(all_acc[row, i], of_all, acc[row, i] * of_split)
+                all_m[row] = m_new
+        for row in range(count):
+            divisor = np.float32(1) if all_l[row] == 0 else all_l[row]
+            for i in range(size):
+                out[kv_head, first + row, i] = _bf16(_divide(all_acc[row, i], divisor, rcp))
+
+
+_attend = RowKernel(_attend_kernel)
+
+
+def _panels(x: Floats) -> tuple[torch.Tensor, torch.Tensor]:
+    """[kv_heads, columns, K] as panels [kv_heads, columns / 16, K, 16], flat, and their exponents."""
+    kv_heads, columns, depth = x.shape
+    panels = np.ascontiguousarray(x.reshape(kv_heads, columns // WIDTH, WIDTH, depth).swapaxes(2, 3)).reshape(1, -1)
+    exponents = torch.empty(panels.shape, dtype=torch.int16)
+    values = torch.from_numpy(panels)
+    _exponents(panels.size, values, exponents)
+    return values[0], exponents[0]
+
+
+def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> Floats:
+    """:func:`.definition.attention`."""
+    (rows, heads, size), (keys, kv_heads, _) = q.shape, k.shape
+    group, missing = heads // kv_heads, -keys % KEY_TILE
+    k, v = (np.pad(one, ((0, missing), (0, 0), (0, 0))).transpose(1, 0, 2) for one in (k, v))
+    tiles = v.reshape(kv_heads, -1, KEY_TILE, size).swapaxes(2, 3).reshape(kv_heads, -1, KEY_TILE)
+    mine = np.ascontiguousarray(q.reshape(rows, kv_heads, group, size).transpose(1, 0, 2, 3))
+    mine = torch.from_numpy(mine.reshape(kv_heads, rows * group, size))
+    exponents = torch.empty(mine.shape, dtype=torch.int16)
+    _exponents(q.size, mine.view(-1, size), exponents.view(-1, size))
+    position = torch.arange(keys - rows, keys).repeat_interleave(group)
+    ones = _panels(np.ones((1, WIDTH, KEY_TILE), np.float32))
+    splits = torch.tensor([[split.start, split.stop] for split in definition.splits(keys)])
+    found = torch.empty_like(mine)
+    _attend(
+        q.size * keys, mine, exponents, position, *_panels(k), *_panels(tiles), *ones, splits, keys,
+        np.float32(scale * math.log2(math.e)), torch.from_numpy(tables.exp2), torch.from_numpy(tables.rcp), found,
+    )  # fmt: skip
+    back = found.numpy().reshape(kv_heads, rows, group, size).transpose(1, 0, 2, 3)
+    return np.ascontiguousarray(back).reshape(rows, heads, size)

@@ -1,0 +1,138 @@
+"""A whole dense model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from the weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import NotCovered
+from ..exact import definition as exact
+from ..exact.decoder import Decoder
+from ..exact.definition import Floats
+from ..exact.families import FULL, rope_type, rotary_embedding
+from ..norm.reduction import NormReduction
+from ..softmax.reduction import SoftmaxReduction
+from . import definition, sampling
+from .tables import Tables
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+HEAD_SIZES = (64, 128)
+"""Of the kernels for Hopper."""
+_REMEDY = "verify with an engine"
+_COLUMNS = 4096
+"""Rows of a weight that are fp32 at a time."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the operations that take time: :data:`PLAIN`, or :func:`fast` with the same bits."""
+
+    mma: definition.Mma
+    attention: Callable[[Floats, Floats, Floats, float, Tables], Floats]
+    silu_and_mul: Callable[[Floats, Tables], Floats]
+    exp: Callable[[Floats, Tables], Floats]
+    weight: Callable[[NDArray[np.uint16]], Any] = exact.from_bits
+    """What ``mma`` takes of a weight's bits."""
+
+
+PLAIN = Kernels(definition.mma, definition.attention, definition.silu_and_mul, definition.exp)
+
+
+def fast() -> Kernels:
+    """Those in numba; the definition itself where numba is not installed."""
+    try:
+        from . import cpu
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
+            raise
+        return PLAIN
+    return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp, weight=lambda bits: bits)
+
+
+class HopperDecoder(Decoder):
+    """A model of one of :data:`ARCHITECTURES` in bf16.
+
+    Args:
+        config: as in its checkpoint's config.json.
+        weights: the bits of each weight, uint16, by its name in the checkpoint.
+        tables: the special functions of the GPU.
+        k_slices: parts of K in layers that tensor-parallel workers may share.
+        kernels: what computes.
+
+    Raises:
+        NotCovered: a model without a definition.
+    """
+
+    arithmetic = "the usual arithmetic of a Hopper"
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        weights: dict[str, NDArray[np.uint16]],
+        tables: Tables,
+        k_slices: int = 1,
+        kernels: Kernels | None = None,
+    ) -> None:
+        super().__init__(config, weights)
+        self._tables_of_gpu, self._k_slices, self._kernels = tables, k_slices, kernels or fast()
+        if self.head_size not in HEAD_SIZES:
+            raise NotCovered(f"heads of {self.head_size}", "other kernels serve them, without a definition", _REMEDY)
+        norm = NormReduction.of_device("cuda", config["hidden_size"], torch.bfloat16)
+        if norm.length > norm.block:
+            raise NotCovered(f"rows of {norm.length}", "a program has no whole one, which has no definition", _REMEDY)
+
+    def _problem_of(self, architecture: str) -> str | None:
+        if architecture not in ARCHITECTURES:
+            return f"the model {architecture}"
+        _, rope = rotary_embedding(self.config.get, FULL)
+        if rope_type(rope) not in ("default", "llama3"):
+            return f"a rotary embedding of type {rope_type(rope)}"
+        if self.config.get("sliding_window") and architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+            return "a sliding window"
+        return super()._problem_of(architecture)
+
+    def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
+        bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
+        out = np.empty((len(x), len(bits)), np.float32)
+        slices = self._k_slices if shared else 1
+        for start in range(0, len(bits), _COLUMNS):
+            part = slice(start, start + _COLUMNS)
+            own = None if bias is None else bias[part]
+            out[:, part] = definition.linear(x, self._kernels.weight(bits[part]), own, slices, self._kernels.mma)
+        return out
+
+    def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
+        reduction = NormReduction.of_device("cuda", x.shape[-1], torch.bfloat16)
+        weight, eps = self._floats(f"{name}.weight"), self._get("rms_norm_eps", 1e-6)
+        return definition.rms_norm(x, weight, eps, residual, reduction)
+
+    def _tables(self, positions: int) -> dict[str, Floats]:
+        if positions > definition.LARGEST_ANGLE:
+            raise NotCovered(f"{positions} tokens", "cosines of larger angles have no definition", _REMEDY)
+        base, rope = rotary_embedding(self._get, FULL)
+        frequencies = definition.inverse_frequencies(self.head_size, base, rope, self._tables_of_gpu)
+        return {FULL: definition.rotary_table(positions, frequencies)}
+
+    def _activated(self, gate_up: Floats) -> Floats:
+        return self._kernels.silu_and_mul(gate_up, self._tables_of_gpu)
+
+    def _attended(self, query: Floats, key: Floats, value: Floats, _: int | None) -> Floats:
+        return self._kernels.attention(query, key, value, self._scale, self._tables_of_gpu)
+
+    def log_softmax(self, logits: Floats) -> Floats:
+        """Of rows of logits, in fp32."""
+        reduction = SoftmaxReduction.of_device("cuda", logits.shape[-1], torch.float32)
+        return definition.log_softmax(logits, reduction, self._tables_of_gpu, self._kernels.exp)
+
+    def draw(self, logits: Floats, request: Any, position: int) -> int:
+        """The token that a request with a seed takes of a row of logits.
+
+        Args:
+            request: has ``temperature``, ``top_k``, ``top_p`` and ``seed``.
+            position: see :func:`.sampling.noise`.
+        """
+        how = np.float32(request.temperature), request.top_k, request.top_p, request.seed
+        return sampling.draw(logits, *how, position, self._tables_of_gpu)

@@ -1,0 +1,155 @@
+"""What is computed again without an engine of receipts in a Hopper's usual arithmetic, and what is refused."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...ops.exact import FORMAT
+from ...ops.exact.definition import Floats
+from ...ops.hopper import confirmed, tables
+from ..outcome import NoTestError
+from .comparison import Note
+from .record import Environment, Receipt
+
+if TYPE_CHECKING:
+    from ...ops.hopper.decoder import HopperDecoder
+
+CAPABILITY = "9.0"
+"""Of a Hopper."""
+_SETTINGS = {"dtype": ("bfloat16",), "kv_cache_dtype": ("auto", "bfloat16"), "logprobs_mode": ("raw_logprobs",)}
+"""Of an engine, with the values that the definition is of."""
+TREE = "tensor_parallel_tree"
+_RUNNER, _SECOND = "model_runner", "second"
+_ANY_VALUE = (_RUNNER, TREE)
+"""Settings that the definition takes."""
+_REDUCTIONS = ("attention", "linear (output head)", "norm", "softmax (logprobs)", "top-p")
+"""Of a dense model. Those but attention's follow from its sizes."""
+
+
+@dataclass(frozen=True)
+class Hopper:
+    """The arithmetic of a dense model on a GPU of compute capability 9.0, as far as it is known.
+
+    Attributes:
+        confirmed: which operations a GPU had the definition's bits of.
+        tables: of its special functions; None if nobody has recorded them.
+    """
+
+    confirmed: confirmed.Confirmed
+    tables: tables.Tables | None
+    name = "the usual arithmetic of a Hopper"
+
+    @classmethod
+    def here(cls) -> "Hopper":
+        """What this package knows."""
+        try:
+            return cls(confirmed.recorded(), tables.recorded())
+        except FileNotFoundError:
+            return cls(confirmed.recorded(), None)
+
+    def check(self, receipt: Receipt) -> None:
+        """Refuse what no GPU has confirmed, and what has no definition.
+
+        Raises:
+            NoTestError: with the first thing that is missing.
+        """
+        environment = receipt.environment
+        if environment.mode is not True or environment.device.get("capability") != CAPABILITY:
+            raise NoTestError(
+                f"without an engine only receipts in exact arithmetic {FORMAT}, and of a Hopper with the mode on, are "
+                "verified, not in another arithmetic"
+            )
+        if missing := self._missing():
+            raise NoTestError(
+                f"without an engine receipts in {self.name} are not verified: of its definition no GPU has confirmed "
+                f"{', '.join(missing)}; verify with an engine, or make receipts in exact arithmetic"
+            )
+        _check_engine(environment)
+        _check_sampling(receipt, self.confirmed)
+
+    def _missing(self) -> tuple[str, ...]:
+        """What no GPU has confirmed."""
+        from ...ops.hopper import known_answers
+
+        if self.tables is None or self.tables.digest != self.confirmed.tables:
+            return *self.confirmed.missing(), "the special functions"
+        if known_answers.digest(self.tables) != self.confirmed.definition:
+            return ("what has changed since",)
+        return self.confirmed.missing()
+
+    def notes(self, environment: Environment) -> tuple[Note, ...]:
+        """On a receipt of another GPU, or of other versions, than those that were compared."""
+        here = {"gpu": str(environment.device.get("name"))}
+        here |= {name: environment.versions.get(name, "unknown") for name in ("torch", "triton", "cuda")}
+        other = {name: self.confirmed.machine.get(name) for name, value in here.items()}
+        different = [f"{name} {other[name]} and not {value}" for name, value in here.items() if other[name] != value]
+        text = f"the definition was compared with {', '.join(different)}"
+        return (Note(text, promised=False),) if different else ()
+
+    def decoder(
+        self, config: dict[str, Any], weights: Mapping[str, NDArray[np.uint16]], environment: Environment
+    ) -> "HopperDecoder":
+        """The decoder of a checkpoint."""
+        from ...ops.hopper.decoder import HopperDecoder
+
+        if self.tables is None:
+            raise NoTestError("nobody has recorded the special functions of a Hopper")
+        return HopperDecoder(config, dict(weights), self.tables, int(environment.engine.get(TREE, 1)))
+
+    def positions(
+        self, decoder: "HopperDecoder", logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
+    ) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+        """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
+        sampling, rows = receipt.sampling, logits[part]
+        by_logits = receipt.environment.engine.get(_RUNNER) == _SECOND
+        for position, (row, logprobs) in enumerate(zip(rows, decoder.log_softmax(rows), strict=True), part.start):
+            token = int(row.argmax())
+            if sampling.temperature > 0:
+                token = decoder.draw(row, sampling, len(prompt) + position - 1)
+            first = np.argsort(-(row if by_logits else logprobs), kind="stable")[: sampling.logprobs]
+            listed = {int(one): float(logprobs[one]) for one in (*first, token)}
+            yield token, listed[token], sorted(listed.items())
+
+
+def _check_engine(environment: Environment) -> None:
+    for name, value in environment.engine.items():
+        if name not in _ANY_VALUE and value not in _SETTINGS.get(name, ()):
+            raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
+    for name, reduction in environment.reductions.items():
+        if name not in _REDUCTIONS:
+            raise NoTestError(f"without an engine a receipt of an engine with {name} is not computed again")
+        if name == "attention" and reduction != attention():
+            raise NoTestError(f"the definition has attention with {attention()}, and the receipt's engine {reduction}")
+
+
+def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
+    sampling, environment = receipt.sampling, receipt.environment
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    others = {
+        "min_p": sampling.min_p > 0,
+        "penalties": penalties != (1, 0, 0),
+        "min_tokens": sampling.min_tokens > 0,
+    }
+    if asked := [name for name, is_asked in others.items() if is_asked]:
+        raise NoTestError(f"without an engine a Hopper's completions with {' and '.join(asked)} are not computed again")
+    if sampling.temperature == 0:
+        return
+    if environment.engine.get(_RUNNER) != _SECOND:
+        raise NoTestError("without an engine the noise of vLLM's first model runner is not computed again")
+    missing, vllm = known.missing(confirmed.OF_SEEDS), environment.versions.get("vllm")
+    if missing or vllm != known.machine.get("vllm"):
+        what = ", ".join(missing) or f"the noise of vLLM {vllm}"
+        raise NoTestError(
+            f"without an engine a Hopper's completions with a seed are not computed again: no GPU has confirmed {what}"
+        )
+
+
+def attention() -> dict[str, str | int]:
+    """The reduction of attention as the environment of an engine has it."""
+    from ...ops.attention.reduction import AttentionReduction
+    from ...provenance import plain
+
+    return {"implementation": "triton", **plain(AttentionReduction.of_device("cuda"))}
