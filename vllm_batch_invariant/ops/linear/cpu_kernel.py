@@ -1,0 +1,251 @@
+"""The numba kernels of GEMMs on the CPU: one chain of fused multiply-adds for each element of the result::
+
+    s = 0
+    for k in range(K):        # ascending
+        s = fma(x[m, k], w[n, k], s)
+
+in fp32 for bf16, fp16 and fp32, in fp64 for fp64. Elements of 16 bits are widened exactly. An fma rounds once by IEEE
+754, so a lane of any vector has the bits of that loop: which rows and columns are computed together, where K is
+interrupted to keep what is read in a cache, and how many threads share the work move none.
+
+A weight [N, K] is held in panels of 32 columns of the result (16 in fp64), each [K, 32]: what an instruction reads is
+contiguous, and so is a whole panel. In 16 bits, element i and element i + 16 of those columns are neighbours, so that
+a word has two that a shift and a mask widen.
+"""
+
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from ..common.numba_rows import compiled
+from ..common.numba_simd import float_of_bfloat, float_of_half
+
+PANEL_BYTES = 128
+"""Of a panel's columns in the accumulator's dtype: two vectors of the widest registers."""
+BLOCK_K = 1024
+"""Elements of K that several blocks of rows are multiplied by before the next ones: those of a panel and of a block
+stay in the second cache.
+"""
+_TURNED_K = 32
+"""Elements of K that a panel is filled with at a time, for each of its columns."""
+_INDEX, _OFFSET = ir.IntType(32), ir.IntType(64)
+_WIDE = 64
+"""Bytes of a register of AVX-512."""
+
+
+def _features(context):
+    return set(context.codegen()._tm_features.split(","))
+
+
+def _register_bytes(context):
+    """Of a vector: a register of AVX-512, or half of one. Where those are wider than the CPU's, LLVM takes several."""
+    return _WIDE if "+avx512f" in _features(context) else _WIDE // 2
+
+
+def _has_half(context):
+    return bool({"+f16c", "+avx512f"} & _features(context))
+
+
+@intrinsic
+def most_rows(typing_context):
+    """Rows of a block: as many as have their sums in registers beside the columns of a panel."""
+
+    def codegen(context, builder, signature, arguments):
+        return _OFFSET(14 if _register_bytes(context) == _WIDE else 6)
+
+    return types.intp(), codegen
+
+
+@intrinsic
+def lanes_of(typing_context, out):
+    """Elements of a vector of the dtype of an array."""
+
+    def codegen(context, builder, signature, arguments):
+        return _OFFSET(_register_bytes(context) * 8 // signature.args[0].dtype.bitwidth)
+
+    return types.intp(out), codegen
+
+
+def _two_vectors(context, builder, dtype, data, vector):
+    """Columns i and i + half a panel of one k of a panel, widened, for as many i as a vector has lanes; ``data`` points
+    at the first.
+    """
+    lanes = vector.count
+    if dtype.bitwidth != 16:
+        half = _OFFSET(PANEL_BYTES * 8 // dtype.bitwidth // 2)
+        places = data, builder.gep(data, [half])
+        return [
+            builder.load(builder.bitcast(place, vector.as_pointer()), align=dtype.bitwidth // 8) for place in places
+        ]
+    words_type = ir.VectorType(ir.IntType(32), lanes)
+    words = builder.load(builder.bitcast(data, words_type.as_pointer()), align=2)
+    sixteen, low = ir.Constant(words_type, [16] * lanes), ir.Constant(words_type, [0xFFFF] * lanes)
+    if dtype == BF16:
+        high = builder.and_(words, builder.not_(low))
+        return [float_of_bfloat(builder, words), builder.bitcast(high, vector)]
+    parts = builder.and_(words, low), builder.lshr(words, sixteen)
+    if not _has_half(context):
+        return [float_of_half(builder, part) for part in parts]
+    short, half = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(ir.HalfType(), lanes)
+    return [builder.fpext(builder.bitcast(builder.trunc(part, short), half), vector) for part in parts]
+
+
+BF16, FP16 = types.uint16, types.int16
+"""How the elements of a panel are known to the kernels: numba has no type of their own."""
+
+
+@intrinsic
+def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset, rows, k, step, ldc, fresh):
+    """Add k products to the sums of a block of rows with two vectors of columns: ``out[r, c] = fma(x[r, k], w[c, k],
+    out[r, c])``, k ascending; unchecked.
+
+    Args:
+        x: of ``out``'s dtype, [k, rows] from its offset on.
+        weight: a panel, whose k are ``step`` elements apart.
+        out: its columns are those of one vector from the offset on, and those half a panel behind them.
+        rows: 1 to :func:`most_rows`.
+        ldc: elements from a row of ``out`` to the next.
+        fresh: whether the sums begin here, with 0.
+    """
+    numbers = (types.intp,) * 4
+    signature = types.void(x, types.intp, weight, types.intp, out, types.intp, *numbers, types.boolean)
+
+    def codegen(context, builder, signature, arguments):
+        x_type, w_type, out_type = (signature.args[place] for place in (0, 2, 4))
+        element = context.get_data_type(out_type.dtype)
+        lanes = _register_bytes(context) * 8 // out_type.dtype.bitwidth
+        vector, half = ir.VectorType(element, lanes), _OFFSET(PANEL_BYTES * 8 // out_type.dtype.bitwidth // 2)
+        name = f"llvm.fma.v{lanes}f{out_type.dtype.bitwidth}"
+        fma = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), name=name
+        )
+        a, b, c = (
+            builder.gep(context.make_array(kind)(context, builder, arguments[place]).data, [arguments[place + 1]])
+            for kind, place in ((x_type, 0), (w_type, 2), (out_type, 4))
+        )
+        rows, k, step, ldc, fresh = arguments[6:]
+        if fresh.type.width > 1:
+            fresh = builder.trunc(fresh, ir.IntType(1))
+        align = out_type.dtype.bitwidth // 8
+        zeros = ir.Constant(vector, [0.0] * lanes)
+        splat = ir.Constant(ir.VectorType(_INDEX, lanes), [0] * lanes)
+        undefined = ir.Constant(vector, ir.Undefined)
+        done = builder.append_basic_block("done")
+        most = 14 if _register_bytes(context) == _WIDE else 6
+        chosen = builder.switch(rows, done)
+        for count in range(1, most + 1):
+            head, loop, tail = (builder.append_basic_block(f"{name}{count}") for name in ("head", "loop", "tail"))
+            chosen.add_case(_OFFSET(count), head)
+            builder.position_at_end(head)
+            places = []
+            for row in range(count):
+                first = builder.gep(c, [builder.mul(ldc, _OFFSET(row))])
+                places += [builder.bitcast(place, vector.as_pointer()) for place in (first, builder.gep(first, [half]))]
+            begun = [builder.select(fresh, zeros, builder.load(place, align=align)) for place in places]
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            i, a_i, b_i = builder.phi(_OFFSET), builder.phi(a.type), builder.phi(b.type)
+            sums = [builder.phi(vector) for _ in places]
+            columns = _two_vectors(context, builder, w_type.dtype, b_i, vector)
+            added = []
+            for row in range(count):
+                one = builder.load(builder.gep(a_i, [_OFFSET(row)]), align=align)
+                all_lanes = builder.shuffle_vector(builder.insert_element(undefined, one, _INDEX(0)), undefined, splat)
+                added += [builder.call(fma, [all_lanes, columns[j], sums[2 * row + j]]) for j in range(2)]
+            pairs = [
+                (i, _OFFSET(0), builder.add(i, _OFFSET(1))),
+                (a_i, a, builder.gep(a_i, [_OFFSET(count)])),
+                (b_i, b, builder.gep(b_i, [step])),
+                *zip(sums, begun, added, strict=True),
+            ]
+            for phi, before, after in pairs:
+                phi.add_incoming(before, head)
+                phi.add_incoming(after, loop)
+            builder.cbranch(builder.icmp_signed("<", pairs[0][2], k), loop, tail)
+            builder.position_at_end(tail)
+            for place, total in zip(places, added, strict=True):
+                builder.store(total, place, align=align)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _interleave_rows(x, lda, packed, m, k):
+    """Rows of x, ``lda`` elements apart, in blocks of :func:`most_rows` or less, each [k, rows]."""
+    blocks = -(-m // most_rows())
+    for block in prange(blocks):
+        first = block * m // blocks
+        rows = (block + 1) * m // blocks - first
+        for start in range(0, k, _TURNED_K):
+            for row in range(rows):
+                read, write = (first + row) * lda, first * k + row
+                for i in range(start, min(start + _TURNED_K, k)):
+                    packed[write + i * rows] = x[read + i]
+
+
+interleave_rows = compiled(_interleave_rows, parallel=True)
+
+
+def _multiply(x, weight, out, m, k, held_k, first_k, panels, threads):
+    """Write the sums of x and a part of K of a weight to ``out``.
+
+    Args:
+        x: [m * k], as :func:`interleave_rows` leaves it.
+        weight: [panels * held_k * columns of a panel].
+        out: [m * panels * columns of a panel].
+        held_k: K of the weight, of which ``k`` from ``first_k`` on are multiplied.
+    """
+    width = PANEL_BYTES // out.itemsize
+    ldc, blocks = panels * width, -(-m // most_rows())
+    block_k = k if blocks == 1 else BLOCK_K
+    lanes, step = lanes_of(out), 2 if weight.itemsize == 2 else 1
+    column_parts, least = threads, threads * panels * blocks
+    for parts in range(threads, 0, -1):  # threads share panels and blocks of rows such that none has many more
+        work = -(-panels // parts) * -(-blocks // (threads // parts))
+        if threads % parts == 0 and work < least:
+            column_parts, least = parts, work
+    row_parts = threads // column_parts
+    for part in prange(threads):
+        of_rows, of_columns = part // column_parts, part % column_parts
+        first_block, last_block = of_rows * blocks // row_parts, (of_rows + 1) * blocks // row_parts
+        first_panel, last_panel = of_columns * panels // column_parts, (of_columns + 1) * panels // column_parts
+        for start in range(0, k, block_k):
+            count = min(block_k, k - start)
+            for panel in range(first_panel, last_panel):
+                of_panel = (panel * held_k + first_k + start) * width
+                for block in range(first_block, last_block):
+                    row = block * m // blocks
+                    rows = (block + 1) * m // blocks - row
+                    of_rows_x, of_out = row * k + start * rows, row * ldc + panel * width
+                    for lane in range(0, width // 2, lanes):
+                        of_w = of_panel + lane * step
+                        add_products(
+                            x, of_rows_x, weight, of_w, out, of_out + lane, rows, count, width, ldc, start == 0
+                        )
+
+
+multiply = compiled(_multiply, parallel=True)
+
+
+def _fill_panels(weight, stride_n, stride_k, n, k, panels, width):
+    """Write a weight [n, k] of these strides, in elements, to panels of so many columns, with zeros behind its last."""
+    half = width // 2
+    count = panels.size // (k * width)
+    for panel in prange(count):
+        for start in range(0, k, _TURNED_K):
+            stop = min(start + _TURNED_K, k)
+            for column in range(width):
+                of_n = panel * width + column
+                place = column if weight.itemsize != 2 else column % half * 2 + column // half
+                write = panel * k * width + place
+                if of_n < n:
+                    for i in range(start, stop):
+                        panels[write + i * width] = weight[of_n * stride_n + i * stride_k]
+                else:
+                    for i in range(start, stop):
+                        panels[write + i * width] = 0
+
+
+fill_panels = compiled(_fill_panels, parallel=True)
