@@ -21,12 +21,12 @@ MOST_PAIRS = 4 * MOST_TOKENS
 def _split_k(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Two halves of K, each rounded, which are added at the end."""
 
-    def halves(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def halves(x: torch.Tensor, weight: Any, bias: torch.Tensor | None, *of_expert: Any) -> torch.Tensor:
         if len(x) <= MOST_ROWS:
-            return product(x, prepared, bias)
+            return product(x, weight, bias, *of_expert)
         first = x.clone()
         first[:, x.shape[1] // 2 :] = 0
-        return product(first, prepared, bias) + product(x - first, prepared, None)
+        return product(first, weight, bias, *of_expert) + product(x - first, weight, None, *of_expert)
 
     return halves
 
@@ -159,7 +159,7 @@ def _on_a_gpu() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
 
 
 FAULTS = {
-    "split-K 2": (cpu.linear, "prepared_linear", _split_k),
+    "split-K 2": (cpu, "_product", _split_k),
     "an atomic combine": (cpu, "chain", _atomics),
     "arrival order": (cpu, "_weighted", _arrival_order),
     "another tie rule": (routes, "best", _another_tie_rule),

@@ -13,8 +13,11 @@ contiguous, and so is a whole panel. In 16 bits, element i and element i + 16 of
 a word has two that a shift and a mask widen.
 """
 
+import platform
+
 from llvmlite import ir
-from numba import prange, types
+from llvmlite.binding import get_host_cpu_features
+from numba import config, prange, types
 from numba.extending import intrinsic
 
 from ..common.numba_rows import compiled
@@ -42,8 +45,20 @@ def _register_bytes(context):
     return _WIDE if "+avx512f" in _features(context) else _WIDE // 2
 
 
+def _most_rows(context):
+    return 14 if _register_bytes(context) == _WIDE else 6
+
+
 def _has_half(context):
     return bool({"+f16c", "+avx512f"} & _features(context))
+
+
+def has_fma():
+    """Whether the CPU that numba compiles for has an instruction for the chains: every one but older x86 has."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    told = config.CPU_FEATURES
+    return "+fma" in told if told else bool(config.CPU_NAME) or get_host_cpu_features().get("fma", False)
 
 
 @intrinsic
@@ -51,7 +66,7 @@ def most_rows(typing_context):
     """Rows of a block: as many as have their sums in registers beside the columns of a panel."""
 
     def codegen(context, builder, signature, arguments):
-        return _OFFSET(14 if _register_bytes(context) == _WIDE else 6)
+        return _OFFSET(_most_rows(context))
 
     return types.intp(), codegen
 
@@ -131,9 +146,8 @@ def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset,
         splat = ir.Constant(ir.VectorType(_INDEX, lanes), [0] * lanes)
         undefined = ir.Constant(vector, ir.Undefined)
         done = builder.append_basic_block("done")
-        most = 14 if _register_bytes(context) == _WIDE else 6
         chosen = builder.switch(rows, done)
-        for count in range(1, most + 1):
+        for count in range(1, _most_rows(context) + 1):
             head, loop, tail = (builder.append_basic_block(f"{name}{count}") for name in ("head", "loop", "tail"))
             chosen.add_case(_OFFSET(count), head)
             builder.position_at_end(head)
