@@ -946,5 +946,8 @@ def test_engines_need_as_many_threads_only_beside_flexattention(
     monkeypatch.setenv(ATTENTION.name, attention)
     monkeypatch.setenv(coverage.CORES, cores)
     [row] = [feature for name, feature in ROWS.items() if name.startswith("Data parallelism on a CPU")]
-    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2, world_size=1))
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(data_parallel_size=2, world_size=1),
+    )
     assert bool(row.found(config)) is refused
