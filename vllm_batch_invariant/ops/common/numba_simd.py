@@ -54,6 +54,13 @@ def _largest(builder):
     return lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
+def fma_of(builder, vector):
+    """LLVM's function for vectors of a type: a * b + c, rounded once."""
+    name = f"llvm.fma.v{vector.count}{'f32' if vector.element == ir.FloatType() else 'f64'}"
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(vector, [vector] * 3), name=name)
+
+
 def _words(lanes, value):
     return ir.Constant(ir.VectorType(ir.IntType(32), lanes), [value] * lanes)
 
@@ -182,10 +189,11 @@ def add(typing_context, a, b):
 
 @intrinsic
 def add_product(typing_context, total, a, b):
-    """total + a * b, the product rounded before it is added."""
+    """a * b + total, rounded once."""
 
     def codegen(context, builder, signature, arguments):
-        return builder.fadd(arguments[0], builder.fmul(arguments[1], arguments[2]))
+        total, a, b = arguments
+        return builder.call(fma_of(builder, _VECTOR), [a, b, total])
 
     return SIMD16(SIMD16, SIMD16, SIMD16), codegen
 

@@ -21,7 +21,7 @@ from numba import config, prange, types
 from numba.extending import intrinsic
 
 from ..common.numba_rows import compiled
-from ..common.numba_simd import float_of_bfloat, float_of_half
+from ..common.numba_simd import float_of_bfloat, float_of_half, fma_of
 
 PANEL_BYTES = 128
 """Of a panel's columns in the accumulator's dtype: two vectors of the widest registers."""
@@ -130,10 +130,7 @@ def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset,
         element = context.get_data_type(out_type.dtype)
         lanes = _register_bytes(context) * 8 // out_type.dtype.bitwidth
         vector, half = ir.VectorType(element, lanes), _OFFSET(PANEL_BYTES * 8 // out_type.dtype.bitwidth // 2)
-        name = f"llvm.fma.v{lanes}f{out_type.dtype.bitwidth}"
-        fma = builder.module.globals.get(name) or ir.Function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), name=name
-        )
+        fma = fma_of(builder, vector)
         a, b, c = (
             builder.gep(context.make_array(kind)(context, builder, arguments[place]).data, [arguments[place + 1]])
             for kind, place in ((x_type, 0), (w_type, 2), (out_type, 4))
@@ -148,7 +145,7 @@ def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset,
         done = builder.append_basic_block("done")
         chosen = builder.switch(rows, done)
         for count in range(1, _most_rows(context) + 1):
-            head, loop, tail = (builder.append_basic_block(f"{name}{count}") for name in ("head", "loop", "tail"))
+            head, loop, tail = (builder.append_basic_block(f"{part}{count}") for part in ("head", "loop", "tail"))
             chosen.add_case(_OFFSET(count), head)
             builder.position_at_end(head)
             places = []
