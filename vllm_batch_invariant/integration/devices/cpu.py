@@ -15,7 +15,7 @@ from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...ops.linear.cpu_kernel import has_fma
 from ...provenance import installed
-from ..layers import exact, experts, linear, online_experts, quantised_experts, rotary_cpu
+from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu
 from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
@@ -43,6 +43,7 @@ class Cpu(VllmDevice):
         return super().install_worker()
 
     def install_linear(self) -> None:
+        activation.install()
         linear.install_cpu()
         experts.install_cpu()
         quantised_experts.install_cpu()

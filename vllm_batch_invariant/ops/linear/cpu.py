@@ -76,42 +76,40 @@ def _threads(work: int) -> int:
     return 1 if work < _SERIAL_BELOW else threads()
 
 
-def _sums(a: torch.Tensor, weight: Panels, first_k: int = 0) -> torch.Tensor:
-    """a [M, K] by the weight's K from ``first_k`` on, [M, N] in the accumulator's dtype, perhaps with gaps behind N."""
-    (m, k), (panels, held_k, width) = a.shape, weight.data.shape
-    wide = LinearReduction.of_device("cpu", weight.n, held_k, weight.data.dtype).accumulate
-    if 0 in (m, k, panels):
-        return torch.zeros(m, weight.n, dtype=wide)
-    a = a.to(wide)
+_NONE = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+"""No bias."""
+
+
+def _product(
+    a: torch.Tensor, weight: Panels, bias: torch.Tensor | None, dtype: torch.dtype, first_k: int = 0
+) -> torch.Tensor:
+    """a [M, K] by the weight's K from ``first_k`` on, plus the bias [N]: packed [M, N], rounded once to ``dtype``."""
+    (m, k), held_k = a.shape, weight.data.shape[1]
+    n, wide = weight.n, LinearReduction.of_device("cpu", weight.n, held_k, weight.data.dtype).accumulate
+    if 0 in (m, k, n):
+        none = torch.zeros(m, n, dtype=wide)
+        return (none if bias is None else none + bias.to(wide)).to(dtype)
+    if a.dtype != wide and (a.dtype != torch.bfloat16 or wide != torch.float32):
+        a = a.to(wide)
     if a.stride(1) != 1:
         a = a.contiguous()
-    used = _threads(m * panels * width * k)
+    used = _threads(m * n * k)
     numba.set_num_threads(used)
-    lda = a.stride(0) if m > 1 else k
-    x = _array(a.as_strided(((m - 1) * lda + k,), (1,)))
-    if m > 1:
-        packed = np.empty(m * k, x.dtype)
-        cpu_kernel.interleave_rows(x, lda, packed, m, k)
-        x = packed
-    out = np.empty(m * panels * width, x.dtype)
-    cpu_kernel.multiply(x, weight.array, out, m, k, held_k, first_k, panels, used)
-    return torch.from_numpy(out).view(m, -1)[:, : weight.n]
+    lda = a.stride(0)
+    x = np.empty(-(-k // cpu_kernel.BLOCK_K) * m * cpu_kernel.ROW_STRIDE, _NONE[wide].dtype)
+    cpu_kernel.widen_rows(_array(a.as_strided(((m - 1) * lda + k,), (1,))), lda, x, m, k, used)
+    out = torch.empty(m, n, dtype=dtype if (dtype, wide) == (torch.bfloat16, torch.float32) else wide)
+    added = _NONE[wide] if bias is None else _array(bias.to(wide).contiguous())
+    cpu_kernel.multiply(x, weight.array, added, _array(out.view(-1)), m, n, k, held_k, first_k, used)
+    return out.to(dtype)
 
 
 def mm(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[M, K] @ [K, N] + bias; see the operation's package for the contract. ``out`` is written if there is one."""
-    return _rounded(_sums(a, Panels.of(b.t())), bias, a.dtype, out)
-
-
-def _rounded(
-    total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Sums with the bias added and rounded, packed."""
-    if bias is not None:
-        total += bias.to(total.dtype)
-    return total.to(dtype).contiguous() if out is None else out.copy_(total)
+    found = _product(a, Panels.of(b.t()), bias, a.dtype)
+    return found if out is None else out.copy_(found)
 
 
 matmul = by_mm(mm)
@@ -119,7 +117,8 @@ matmul = by_mm(mm)
 
 def accumulate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[M, K] @ [K, N], not yet rounded: the result is in the reduction's accumulator dtype."""
-    return _sums(a, Panels.of(b.t())).contiguous()
+    weight = Panels.of(b.t())
+    return _product(a, weight, None, LinearReduction.of_device("cpu", *b.shape[::-1], b.dtype).accumulate)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -132,7 +131,7 @@ def accumulate_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wide = LinearReduction.of_device("cpu", b.shape[2], b.shape[1], a.dtype).accumulate
     out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=wide)
     for entry in range(a.shape[0]):
-        out[entry] = _sums(a[entry], Panels.of(b[entry].t()))
+        out[entry] = accumulate(a[entry], b[entry])
     return out
 
 
@@ -164,16 +163,11 @@ def prepared_linear(x: torch.Tensor, prepared: Panels, bias: torch.Tensor | None
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     if k_slices == 1:
-        total = _sums(rows, prepared)
+        out = _product(rows, prepared, bias, x.dtype)
     else:
         length = rows.shape[1] // k_slices
         firsts = range(0, rows.shape[1], length)
-        slices = [_sums(rows[:, first : first + length], prepared, first).to(x.dtype) for first in firsts]
-        total = add_ranks(torch.stack(slices), tree=True)
-    return _rounded(total, bias, x.dtype).reshape(*x.shape[:-1], prepared.n)
-
-
-def prepared_accumulate(x: torch.Tensor, prepared: Panels, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same, not yet rounded: in the accumulator's dtype."""
-    total = _sums(x.reshape(x.shape[:-1].numel(), x.shape[-1]), prepared)
-    return _rounded(total, bias, total.dtype).reshape(*x.shape[:-1], prepared.n)
+        slices = [_product(rows[:, first : first + length], prepared, None, x.dtype, first) for first in firsts]
+        out = add_ranks(torch.stack(slices), tree=True)
+        out = out if bias is None else out + bias
+    return out.reshape(*x.shape[:-1], prepared.n)

@@ -15,20 +15,28 @@ a word has two that a shift and a mask widen.
 
 import platform
 
+import numpy as np
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import config, prange, types
 from numba.extending import intrinsic
 
+from ..common.numba_bf16 import BF16, rounded, widened
 from ..common.numba_rows import compiled
 from ..common.numba_simd import float_of_bfloat, float_of_half, fma_of
 
 PANEL_BYTES = 128
 """Of a panel's columns in the accumulator's dtype: two vectors of the widest registers."""
 BLOCK_K = 1024
-"""Elements of K that several blocks of rows are multiplied by before the next ones: those of a panel and of a block
+"""Elements of K that a group of blocks of rows is multiplied by before the next ones: those of a panel and of a block
 stay in the second cache.
 """
+ROW_STRIDE = BLOCK_K + 16
+"""Elements from a row of a block to the next: rows that are a power of two apart would share few lines of the first
+cache.
+"""
+GROUP = 8
+"""Blocks of rows that share a panel before the next one."""
 _TURNED_K = 32
 """Elements of K that a panel is filled with at a time, for each of its columns."""
 _INDEX, _OFFSET = ir.IntType(32), ir.IntType(64)
@@ -105,17 +113,13 @@ def _two_vectors(context, builder, dtype, data, vector):
     return [builder.fpext(builder.bitcast(builder.trunc(part, short), half), vector) for part in parts]
 
 
-BF16, FP16 = types.uint16, types.int16
-"""How the elements of a panel are known to the kernels: numba has no type of their own."""
-
-
 @intrinsic
 def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset, rows, k, step, ldc, fresh):
     """Add k products to the sums of a block of rows with two vectors of columns: ``out[r, c] = fma(x[r, k], w[c, k],
     out[r, c])``, k ascending; unchecked.
 
     Args:
-        x: of ``out``'s dtype, [k, rows] from its offset on.
+        x: of ``out``'s dtype, [rows, k] from its offset on, :data:`ROW_STRIDE` apart.
         weight: a panel, whose k are ``step`` elements apart.
         out: its columns are those of one vector from the offset on, and those half a panel behind them.
         rows: 1 to :func:`most_rows`.
@@ -160,12 +164,12 @@ def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset,
             columns = _two_vectors(context, builder, w_type.dtype, b_i, vector)
             added = []
             for row in range(count):
-                one = builder.load(builder.gep(a_i, [_OFFSET(row)]), align=align)
+                one = builder.load(builder.gep(a_i, [_OFFSET(row * ROW_STRIDE)]), align=align)
                 all_lanes = builder.shuffle_vector(builder.insert_element(undefined, one, _INDEX(0)), undefined, splat)
                 added += [builder.call(fma, [all_lanes, columns[j], sums[2 * row + j]]) for j in range(2)]
             pairs = [
                 (i, _OFFSET(0), builder.add(i, _OFFSET(1))),
-                (a_i, a, builder.gep(a_i, [_OFFSET(count)])),
+                (a_i, a, builder.gep(a_i, [_OFFSET(1)])),
                 (b_i, b, builder.gep(b_i, [step])),
                 *zip(sums, begun, added, strict=True),
             ]
@@ -183,35 +187,33 @@ def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset,
     return signature, codegen
 
 
-def _interleave_rows(x, lda, packed, m, k):
-    """Rows of x, ``lda`` elements apart, in blocks of :func:`most_rows` or less, each [k, rows]."""
-    blocks = -(-m // most_rows())
-    for block in prange(blocks):
-        first = block * m // blocks
-        rows = (block + 1) * m // blocks - first
-        for start in range(0, k, _TURNED_K):
-            for row in range(rows):
-                read, write = (first + row) * lda, first * k + row
-                for i in range(start, min(start + _TURNED_K, k)):
-                    packed[write + i * rows] = x[read + i]
+def _widen_rows(x, lda, packed, m, k, threads):
+    """Rows of x, ``lda`` elements apart, as blocks read them: [ceil(k / BLOCK_K), m], each of ROW_STRIDE elements."""
+    for part in prange(threads):
+        for row in range(part * m // threads, (part + 1) * m // threads):
+            for chunk in range(-(-k // BLOCK_K)):
+                start, write = chunk * BLOCK_K, (chunk * m + row) * ROW_STRIDE
+                read = row * lda + start
+                for i in range(min(BLOCK_K, k - start)):
+                    packed[write + i] = widened(x[read + i])
 
 
-interleave_rows = compiled(_interleave_rows, parallel=True)
+widen_rows = compiled(_widen_rows, parallel=True)
 
 
-def _multiply(x, weight, out, m, k, held_k, first_k, panels, threads):
-    """Write the sums of x and a part of K of a weight to ``out``.
+def _multiply(x, weight, bias, out, m, n, k, held_k, first_k, threads):
+    """Write x times a part of K of a weight, plus the bias, to ``out``, rounded to its dtype.
 
     Args:
-        x: [m * k], as :func:`interleave_rows` leaves it.
+        x: as :func:`widen_rows` leaves it.
         weight: [panels * held_k * columns of a panel].
-        out: [m * panels * columns of a panel].
+        bias: [n] of x's dtype, or empty.
+        out: [m * n] of x's dtype, or words of bf16.
         held_k: K of the weight, of which ``k`` from ``first_k`` on are multiplied.
     """
-    width = PANEL_BYTES // out.itemsize
-    ldc, blocks = panels * width, -(-m // most_rows())
-    block_k = k if blocks == 1 else BLOCK_K
-    lanes, step = lanes_of(out), 2 if weight.itemsize == 2 else 1
+    width = PANEL_BYTES // x.itemsize
+    panels, blocks = -(-n // width), -(-m // most_rows())
+    lanes, step = lanes_of(x), 2 if weight.itemsize == 2 else 1
     column_parts, least = threads, threads * panels * blocks
     for parts in range(threads, 0, -1):  # threads share panels and blocks of rows such that none has many more
         work = -(-panels // parts) * -(-blocks // (threads // parts))
@@ -220,21 +222,35 @@ def _multiply(x, weight, out, m, k, held_k, first_k, panels, threads):
     row_parts = threads // column_parts
     for part in prange(threads):
         of_rows, of_columns = part // column_parts, part % column_parts
-        first_block, last_block = of_rows * blocks // row_parts, (of_rows + 1) * blocks // row_parts
+        last_block = (of_rows + 1) * blocks // row_parts
         first_panel, last_panel = of_columns * panels // column_parts, (of_columns + 1) * panels // column_parts
-        for start in range(0, k, block_k):
-            count = min(block_k, k - start)
+        sums = np.empty(min(GROUP, blocks) * most_rows() * width, x.dtype)
+        for group in range(of_rows * blocks // row_parts, last_block, GROUP):
+            end = min(group + GROUP, last_block)
+            top, bottom = group * m // blocks, end * m // blocks
             for panel in range(first_panel, last_panel):
-                of_panel = (panel * held_k + first_k + start) * width
-                for block in range(first_block, last_block):
-                    row = block * m // blocks
-                    rows = (block + 1) * m // blocks - row
-                    of_rows_x, of_out = row * k + start * rows, row * ldc + panel * width
-                    for lane in range(0, width // 2, lanes):
-                        of_w = of_panel + lane * step
-                        add_products(
-                            x, of_rows_x, weight, of_w, out, of_out + lane, rows, count, width, ldc, start == 0
-                        )
+                for start in range(0, k, BLOCK_K):
+                    count = min(BLOCK_K, k - start)
+                    of_panel = (panel * held_k + first_k + start) * width
+                    for block in range(group, end):
+                        row = block * m // blocks
+                        rows = (block + 1) * m // blocks - row
+                        of_x, of_sums = (start // BLOCK_K * m + row) * ROW_STRIDE, (row - top) * width
+                        for lane in range(0, width // 2, lanes):
+                            of_w = of_panel + lane * step
+                            add_products(
+                                x, of_x, weight, of_w, sums, of_sums + lane, rows, count, width, width, start == 0
+                            )
+                first = panel * width
+                columns = min(width, n - first)
+                for row in range(top, bottom):
+                    read, write = (row - top) * width, row * n + first
+                    if bias.size > 0:
+                        for column in range(columns):
+                            out[write + column] = rounded(sums[read + column] + bias[first + column], out)
+                    else:
+                        for column in range(columns):
+                            out[write + column] = rounded(sums[read + column], out)
 
 
 multiply = compiled(_multiply, parallel=True)
