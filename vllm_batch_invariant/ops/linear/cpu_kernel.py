@@ -193,9 +193,10 @@ def _widen_rows(x, lda, packed, m, k, threads):
         for row in range(part * m // threads, (part + 1) * m // threads):
             for chunk in range(-(-k // BLOCK_K)):
                 start, write = chunk * BLOCK_K, (chunk * m + row) * ROW_STRIDE
-                read = row * lda + start
-                for i in range(min(BLOCK_K, k - start)):
-                    packed[write + i] = widened(x[read + i])
+                read, count = row * lda + start, min(BLOCK_K, k - start)
+                given, held = x[read : read + count], packed[write : write + count]
+                for i in range(count):
+                    held[i] = widened(given[i])
 
 
 widen_rows = compiled(_widen_rows, parallel=True)
@@ -243,14 +244,16 @@ def _multiply(x, weight, bias, out, m, n, k, held_k, first_k, threads):
                             )
                 first = panel * width
                 columns = min(width, n - first)
+                added = bias[first : first + columns]
                 for row in range(top, bottom):
                     read, write = (row - top) * width, row * n + first
+                    given, made = sums[read : read + columns], out[write : write + columns]
                     if bias.size > 0:
                         for column in range(columns):
-                            out[write + column] = rounded(sums[read + column] + bias[first + column], out)
+                            made[column] = rounded(given[column] + added[column], out)
                     else:
                         for column in range(columns):
-                            out[write + column] = rounded(sums[read + column], out)
+                            made[column] = rounded(given[column], out)
 
 
 multiply = compiled(_multiply, parallel=True)
