@@ -110,11 +110,10 @@ def _product(
     used = _threads(m * n * k)
     numba.set_num_threads(used)
     lda = a.stride(0)
-    x = np.empty(-(-k // cpu_kernel.BLOCK_K) * m * cpu_kernel.ROW_STRIDE, _NONE[wide].dtype)
-    cpu_kernel.widen_rows(_array(a.as_strided(((m - 1) * lda + k,), (1,))), lda, x, m, k, used)
+    x = _array(a.as_strided(((m - 1) * lda + k,), (1,)))
     out = torch.empty(m, n, dtype=dtype if (dtype, wide) == (torch.bfloat16, torch.float32) else wide)
     added = _NONE[wide] if bias is None else _array(bias.to(wide).contiguous())
-    cpu_kernel.multiply(x, weight.array, added, _array(out.view(-1)), m, n, k, held_k, first_k, used)
+    cpu_kernel.multiply(x, lda, weight.array, added, _array(out.view(-1)), m, n, k, held_k, first_k, used)
     return out.to(dtype)
 
 

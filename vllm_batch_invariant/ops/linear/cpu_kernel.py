@@ -18,7 +18,7 @@ import platform
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import config, prange, types
+from numba import config, njit, prange, types
 from numba.extending import intrinsic
 
 from ..common.numba_bf16 import BF16, rounded, widened
@@ -35,6 +35,8 @@ ROW_STRIDE = BLOCK_K + 16
 """Elements from a row of a block to the next: rows that are a power of two apart would share few lines of the first
 cache.
 """
+SERIAL_BELOW = 1 << 16
+"""Elements of x that one thread packs while others would wake."""
 GROUP = 8
 """Blocks of rows that share a panel before the next one."""
 _TURNED_K = 32
@@ -187,34 +189,40 @@ def add_products(typing_context, x, x_offset, weight, w_offset, out, out_offset,
     return signature, codegen
 
 
-def _widen_rows(x, lda, packed, m, k, threads):
-    """Rows of x, ``lda`` elements apart, as blocks read them: [ceil(k / BLOCK_K), m], each of ROW_STRIDE elements."""
-    for part in prange(threads):
-        for row in range(part * m // threads, (part + 1) * m // threads):
-            for chunk in range(-(-k // BLOCK_K)):
-                start, write = chunk * BLOCK_K, (chunk * m + row) * ROW_STRIDE
-                read, count = row * lda + start, min(BLOCK_K, k - start)
-                given, held = x[read : read + count], packed[write : write + count]
-                for i in range(count):
-                    held[i] = widened(given[i])
+@njit
+def _widen_row(x, lda, packed, m, k, row):
+    """A row of x, which are ``lda`` elements apart, as blocks read it: [ceil(k / BLOCK_K), m], each of ROW_STRIDE
+    elements.
+    """
+    for chunk in range(-(-k // BLOCK_K)):
+        start, write = chunk * BLOCK_K, (chunk * m + row) * ROW_STRIDE
+        read, count = row * lda + start, min(BLOCK_K, k - start)
+        given, held = x[read : read + count], packed[write : write + count]
+        for i in range(count):
+            held[i] = widened(given[i])
 
 
-widen_rows = compiled(_widen_rows, parallel=True)
-
-
-def _multiply(x, weight, bias, out, m, n, k, held_k, first_k, threads):
+def _multiply(x, lda, weight, bias, out, m, n, k, held_k, first_k, threads):
     """Write x times a part of K of a weight, plus the bias, to ``out``, rounded to its dtype.
 
     Args:
-        x: as :func:`widen_rows` leaves it.
+        x: m rows of k elements, ``lda`` apart: numbers of the accumulator's dtype, or words of bf16.
         weight: [panels * held_k * columns of a panel].
-        bias: [n] of x's dtype, or empty.
-        out: [m * n] of x's dtype, or words of bf16.
+        bias: [n] of the accumulator's dtype, or empty.
+        out: [m * n] of the accumulator's dtype, or words of bf16.
         held_k: K of the weight, of which ``k`` from ``first_k`` on are multiplied.
     """
-    width = PANEL_BYTES // x.itemsize
+    packed = np.empty(-(-k // BLOCK_K) * m * ROW_STRIDE, bias.dtype)
+    if m * k < SERIAL_BELOW:
+        for row in range(m):
+            _widen_row(x, lda, packed, m, k, row)
+    else:
+        for part in prange(threads):
+            for row in range(part * m // threads, (part + 1) * m // threads):
+                _widen_row(x, lda, packed, m, k, row)
+    width = PANEL_BYTES // packed.itemsize
     panels, blocks = -(-n // width), -(-m // most_rows())
-    lanes, step = lanes_of(x), 2 if weight.itemsize == 2 else 1
+    lanes, step = lanes_of(packed), 2 if weight.itemsize == 2 else 1
     column_parts, least = threads, threads * panels * blocks
     for parts in range(threads, 0, -1):  # threads share panels and blocks of rows such that none has many more
         work = -(-panels // parts) * -(-blocks // (threads // parts))
@@ -225,7 +233,7 @@ def _multiply(x, weight, bias, out, m, n, k, held_k, first_k, threads):
         of_rows, of_columns = part // column_parts, part % column_parts
         last_block = (of_rows + 1) * blocks // row_parts
         first_panel, last_panel = of_columns * panels // column_parts, (of_columns + 1) * panels // column_parts
-        sums = np.empty(min(GROUP, blocks) * most_rows() * width, x.dtype)
+        sums = np.empty(min(GROUP, blocks) * most_rows() * width, packed.dtype)
         for group in range(of_rows * blocks // row_parts, last_block, GROUP):
             end = min(group + GROUP, last_block)
             top, bottom = group * m // blocks, end * m // blocks
@@ -240,7 +248,7 @@ def _multiply(x, weight, bias, out, m, n, k, held_k, first_k, threads):
                         for lane in range(0, width // 2, lanes):
                             of_w = of_panel + lane * step
                             add_products(
-                                x, of_x, weight, of_w, sums, of_sums + lane, rows, count, width, width, start == 0
+                                packed, of_x, weight, of_w, sums, of_sums + lane, rows, count, width, width, start == 0
                             )
                 first = panel * width
                 columns = min(width, n - first)
