@@ -217,8 +217,6 @@ def _compare(options: argparse.Namespace) -> int:
         with Engine(path, arguments, flag="1") as engine:
             samples = rollout(engine, (tokens(length, 1) for length in PROMPT_LENGTHS), options.max_tokens)
             info = engine.info
-        if device == "cpu":
-            torch.set_num_threads(info["device"]["threads"])
         found = gaps(path, getattr(torch, options.dtype), device, samples)
     columns = [f"{what}{place}" for place in ("", ", in the mode") for what in ("differ", "largest", "KL")]
     table = Table("trainer", *columns, box=box.MARKDOWN)

@@ -119,8 +119,10 @@ def experts(llm: Any) -> dict[str, dict[str, Any]]:
     [model] = llm.apply_model(lambda model: model)
     for name, layer in model.named_modules():
         if name.endswith("mlp.gate"):
-            columns = layer.weight.data.t() if layer.weight.is_cuda else layer.cpu_linear.copy[0]
-            columns.copy_(columns[:, torch.arange(columns.shape[1]) // 3 * 3])  # a tie decides which four a token has
+            if not layer.weight.is_cuda:
+                layer.cpu_linear.restore()
+            rows = layer.weight.data
+            rows.copy_(rows[torch.arange(len(rows)) // 3 * 3])  # a tie decides which four a token has
     found = {"no fault": plain(CASE, bisect(llm, CASE))}
     for fault in OF_EXPERTS:
         with planted(fault):

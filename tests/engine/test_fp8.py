@@ -4,7 +4,6 @@ from a warm prefix cache; and when weights are replaced, those of an engine that
 
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -151,15 +150,11 @@ def test_weights_that_come_again_are_quantised_again(engines: tuple[Answers, Ans
     assert made[f"{way} back"][0] == stored["fresh"][0]
 
 
-def compare_with_a_trainer(
-    answers: Answers, folder: str, quantization: str, threads: Callable[[int], None]
-) -> torch.nn.Module:
+def compare_with_a_trainer(answers: Answers, folder: str, quantization: str) -> torch.nn.Module:
     """A trainer of weights in 16 bits that quantises has an engine's logprobs; one that does not has not, and is told
     so.
     """
     samples, declared = answers["rollout"], answers["declared"]
-    if not ON_GPU:
-        threads(declared[0]["device"]["threads"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda" if ON_GPU else "cpu").eval()
     assert Gap.of(samples, of_trainer(model, samples, plain_logprobs)).different
     plain = patch(model)
@@ -175,10 +170,10 @@ def compare_with_a_trainer(
 
 
 def test_a_trainer_that_quantises_has_the_logprobs_of_both_engines(
-    engines: tuple[Answers, Answers], checkpoints: Checkpoints, threads: Callable[[int], None]
+    engines: tuple[Answers, Answers], checkpoints: Checkpoints
 ) -> None:
     for seed, answers in enumerate(engines):
-        compare_with_a_trainer(answers, checkpoints.of("plain", seed), "fp8_per_block", threads)
+        compare_with_a_trainer(answers, checkpoints.of("plain", seed), "fp8_per_block")
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU's vLLM has not been tested on a CPU, where this model is")
@@ -195,12 +190,10 @@ def test_a_trainer_makes_the_codes_and_scales_of_a_checkpoint(checkpoints: Check
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor"])
-def test_a_trainer_has_the_logprobs_of_other_engines_that_quantise(
-    checkpoints: Checkpoints, quantization: str, threads: Callable[[int], None]
-) -> None:
+def test_a_trainer_has_the_logprobs_of_other_engines_that_quantise(checkpoints: Checkpoints, quantization: str) -> None:
     folder = checkpoints.of("plain", 1)
     answers = asked_of(folder, {}, {"quantization": quantization}, **UNTRIED_THERE)
-    compare_with_a_trainer(answers, folder, quantization, threads)
+    compare_with_a_trainer(answers, folder, quantization)
 
 
 @pytest.mark.skipif(not SLEEPS, reason="needs an NVIDIA GPU")

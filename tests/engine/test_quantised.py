@@ -176,11 +176,9 @@ def test_one_element_of_one_matrix_shows(found: Found) -> None:
 
 @pytest.mark.parametrize("name", some_exhaustive(FORMATS, (REPLACED,)))
 def test_a_trainer_of_the_matrices_has_the_logprobs_of_a_quantised_engine(
-    found: Found, checkpoints: Checkpoints, name: str, threads: Callable[[int], None]
+    found: Found, checkpoints: Checkpoints, name: str
 ) -> None:
     rolled = found.rollout(name)
-    if not ON_GPU:
-        threads(rolled.declared[0]["device"]["threads"])
     folder, device = checkpoints.of(name)[1], "cuda" if ON_GPU else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     assert Gap.of(rolled.samples, of_trainer(model, rolled.samples, plain_logprobs)).different

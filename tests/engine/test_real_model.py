@@ -71,8 +71,8 @@ def that_differ(result: Result, questions: int) -> list[int]:
 def kept(real_model: Path, prompts: list[list[int]]) -> Result:
     """An engine with the mode on, which then rolls out for a trainer."""
 
-    def rolled_out(engine: Engine) -> tuple[int, list[Sample]]:
-        return engine.info["device"].get("threads", 1), rollout(engine, prompts[1:], ANSWER)
+    def rolled_out(engine: Engine) -> list[Sample]:
+        return rollout(engine, prompts[1:], ANSWER)
 
     return asked(real_model, prompts, "1", afterwards=rolled_out)
 
@@ -85,11 +85,9 @@ def test_plain_vllm_fails_the_same_comparison(real_model: Path, prompts: list[li
     assert that_differ(asked(real_model, prompts, "0"), len(QUESTIONS))
 
 
-def test_a_trainer_has_the_logprobs_of_the_rollout(kept: Result, real_model: Path, threads) -> None:
-    engines, samples = kept.afterwards
+def test_a_trainer_has_the_logprobs_of_the_rollout(kept: Result, real_model: Path) -> None:
+    samples = kept.afterwards
     device = "cuda" if ON_GPU else "cpu"
-    if not ON_GPU:
-        threads(engines)  # a CPU's products follow their number
     model = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.bfloat16).to(device).eval()
     assert Gap.of(samples, of_trainer(model, samples, plain_logprobs)).different
     gap = Gap.of(samples, of_trainer(patch(model), samples))

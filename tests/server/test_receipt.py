@@ -35,7 +35,7 @@ def test_a_receipt_says_what_computed_it(made: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= kept.model.files.keys()
     assert kept.environment.mode is True
     kind = kept.environment.device["type"]
-    assert kind == "cuda" or kept.environment.device["threads"] >= 1
+    assert kind == "cuda" or kept.environment.device.keys() == {"type", "name", "capability"}
     assert kept.environment.engine["dtype"] == "bfloat16"
     reduction = AttentionReduction.of_device(kind)
     in_force = {"split_size": reduction.split_size, "early": str(reduction.early)}

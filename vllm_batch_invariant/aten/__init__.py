@@ -138,7 +138,7 @@ def batch_invariant_mode() -> AbstractContextManager[None]:
     Left out, and PyTorch's own without a word: convolutions, a GPU's recurrent layers, Fourier transforms,
     decompositions and solvers (``torch.linalg.svd``, ``solve``), ``torch.add`` and ``torch.sub`` with
     ``alpha`` in bf16 and fp16, and operators of other libraries. docs/contract.md lists every operator, and says on
-    what each promise rests, and where it ends: with other numbers of threads, machines and versions.
+    what each promise rests, and where it ends: with other machines and versions.
     """
     return set_batch_invariant_mode(True)
 

@@ -5,7 +5,6 @@ What families differ in lies in their modules: norms of heads, biases, and exper
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from ..integration.parallel import tensor_tree
-from ..integration.parallel.tensor_tree import LayerTree
 from ..ops.moe import MoeReduction
 from . import adapters, support
 from .activation import silu_and_mul
@@ -21,13 +19,10 @@ from .attention import attend
 from .delta_net import delta_net_forward
 from .experts import experts
 from .families import Family
-from .linear import WHOLE, linear
+from .linear import linear
 from .norm import rms_norm
 from .packing import Packed
 from .rotary import cos_sin_cache, rotate, scaling_of
-
-_VOCABULARY_MULTIPLE = 64
-"""vLLM pads the rows of an output embedding to a multiple of this."""
 
 
 def model_forward(
@@ -85,17 +80,15 @@ def layer_forward(
     return self.mlp(hidden), residual
 
 
-def _project(x: torch.Tensor, tree: LayerTree, *layers: torch.nn.Module) -> torch.Tensor:
+def _project(x: torch.Tensor, *layers: torch.nn.Module, k_slices: int = 1) -> torch.Tensor:
     bases = [adapters.base_of(layer) for layer in layers]
     weights, biases = [base.weight for base in bases], [base.bias for base in bases]
-    return adapters.add(linear(x, *weights, biases=biases, tree=tree, fp8=bases[0].fp8), x, layers)
+    return adapters.add(linear(x, *weights, biases=biases, k_slices=k_slices, fp8=bases[0].fp8), x, layers)
 
 
 def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
-    parts = _project(hidden, self.trees.outputs, *projections).split(
-        [len(layer.weight) for layer in projections], dim=-1
-    )
+    parts = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
     has_gate = self.q_proj.out_features > self.o_proj.in_features
     if has_gate:  # of each head behind its query
@@ -106,12 +99,12 @@ def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
     out = attend(query, key, value, batch, self.scaling).flatten(1)
     if has_gate:
         out = out * torch.sigmoid(gate.reshape(out.shape))
-    return _project(out, self.trees.inputs, self.o_proj)
+    return _project(out, self.o_proj, k_slices=self.k_slices)
 
 
 def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    gate_up = _project(x, self.trees.outputs, self.gate_proj, self.up_proj)
-    return _project(silu_and_mul(gate_up), self.trees.inputs, self.down_proj)
+    gate_up = _project(x, self.gate_proj, self.up_proj)
+    return _project(silu_and_mul(gate_up), self.down_proj, k_slices=self.k_slices)
 
 
 def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -133,43 +126,25 @@ def norm_of_one_more_forward(
 
 
 def head_forward(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    vocabulary = len(self.weight)
-    logits = linear(hidden, self.weight, columns=_columns(self), skip_zeros=True, tree=self.trees.outputs)
-    return logits[..., :vocabulary]
+    return linear(hidden, self.weight, skip_zeros=True)
 
 
-def _columns(head: torch.nn.Linear) -> int:
-    return -(-len(head.weight) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+def _k_slices(module: torch.nn.Module, name: str) -> int | None:
+    """Slices of K of the layer whose inputs tensor-parallel workers of an engine share, of an attention or an MLP; None
+    of others.
 
-
-@dataclass(frozen=True)
-class Trees:
-    """How the layers of a module compute that tensor-parallel workers of an engine share.
-
-    Attributes:
-        outputs: of the layer whose outputs they share.
-        inputs: of the layer whose inputs they share.
+    Raises:
+        NotCovered: a tree whose slices cannot be equal parts of it.
     """
-
-    outputs: LayerTree
-    inputs: LayerTree = WHOLE
-
-    @classmethod
-    def of(cls, module: torch.nn.Module, name: str) -> "Trees | None":
-        """Of an attention, an MLP or the output head; None of others.
-
-        Raises:
-            NotCovered: a tree whose slices cannot be equal parts of it.
-        """
-        if hasattr(module, "o_proj"):
-            sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
-            outputs = tensor_tree.of_outputs(sizes, f"{name}.qkv_proj", least=module.head_dim)
-            return cls(outputs, tensor_tree.of_inputs(module.o_proj.in_features, f"{name}.o_proj"))
-        if hasattr(module, "down_proj") and hasattr(module, "gate_proj"):
-            sizes = [len(layer.weight) for layer in (module.gate_proj, module.up_proj)]
-            outputs = tensor_tree.of_outputs(sizes, f"{name}.gate_up_proj")
-            return cls(outputs, tensor_tree.of_inputs(sizes[0], f"{name}.down_proj"))
-        return cls(tensor_tree.of_outputs([_columns(module)], name)) if name == "lm_head" else None
+    if hasattr(module, "o_proj"):
+        sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
+        tensor_tree.check_outputs(sizes, f"{name}.qkv_proj")
+        return tensor_tree.of_inputs(module.o_proj.in_features, f"{name}.o_proj")
+    if hasattr(module, "down_proj") and hasattr(module, "gate_proj"):
+        sizes = [len(layer.weight) for layer in (module.gate_proj, module.up_proj)]
+        tensor_tree.check_outputs(sizes, f"{name}.gate_up_proj")
+        return tensor_tree.of_inputs(sizes[0], f"{name}.down_proj")
+    return None
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {
@@ -197,6 +172,6 @@ def install(model: torch.nn.Module, family: Family) -> None:
     for name, module in model.named_modules():
         if type(module) in forwards:
             module.forward = MethodType(forwards[type(module)], module)
-        if trees := Trees.of(module, name):
-            module.trees = trees
+        if k_slices := _k_slices(module, name):
+            module.k_slices = k_slices
     model.lm_head.forward = MethodType(head_forward, model.lm_head)

@@ -101,7 +101,7 @@ def _check_sizes(source: Source, name: str, parts: Sequence[torch.nn.Linear]) ->
     if source.shared == "block":
         fp8.check_blocks(name, k, k, outputs, sum(outputs))
     if name.endswith(_ALONE):
-        fp8.check_slices(tensor_tree.of_inputs(k, name).k_slices, k, name, k)
+        fp8.check_slices(tensor_tree.of_inputs(k, name), k, name, k)
 
 
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:

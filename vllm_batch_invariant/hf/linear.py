@@ -6,31 +6,22 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..integration.layers.fp8 import Source, multiply
-from ..integration.parallel.tensor_tree import LayerTree
 from ..ops import linear as linear_op
 from ..ops import reduce
-from ..ops.dispatch import module_for
 from ..ops.formats import FP8, FP8_BLOCK
 from ..ops.quantise import E4M3, quantise
 from ..ops.quantise.weights import quantise_weight
-
-WHOLE = LayerTree()
-"""Of a layer that no workers share, or of which no number of workers shall have the same bits."""
-_ALIGNMENT = 64
-"""Bytes: at another address the BLAS gets the weight in another layout, which may have other bits."""
 
 
 def linear(
     x: torch.Tensor,
     *weights: torch.Tensor,
     biases: Sequence[torch.Tensor | None] = (),
-    columns: int | None = None,
     skip_zeros: bool = False,
-    tree: LayerTree = WHOLE,
+    k_slices: int = 1,
     fp8: Source | None = None,
 ) -> torch.Tensor:
-    """``x @ cat(weights).T + cat(biases)``: one matmul, as in the engine, because on a CPU its bits follow the weight's
-    shape.
+    """``x @ cat(weights).T + cat(biases)``: one matmul, as in the engine.
 
     The gradient of x is computed row by row like the output, that of the weights as one matmul over all rows.
 
@@ -41,34 +32,28 @@ def linear(
     Args:
         x: [..., K] fp32, bf16 or fp16.
         weights: each [N, K] of x's dtype.
-        biases: [N] for each weight; none, or None for each, where nothing is added. Not with ``columns``.
-        columns: the weights are extended with rows of zeros to this many; None for as they are.
+        biases: [N] for each weight; none, or None for each, where nothing is added.
         skip_zeros: leave rows whose gradient is zero, such as padding, out of the weights' gradient, whose bits follow
             the number of rows.
-        tree: how the engine's layer adds, where tensor-parallel workers may share it; on a CPU.
-        fp8: how the engine's layer holds its weight, with scales of x of its own; None: in x's dtype. Not with
-            ``columns``.
+        k_slices: that the engine's layer adds K in, where tensor-parallel workers may share it; 1: it is added whole.
+        fp8: how the engine's layer holds its weight, with scales of x of its own; None: in x's dtype.
 
     Returns:
-        [..., columns] of x's dtype.
+        [..., sum of N] of x's dtype.
 
     Raises:
         ValueError: biases for some of the weights only.
     """
     added = [bias for bias in biases if bias is not None]
-    if added and (len(added) != len(weights) or columns is not None):
-        raise ValueError(f"linear takes a bias for each of its {len(weights)} weights, and no columns then")
-    if fp8 is not None and (columns is not None or fp8.static):
-        raise ValueError("linear in FP8 takes no columns, and has scales of x of its own")
-    return _Linear.apply(x, columns, skip_zeros, tree, fp8, len(weights), *weights, *added)
+    if added and len(added) != len(weights):
+        raise ValueError(f"linear takes a bias for each of its {len(weights)} weights")
+    if fp8 is not None and fp8.static:
+        raise ValueError("linear in FP8 has scales of x of its own")
+    return _Linear.apply(x, skip_zeros, k_slices, fp8, len(weights), *weights, *added)
 
 
-def _stacked(weights: tuple[torch.Tensor, ...], columns: int | None) -> torch.Tensor:
-    padding = (columns or 0) - sum(len(weight) for weight in weights)
-    parts = [*weights, weights[0].new_zeros(padding, weights[0].shape[1])] if padding > 0 else list(weights)
-    if len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() % _ALIGNMENT == 0:
-        return parts[0]
-    return torch.cat(parts)
+def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 class _Linear(torch.autograd.Function):
@@ -76,37 +61,33 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         x: torch.Tensor,
-        columns: int | None,
         skip_zeros: bool,
-        tree: LayerTree,
+        k_slices: int,
         fp8: Source | None,
         count: int,
         *weights_and_biases: torch.Tensor,
     ) -> torch.Tensor:
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.columns, ctx.skip_zeros, ctx.fp8 = columns, skip_zeros, fp8
-        weight, bias = _stacked(weights, columns), torch.cat(biases) if biases else None
+        ctx.skip_zeros, ctx.fp8 = skip_zeros, fp8
+        weight, bias = _stacked(weights), torch.cat(biases) if biases else None
         if fp8 is not None:
             codes, scale = _quantised(weight, [len(one) for one in weights], fp8)
-            return multiply(x, codes, scale if fp8.shared == "block" else scale[:, 0], bias, fp8, None, tree.k_slices)
-        if tree == WHOLE:
-            return linear_op.linear(x, weight, bias)
-        module = module_for("linear", x.device.type)
-        return module.prepared_linear_of_parts(x, module.prepare_parts(weight, tree.block_n), bias, tree.k_slices)
+            return multiply(x, codes, scale if fp8.shared == "block" else scale[:, 0], bias, fp8, None, k_slices)
+        return linear_op.linear(x, weight, bias, k_slices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wanted, biases_wanted = ctx.needs_input_grad[6 : 6 + len(weights)], ctx.needs_input_grad[6 + len(weights) :]
+        wanted, biases_wanted = ctx.needs_input_grad[5 : 5 + len(weights)], ctx.needs_input_grad[5 + len(weights) :]
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
         of_x: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         of_biases: list[torch.Tensor | None] = [None] * len(biases_wanted)
         sizes = [len(weight) for weight in weights]
         if ctx.needs_input_grad[0]:
-            weight = _stacked(tuple(weights), ctx.columns)
+            weight = _stacked(weights)
             matrix = weight if ctx.fp8 is None else _decoded(*_quantised(weight, sizes, ctx.fp8), ctx.fp8, x.dtype)
             of_x = linear_op.mm(grads, matrix).reshape(x.shape)
         if any(biases_wanted):
@@ -118,9 +99,9 @@ class _Linear(torch.autograd.Function):
                 rows, grads = rows[used], grads[used]
             if ctx.fp8 is not None:
                 rows = _decoded_rows(rows, ctx.fp8)
-            whole = linear_op.mm(grads[:, : sum(sizes)].t(), rows)
+            whole = linear_op.mm(grads.t(), rows)
             of_weights = _where(whole.split(sizes), wanted)
-        return of_x, None, None, None, None, None, *of_weights, *of_biases
+        return of_x, None, None, None, None, *of_weights, *of_biases
 
 
 def _quantised(weight: torch.Tensor, widths: Sequence[int], fp8: Source) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,8 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
 
     The model keeps its parameters and its call: ``model(input_ids, attention_mask=...)`` takes batches that are padded
     on either side, or packed by position_ids, and a token's logits depend on the tokens of its sequence up to itself.
-    Of a real token they have the bits that vLLM has on the same device with the same versions (on a CPU: with the same
-    ``torch.get_num_threads()``). There is no KV cache: ``use_cache`` is off.
+    Of a real token they have the bits that vLLM has on the same device with the same versions. There is no KV cache:
+    ``use_cache`` is off.
 
     With a ``quantization`` linear layers quantise their weights, which stay in the model's dtype, and what they are
     given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with FP8. Gradients are those

@@ -144,9 +144,9 @@ def _other_server(config: Config) -> str | None:
 
 
 def _other_threads(config: Config) -> str | None:
-    """Engines whose workers need not have as many threads as those of the first, which decides bits on a CPU."""
+    """Engines with FlexAttention whose workers need not have as many threads as those of the first."""
     parallel, cores = config.parallel_config, os.environ.get(CORES) or "auto"
-    if parallel.data_parallel_size == 1 or cores == "nobind":
+    if parallel.data_parallel_size == 1 or cores == "nobind" or envs.ATTENTION.read() != "flex":
         return None
     if cores != "auto":
         numbers, workers = [_count(part) for part in cores.split("|")], parallel.world_size
@@ -1212,8 +1212,8 @@ COVERED = (
     ),
     Feature(
         "Data parallelism",
-        "dense models, as `vllm serve --data-parallel-size N` (on a CPU with as many cores for each engine) or with an "
-        "`LLM()` in each process: the bits are the same whichever answers",
+        "dense models, as `vllm serve --data-parallel-size N` or with an `LLM()` in each process: the bits are the "
+        "same whichever answers",
     ),
     Feature("Data parallelism of experts", "2 GPUs with vLLM 0.33: each has half of every expert"),
     Feature("APIs", "vllm serve (completions, chat, embeddings, classify, score, pooling), offline LLM()"),
@@ -1335,9 +1335,10 @@ REFUSED = (
         _other_server,
     ),
     Feature(
-        f"Data parallelism on a CPU without as many cores for each engine in `{CORES}`",
-        "the number of threads decides bits",
-        f"set {CORES} to as many cores for each worker of each engine, as in '0-3|4-7'",
+        f"Data parallelism on a CPU with FlexAttention, without as many cores for each engine in `{CORES}`",
+        "the number of threads decides bits of FlexAttention's",
+        f"leave {envs.ATTENTION.name} out, or set {CORES} to as many cores for each worker of each engine, as in "
+        "'0-3|4-7'",
         _other_threads,
         ("cpu",),
     ),

@@ -72,4 +72,4 @@ def test_a_reduction_names_what_is_in_force_on_each_device() -> None:
     assert said("cuda", torch.bfloat16) == fp32 | alone | {"k_step": 16}
     assert said("cuda", torch.float32) == fp32 | fused | {"k_step": 1}
     assert said("cuda", torch.float64) == {"accumulate": torch.float64} | fused
-    assert said("cpu", torch.float16) == fp32 | {"block_m": 32, "alignment": 64, "threads": torch.get_num_threads()}
+    assert said("cpu", torch.float16) == fp32 | {"k_step": 1, "enable_fp_fusion": True}

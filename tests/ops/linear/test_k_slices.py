@@ -58,7 +58,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_cpu_it_is_what_the_engine_computes(dtype: torch.dtype) -> None:
     x, weight, bias = draw(3, 5, K, dtype=dtype), draw(N, K, dtype=dtype), draw(N, dtype=dtype)
     for count in (2, 4):
-        engine = cpu.prepared_linear_of_parts(x, cpu.prepare_parts(weight, None), bias, count)
+        engine = cpu.prepared_linear(x, cpu.prepare_weight(weight), bias, count)
         assert_same_bits(linear(x, weight, bias, count), engine)
         assert_same_bits(torch_op.linear(x, weight, None, spec_of(False, count).name) + bias, engine)
         assert_near(engine, reference.linear(x, weight, bias), 3)

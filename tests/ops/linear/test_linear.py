@@ -17,6 +17,7 @@ from vllm_batch_invariant.ops.linear import (
     MatmulSpec,
     bmm,
     cpu,
+    cpu_kernel,
     gated_linear,
     linear,
     matmul,
@@ -30,7 +31,6 @@ SHAPES = ((256, 768), (768, 256), (100, 300), (1, 512), (3, 77), (1024, 1024))
 """(N, K): wide, narrow, odd, a single column."""
 EVERY = (*map(MatmulSpec, EPILOGUES), MatmulSpec(k_slices=4))
 """Of a weight that is stored itself; the others have their bits (tests/ops/formats)."""
-REDUCTION = LinearReduction.of_device("cpu", 100, 300, torch.float32)
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -145,6 +145,47 @@ def test_a_bmm_does_not_depend_on_the_number_of_entries() -> None:
     assert_same_bits(bmm(a[:, :3], b), whole[:, :3])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_an_element_is_one_chain_of_fused_multiply_adds(dtype: torch.dtype) -> None:
+    for m, n, k in ((1, 1, 1), (3, 70, 33), (29, 33, 150)) if dtype != torch.float64 else ((2, 18, 33),):
+        x, weight, _ = operands(m, n, k, dtype)
+        defined = reference.sums_in_order(x, weight)
+        assert_same_bits(cpu.accumulate(x, weight.t()), defined, f"{m} x {n} x {k}")
+        assert_same_bits(linear(x, weight), defined.to(dtype))
+    assert not torch.equal(cpu.accumulate(x, weight.t()), (x.double() @ weight.double().t()).to(defined.dtype))
+
+
+def test_long_k_is_one_chain_for_any_number_of_rows() -> None:
+    x, weight, _ = operands(40, 40, 3 * cpu_kernel.BLOCK_K + 5)
+    defined = reference.sums_in_order(x[:2], weight)
+    for m in (2, 40):
+        assert_same_bits(linear(x[:m], weight)[:2], defined)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_every_number_of_a_dtype_is_multiplied_as_it_is(dtype: torch.dtype) -> None:
+    """Subnormal numbers, infinities and NaN among them."""
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    numbers = words.to(torch.int16).view(dtype) if dtype.itemsize == 2 else (words * 65537).view(dtype)
+    found = linear(torch.ones(3, 1, dtype=dtype), numbers[:, None])
+    expected = torch.where(numbers == 0, 0, numbers)  # a chain begins with +0
+    for row in found:
+        assert torch.equal(row.isnan(), numbers.isnan())
+        assert_same_bits(row[~row.isnan()], expected[~numbers.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_panels_have_the_weight_and_no_more_bits(dtype: torch.dtype) -> None:
+    for n, k in ((64, 48), (33, 7), (1, 1)):
+        _, weight, _ = operands(1, n, k, dtype)
+        panels = cpu.prepare_weight(weight)
+        assert_same_bits(panels.weight(), weight)
+        assert_same_bits(cpu.prepare_weight(torch.cat([weight, weight], 1)[:, :k]).weight(), weight)
+        assert_same_bits(cpu.prepare_weight(weight.t().contiguous().t()).weight(), weight)
+        assert panels.data.dtype == dtype
+        assert panels.data.numel() < (n + 32) * k
+
+
 def test_a_prepared_weight_gives_the_bits_of_the_weight() -> None:
     for dtype in DTYPES:
         x, weight, bias = operands(19, 96, 200, dtype)
@@ -154,63 +195,19 @@ def test_a_prepared_weight_gives_the_bits_of_the_weight() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k_in_slices_has_the_same_bits_on_any_number_of_workers(dtype: torch.dtype) -> None:
     x, weight, bias = operands(19, 96, 256, dtype)
-    prepared = cpu.prepare_parts(weight, None)
-    whole = cpu.prepared_linear_of_parts(x, prepared, None, k_slices=8)
+    prepared = cpu.prepare_weight(weight)
+    whole = cpu.prepared_linear(x, prepared, None, k_slices=8)
     for workers in (2, 4, 8):
         shares = zip(x.chunk(workers, 1), weight.chunk(workers, 1), strict=True)
         sums = [
-            cpu.prepared_linear_of_parts(of_x, cpu.prepare_parts(of_weight, None), None, k_slices=8 // workers)
+            cpu.prepared_linear(of_x, cpu.prepare_weight(of_weight), None, k_slices=8 // workers)
             for of_x, of_weight in shares
         ]
         assert_same_bits(add_ranks(torch.stack(sums), tree=True), whole, f"{workers} workers")
     assert not torch.equal(linear(x, weight), whole)
     for m in (1, 2, 17):
-        assert_same_bits(cpu.prepared_linear_of_parts(x[:m], prepared, None, k_slices=8), whole[:m])
-    assert_near(cpu.prepared_linear_of_parts(x, prepared, bias, 8), reference.linear(x, weight, bias))
-
-
-@pytest.mark.parametrize("agree", [True, False])
-def test_columns_have_the_bits_of_the_narrowest_part(agree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a BLAS's columns agree follows the machine; where they do not, they are computed in parts."""
-    x, weight, bias = operands(19, 96, 200)
-    if not agree:
-        monkeypatch.setattr(cpu, "columns_agree", lambda reduction, block_n: False)
-    prepared = cpu.prepare_parts(weight, 24)
-    assert len(prepared) == (1 if cpu.columns_agree(cpu.LinearReduction.of_device("cpu", 96, 200, x.dtype), 24) else 4)
-    parts = [linear(x, part, of_bias) for part, of_bias in zip(weight.split(24), bias.split(24), strict=True)]
-    assert_same_bits(cpu.prepared_linear_of_parts(x, prepared, bias), torch.cat(parts, 1))
-
-
-def test_a_size_of_tiles_that_moves_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, usual = cpu._blas, cpu.verified_block_ms(REDUCTION)
-
-    def varies_from_64_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        halves = stock(a[:, ::2].contiguous(), b[::2].contiguous()) + stock(
-            a[:, 1::2].contiguous(), b[1::2].contiguous()
-        )
-        return halves if len(a) >= 64 else stock(a, b)
-
-    monkeypatch.setattr(cpu, "_blas", varies_from_64_rows)
-    cpu.verified_block_ms.cache_clear()
-    assert cpu.verified_block_ms(REDUCTION) == tuple(size for size in usual if size < 64)
-    cpu.verified_block_ms.cache_clear()
-
-
-def test_a_blas_is_refused_whose_bits_follow_the_place_in_the_tile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stock = cpu._blas
-
-    def varies_with_place(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = stock(a, b)
-        out[0] = torch.nextafter(out[0], torch.tensor(torch.inf))
-        return out
-
-    monkeypatch.setattr(cpu, "_blas", varies_with_place)
-    cpu.verified_block_ms.cache_clear()
-    with pytest.raises(RuntimeError, match="not possible with it"):
-        cpu.verified_block_ms(REDUCTION)
-    cpu.verified_block_ms.cache_clear()
+        assert_same_bits(cpu.prepared_linear(x[:m], prepared, None, k_slices=8), whole[:m])
+    assert_near(cpu.prepared_linear(x, prepared, bias, 8), reference.linear(x, weight, bias))
 
 
 def test_stock_matmuls_fail_the_same_sweep() -> None:

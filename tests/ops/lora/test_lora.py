@@ -123,17 +123,17 @@ def test_an_expanded_row_has_the_bits_that_it_has_behind_the_first_product() -> 
 
 
 def _rows_alone_are_added_in_halves(accumulate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def faulty(x: torch.Tensor, prepared: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        half = len(prepared) // 2
+    def faulty(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        half = len(matrix) // 2
         if len(x) > 1:
-            return accumulate(x, prepared, bias)
-        return accumulate(x[:, :half], prepared[:half], bias) + accumulate(x[:, half:], prepared[half:], None)
+            return accumulate(x, matrix)
+        return accumulate(x[:, :half], matrix[:half]) + accumulate(x[:, half:], matrix[half:])
 
     return faulty
 
 
 def test_a_product_whose_order_follows_from_the_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "prepared_accumulate", _rows_alone_are_added_in_halves(linear.prepared_accumulate))
+    monkeypatch.setattr(linear, "accumulate", _rows_alone_are_added_in_halves(linear.accumulate))
     assert differing(layer(torch.float32))
 
 

@@ -14,7 +14,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from ..layers import exact, experts, linear, online_experts, quantised_experts, rotary_cpu
+from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu
 from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
@@ -36,6 +36,13 @@ class Cpu(VllmDevice):
         return super().install_worker()
 
     def install_linear(self) -> None:
+        if not dispatch.module_for("linear", self.ops.type).has_fma():
+            raise NotCovered(
+                "a CPU without fused multiply-adds",
+                "matmuls are made of them, and by software they take hundreds of times as long",
+                f"use a CPU of 2013 or later, or set {envs.ARITHMETIC.name}=exact",
+            )
+        activation.install()
         linear.install_cpu()
         experts.install_cpu()
         quantised_experts.install_cpu()
@@ -72,23 +79,26 @@ class Cpu(VllmDevice):
         attend(PagedAttention(query, cache, one, starts, spec, self.attention_reduction()), attention)
 
     def machine(self) -> str:
-        threads = torch.get_num_threads()
-        return f"machine with {threads} thread{'s' * (threads > 1)}"
+        return f"machine with {_threads()}" if _attends_by_blas() else "machine"
 
     def info(self) -> dict[str, str | int]:
-        """The kind of CPU with its number of threads, and with what the user tells MKL to do."""
-        told = {name.lower(): value for name, value in sorted(os.environ.items()) if name.startswith("MKL_")}
+        """The kind of CPU; where attention is by a BLAS the number of threads, too, and what the user tells MKL."""
         found: dict[str, str | int] = {
             "type": self.ops.type,
             "name": _name(),
             "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
         }
-        return found | told
+        if _attends_by_blas():
+            told = {name.lower(): value for name, value in sorted(os.environ.items()) if name.startswith("MKL_")}
+            found |= {"threads": torch.get_num_threads(), **told}
+        return found
 
     def versions(self) -> dict[str, str]:
-        blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
-        return {"numba": installed("numba"), "blas": f"MKL {blas[1]}" if blas else "of this PyTorch"}
+        found = {"numba": installed("numba")}
+        if _attends_by_blas():
+            blas = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
+            found["blas"] = f"MKL {blas[1]}" if blas else "of this PyTorch"
+        return found
 
 
 class ExactCpu(ExactDevice, Cpu):
@@ -105,6 +115,16 @@ class ExactCpu(ExactDevice, Cpu):
     def compile_kernels(self) -> None:
         self.compile_common("exact", torch.bfloat16)
         exact.compile_cpu()
+
+
+def _attends_by_blas() -> bool:
+    """FlexAttention multiplies by PyTorch's BLAS, which adds in an order that follows the number of threads."""
+    return envs.ATTENTION.read() == "flex"
+
+
+def _threads() -> str:
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' * (threads > 1)}"
 
 
 def _name() -> str:
@@ -124,7 +144,7 @@ DEVICE = Cpu(
     DEVICES["cpu"],
     attention_backend="vllm_batch_invariant.integration.layers.attention_cpu.Backend",
     attention_choices=("CPU_ATTN", "CUSTOM"),
-    serving="Matmuls: BLAS in fp32 on row tiles of fixed heights. Norms, softmax, sums: numba, in a fixed order.",
+    serving="Matmuls: chains of fused multiply-adds in fp32. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,
     tensor_parallel_sizes=(2, 4, 8),
     pipeline_parallel_sizes=(2, 4),

@@ -4,7 +4,7 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -28,11 +28,11 @@ from .linear import PreparedWeight
 class PreparedExperts(PreparedWeight):
     """Weights [experts, N, K] of a layer's experts, and what the operation makes of them."""
 
-    def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _make_copy(self, weight: torch.Tensor) -> Any:
         return module_for("moe", "cpu").prepare_experts(weight)
 
-    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        return torch.stack([of_expert.t().to(dtype) for of_expert in copy])
+    def _make_weight(self, copy: Any) -> torch.Tensor:
+        return torch.stack([of_expert.weight() for of_expert in copy])
 
 
 class Router(torch.nn.Module):

@@ -258,7 +258,7 @@ def _method() -> type[Any]:
             name, k = layer_name(layer), input_size_per_partition
             check_settings(self.source, name)
             if isinstance(layer, patch_points.ROW_PARALLEL.get()):
-                self.k_slices = check_slices(tensor_tree.of_layer(layer).k_slices, k, name, layer.input_size)
+                self.k_slices = check_slices(tensor_tree.of_layer(layer), k, name, layer.input_size)
             if self.source.shared == "block":
                 check_blocks(name, k, input_size, output_partition_sizes, output_size)
             if not self.source.online:

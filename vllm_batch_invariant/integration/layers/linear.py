@@ -25,7 +25,7 @@ _prepared: WeakSet["PreparedWeight"] = WeakSet()
 
 
 class PreparedWeight:
-    """A layer's weight, with a copy that was prepared once for GEMMs (on a CPU bf16 and fp16 become fp32).
+    """A layer's weight, with a copy that was prepared once for GEMMs (on a CPU in another order, of the same size).
 
     A layer has either its weight or the copy: the weight is let go when it is prepared, and comes back, with the same
     bits, before anybody may write it. Then the next GEMM prepares it again.
@@ -40,23 +40,22 @@ class PreparedWeight:
         self._layer, self._name, self._remove_weight = layer, name, remove_weight
         self._emptied: torch.nn.Parameter | None = None
         """The layer's weight, if it was let go."""
-        self._copy: Sequence[torch.Tensor] | None = None
+        self._copy: Any = None
         """None until it is prepared."""
         _prepared.add(self)
 
     @property
-    def copy(self) -> Sequence[torch.Tensor]:
+    def copy(self) -> Any:
         """What :meth:`_make_copy` makes of the weight."""
         if self._copy is None:
             self.prepare()
-        assert self._copy is not None
         return self._copy
 
-    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Matrices [K, N] of the weight."""
+    def _make_copy(self, weight: torch.Tensor) -> Any:
+        """What GEMMs read of the weight, in memory of its own where the weight is let go."""
         raise NotImplementedError
 
-    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def _make_weight(self, copy: Any) -> torch.Tensor:
         """The weight of which a copy was made."""
         raise NotImplementedError
 
@@ -65,7 +64,7 @@ class PreparedWeight:
         weight = getattr(self._layer, self._name)
         with torch.inference_mode(False), torch.no_grad():  # what is made in a step must be writable outside of it
             self._copy = self._make_copy(weight)
-            if self._remove_weight and not _shares_memory(self._copy, weight):
+            if self._remove_weight:
                 self._emptied = weight
                 weight.data = torch.empty(0, dtype=weight.dtype)
 
@@ -87,7 +86,7 @@ class PreparedWeight:
         assert self._copy is not None
         assert self._emptied is not None
         with torch.inference_mode(False), torch.no_grad():
-            return self._make_weight(self._copy, self._emptied.dtype)
+            return self._make_weight(self._copy)
 
     def weight_was_loaded(self) -> None:
         """Called when vLLM has loaded the layer again: into its own weight, or into another that it copies there."""
@@ -95,27 +94,21 @@ class PreparedWeight:
             self.restore()
 
 
-def _shares_memory(copy: Sequence[torch.Tensor], weight: torch.Tensor) -> bool:
-    """Whether a part of a copy is the weight's own memory."""
-    storages = {part.untyped_storage().data_ptr() for part in copy}
-    return weight.untyped_storage().data_ptr() in storages
-
-
 class PreparedLinear(PreparedWeight):
-    """A layer's GEMM with its weight [N, K], whose columns may lie in parts; stands as its ``cpu_linear``."""
+    """A layer's GEMM with its weight [N, K]; stands as its ``cpu_linear``."""
 
     def __init__(self, layer: torch.nn.Module, remove_weight: bool) -> None:
         super().__init__(layer, remove_weight=remove_weight)
-        self._tree = tensor_tree.of_layer(layer)
+        self._k_slices = tensor_tree.of_layer(layer)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return module_for("linear", "cpu").prepared_linear_of_parts(x, self.copy, bias, self._tree.k_slices)
+        return module_for("linear", "cpu").prepared_linear(x, self.copy, bias, self._k_slices)
 
-    def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        return module_for("linear", "cpu").prepare_parts(weight, self._tree.block_n)
+    def _make_copy(self, weight: torch.Tensor) -> Any:
+        return module_for("linear", "cpu").prepare_weight(weight)
 
-    def _make_weight(self, copy: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([part.t().to(dtype) for part in copy])
+    def _make_weight(self, copy: Any) -> torch.Tensor:
+        return copy.weight()
 
 
 class ExactLinear(PreparedWeight):
@@ -336,7 +329,7 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     sizes = tuple(config.compilation_config.cudagraph_capture_sizes or ())
     kept = beside(layer)
     b_format, dtype = (PLAIN, None) if kept.b_format is None else (kept.b_format, config.model_config.dtype)
-    spec = spec_of(adds_bias, tensor_tree.of_layer(layer).k_slices, b_format)
+    spec = spec_of(adds_bias, tensor_tree.of_layer(layer), b_format)
     if kept.activation:
         spec = MatmulSpec(SWIGLU, 1, b_format)
     return _Expected(_max_m(layer, config), spec, sizes, dtype)

@@ -252,7 +252,7 @@ class PreparedStoredExperts(PreparedExperts):
         super().__init__(layer, name, remove_weight=False)
         self._stored = stored
 
-    def _make_copy(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _make_copy(self, weight: torch.Tensor) -> Any:
         return module_for("moe", "cpu").prepare_experts(self._stored())
 
 

@@ -3,12 +3,10 @@ tree. :data:`~vllm_batch_invariant.envs.TP_TREE` says of how many slices; exact 
 are rounded once, at its root.
 
 Layers whose K workers share add it in that many slices, and a worker's partial result is the sum of a subtree. A column
-of the other layers has the bits that it has in the narrowest part of its layer that a worker may have.
+of the other layers has the same bits in every part of its layer.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ... import envs
@@ -23,20 +21,6 @@ SLICE_STEP = 16
 """A slice of K has a multiple of so many elements, as many as a tensor core adds at once."""
 
 
-@dataclass(frozen=True)
-class LayerTree:
-    """How a layer computes.
-
-    Attributes:
-        k_slices: parts that this worker's K is added in.
-        block_n: columns of the narrowest part of the layer that a worker may have; None where every worker has all. On
-            a GPU a column has the same bits in every part.
-    """
-
-    k_slices: int = 1
-    block_n: int | None = None
-
-
 def k_slices() -> int:
     """Of the tree; 1: there is none, or only that of exact arithmetic."""
     return int(envs.TP_TREE.read())
@@ -47,24 +31,24 @@ def setting() -> dict[str, str]:
     return {"tensor_parallel_tree": str(k_slices())} if k_slices() > 1 else {}
 
 
-def of_layer(layer: "torch.nn.Module") -> LayerTree:
-    """How a linear layer or an output embedding computes.
+def of_layer(layer: "torch.nn.Module") -> int:
+    """Slices that a linear layer or an output embedding adds this worker's K in.
 
     Raises:
         NotCovered: its sizes cannot be cut into the slices of the tree.
     """
     workers = getattr(layer, "tp_size", 1)
     if k_slices() == 1 or isinstance(layer, patch_points.REPLICATED.get()):
-        return LayerTree()
+        return 1
     if isinstance(layer, patch_points.ROW_PARALLEL.get()):
         return of_inputs(layer.input_size, layer.prefix, workers)
     sizes = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
-    least = layer.head_size if isinstance(layer, patch_points.QKV_PARALLEL.get()) else 1  # a KV head may be there twice
-    return of_outputs([size * workers for size in sizes], getattr(layer, "prefix", "the embedding"), least)
+    check_outputs([size * workers for size in sizes], getattr(layer, "prefix", "the embedding"))
+    return 1
 
 
-def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
-    """How a layer computes whose K inputs the workers share.
+def of_inputs(k: int, name: str, workers: int = 1) -> int:
+    """Slices of a worker's part of a layer whose K inputs the workers share.
 
     Args:
         name: of the layer, in messages.
@@ -75,30 +59,26 @@ def of_inputs(k: int, name: str, workers: int = 1) -> LayerTree:
     """
     most = k_slices()
     if most == 1:
-        return LayerTree()
+        return 1
     if k % (SLICE_STEP * most):
         raise _not_divisible(f"the {k} inputs of {name}", most)
-    return LayerTree(k_slices=most // workers)
+    return most // workers
 
 
-def of_outputs(sizes: Sequence[int], name: str, least: int = 1) -> LayerTree:
-    """How a layer computes whose outputs the workers share.
+def check_outputs(sizes: Sequence[int], name: str) -> None:
+    """Refuse a layer that not every number of workers of the tree can share.
 
     Args:
         sizes: outputs of each of the layers that it is merged of, of all workers.
         name: of the layer, in messages.
-        least: outputs that a worker has in any case, of each.
 
     Raises:
         NotCovered: a tree, and they cannot be cut into as many equal parts.
     """
     most = k_slices()
-    if most == 1:
-        return LayerTree()
     for size in sizes:
         if size % most:
             raise _not_divisible(f"{size} outputs of {name}", most)
-    return LayerTree(block_n=math.gcd(*(max(size // most, least) for size in sizes)))
 
 
 def _not_divisible(what: str, most: int) -> NotCovered:

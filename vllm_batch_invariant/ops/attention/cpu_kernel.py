@@ -11,9 +11,9 @@ and at the end ``out = acc / l``. A sink is one more split: ``m_split = sink``, 
 Where keys and values are codes, q, k and v are still numbers, those of the codes: ``qk_scale`` has the scale of the
 keys as a factor, and ``out`` that of the values.
 
-The order of every sum is written out (see :mod:`.cpu_simd`), so tiles, rows that share a tile, threads and vector width
-move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows see cannot
-reach it.
+The order of every sum is written out (see :mod:`..common.numba_simd`), so tiles, rows that share a tile, threads and
+vector width move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows
+see cannot reach it.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from numba import njit, prange
 
 from ..common.numba_math import exp32
 from ..common.numba_rows import compiled
-from .cpu_simd import (
+from ..common.numba_simd import (
     add,
     add_product,
     larger,

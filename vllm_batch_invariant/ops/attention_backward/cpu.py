@@ -1,13 +1,12 @@
-"""Gradients of attention on the CPU: tile after tile of a sequence's queries, each with all its keys, by the BLAS.
-
-Every matmul has a shape that follows the sequence alone, so that the BLAS adds in one order whatever the batch is.
+"""Gradients of attention on the CPU: tile after tile of a sequence's queries, each with all its keys, by the chains of
+``ops/linear/cpu.py``.
 """
 
 from itertools import pairwise
 
 import torch
 
-from ..common.native_kernels import kernel
+from ..linear.cpu import accumulate_batch
 from ..reduce import sum as row_sum
 from ..softmax import softmax
 from .reduction import AttentionBackwardReduction
@@ -43,7 +42,6 @@ def _of_sequence(
     of_value: torch.Tensor,
 ) -> None:
     """Write the gradients of one sequence to the last three."""
-    bmm = kernel("bmm", query)
     length, kv_heads, _ = key.shape
     group = query.shape[1] // kv_heads
     keys, values = _of_heads(key, kv_heads, reduction), _of_heads(value, kv_heads, reduction)
@@ -52,15 +50,15 @@ def _of_sequence(
         stop = min(start + reduction.block_m, length)
         q, do = (_of_heads(tensor[start:stop], kv_heads, reduction) for tensor in (query, grad))
         k, v = keys[:, :stop], values[:, :stop]
-        scores = bmm(q, k.transpose(1, 2)).mul_(scale)  # [kv_heads, group * queries, keys]
+        scores = accumulate_batch(q, k.transpose(1, 2)).mul_(scale)  # [kv_heads, group * queries, keys]
         later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1).repeat(group, 1)
         scores[:, :, start:].masked_fill_(later, -torch.inf)
         p = softmax(scores)
-        ds = bmm(do, v.transpose(1, 2))  # dp, until delta is taken off
+        ds = accumulate_batch(do, v.transpose(1, 2))  # dp, until delta is taken off
         ds = ds.sub_(row_sum(p * ds, -1, keepdim=True)).mul_(p).mul_(scale)
-        of_query[start:stop] = bmm(ds, k).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-        all_of_key[:, :stop] += bmm(ds.transpose(1, 2), q)
-        all_of_value[:, :stop] += bmm(p.transpose(1, 2), do)
+        of_query[start:stop] = accumulate_batch(ds, k).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+        all_of_key[:, :stop] += accumulate_batch(ds.transpose(1, 2), q)
+        all_of_value[:, :stop] += accumulate_batch(p.transpose(1, 2), do)
     of_key.copy_(all_of_key.transpose(0, 1))
     of_value.copy_(all_of_value.transpose(0, 1))
 

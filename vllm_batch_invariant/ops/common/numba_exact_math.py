@@ -116,6 +116,7 @@ def atanh_over(square):
 
 @njit(error_model="numpy")
 def ln_of_integer(s):
+    """ln(s) in fp64, of a positive number that is no subnormal one."""
     bits = bits_of_double(np.float64(s))
     k = (bits >> np.int64(52)) - np.int64(1023)
     m = double_of_bits(bits & np.int64((1 << 52) - 1) | np.int64(1023 << 52))

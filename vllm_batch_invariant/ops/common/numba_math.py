@@ -73,6 +73,41 @@ def exp32(x):
 
 
 @njit(inline="always")
+def erf32(x):
+    """erf(x) in fp32: a polynomial of x**2 times x below 1, and from there on 1 - erfc, both of Cephes (ndtrf.c)."""
+    magnitude = abs(x)
+    z = x * x
+    p = np.float32(7.853861353153693e-5)
+    p = p * z + np.float32(-8.010193625184903e-4)
+    p = p * z + np.float32(5.188327685732524e-3)
+    p = p * z + np.float32(-2.685381193529856e-2)
+    p = p * z + np.float32(1.128358514861418e-1)
+    p = p * z + np.float32(-3.761262582423300e-1)
+    p = p * z + np.float32(1.128379165726710)
+    q = np.float32(1.0) / max(magnitude, np.float32(1.0))
+    y = q * q
+    near = np.float32(2.326819970068386e-2)
+    near = near * y + np.float32(-1.387039388740657e-1)
+    near = near * y + np.float32(3.687424674597105e-1)
+    near = near * y + np.float32(-5.824733027278666e-1)
+    near = near * y + np.float32(6.210004621745983e-1)
+    near = near * y + np.float32(-4.944515323274145e-1)
+    near = near * y + np.float32(3.404879937665872e-1)
+    near = near * y + np.float32(-2.741127028184656e-1)
+    near = near * y + np.float32(5.638259427386472e-1)
+    far = np.float32(-1.047766399936249e1)
+    far = far * y + np.float32(1.297719955372516e1)
+    far = far * y + np.float32(-7.495518717768503)
+    far = far * y + np.float32(2.921019019210786)
+    far = far * y + np.float32(-1.015265279202700)
+    far = far * y + np.float32(4.218463358204948e-1)
+    far = far * y + np.float32(-2.820767439740514e-1)
+    far = far * y + np.float32(5.641895067754075e-1)
+    beyond = np.float32(1.0) - exp32(-z) * q * (near if magnitude < np.float32(2.0) else far)
+    return x * p if magnitude < np.float32(1.0) else (-beyond if x < np.float32(0.0) else beyond)
+
+
+@njit(inline="always")
 def add_tree(lanes):
     """Sum of ``lanes`` (a power of two of them) by halving: lane i takes lane i + half. Overwrites its argument."""
     half = lanes.size // 2

@@ -1,13 +1,12 @@
 """The gated delta rule and Mamba-2's state space on a CPU: chunks in numba, rings gathered and scattered by PyTorch."""
 
-import math
-
 import numpy as np
 import torch
 from numba import njit, prange, types
 
 from ..common.numba_math import LANES, exp32, float_of_bits, fma, row_sum
 from ..common.numba_rows import RowKernel
+from ..pointwise.cpu import softplus32
 from .params import DeltaStates
 from .reduction import DeltaRuleReduction
 
@@ -323,22 +322,17 @@ def _norms_kernel(rows, out):
             y[i] = x[i] * scale
 
 
-@njit
-def _softplus(x):
-    return np.float32(math.log1p(exp32(-abs(x)))) + (x if x > 0 else x * np.float32(0))
-
-
 def _gates_kernel(a, b, a_log, dt_bias, g, beta):
     for token in prange(a.shape[0]):
         for head in range(a.shape[1]):
-            g[token, head] = -exp32(a_log[head]) * _softplus(a[token, head] + dt_bias[head])
+            g[token, head] = -exp32(a_log[head]) * softplus32(a[token, head] + dt_bias[head])
             beta[token, head] = _ONE / (_ONE + exp32(-b[token, head]))
 
 
 def _mamba2_gates_kernel(dt, a, dt_bias, g, steps):
     for token in prange(dt.shape[0]):
         for head in range(dt.shape[1]):
-            steps[token, head] = _softplus(dt[token, head] + dt_bias[head])
+            steps[token, head] = softplus32(dt[token, head] + dt_bias[head])
             g[token, head] = a[head] * steps[token, head]
 
 

@@ -12,10 +12,10 @@ import torch
 from numba import prange, types
 from numpy.typing import NDArray
 
-from ..attention.cpu_simd import WIDTH, load, store
 from ..common.numba_exact_math import bits_of_float
 from ..common.numba_math import float_of_bits, fma
 from ..common.numba_rows import RowKernel, compiled
+from ..common.numba_simd import WIDTH, load, store
 from ..exact.definition import Floats, to_bits
 from . import definition
 from .cpu_simd import NO_NUMBER, ZERO, add_products, are_usual, largest_exponents

@@ -9,7 +9,7 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from ..attention.cpu_simd import SIMD16, WIDTH, pointer
+from ..common.numba_simd import SIMD16, WIDTH, pointer
 from .definition import FRACTION, K_STEP
 
 _LOWEST, _HIGHEST = -90, 120

@@ -11,8 +11,6 @@ from ..devices import reduction_of
 _accumulate = partial(accumulate, operation="a matmul")
 _CUDA_K_STEP = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 1}
 _CUDA_K_STEP_IN_TF32 = 8
-_CPU_BLOCK_M = 32
-_CPU_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,8 @@ class LinearReduction:
       added as a tree whose nodes are rounded, too. That this has the same bits for every tile and instruction is a
       measurement (docs/contract.md) which agrees with models of the tensor core: Khattak and Mikaitis, "Accurate models
       of NVIDIA tensor cores" (arXiv:2512.07004).
-    - On a CPU the order is what the BLAS does, running on ``threads``, for ``block_m`` rows and ``columns``, at
-      addresses that are multiples of ``alignment``.
+    - On a CPU one accumulator an element adds K upwards, one element a step, by fused multiply-adds that begin with 0.
+      A tree's slices are problems of their own there.
     """
 
     n: int
@@ -40,29 +38,17 @@ class LinearReduction:
     ``torch.backends.cuda.matmul.fp32_precision``), else "ieee". Other dtypes are multiplied exactly.
     """
     k_step: int | None = None
-    """Elements of K that are added at once: on a CUDA GPU by one instruction, in every tile. None for fp64 there, where
-    the compiler chooses it, and has one tile to do so for.
+    """Elements of K that are added at once: 1 on a CPU, on a CUDA GPU by one instruction, in every tile. None for fp64
+    there, where the compiler chooses it, and has one tile to do so for.
     """
     enable_fp_fusion: bool | None = None
-    """Whether a product is added to the accumulator with one rounding: on a CUDA GPU of fp32 and fp64, which have no
-    instruction that adds several at once. What tensor cores do is theirs, and nothing else here is a product.
+    """Whether a product is added to the accumulator with one rounding: on a CPU, and on a CUDA GPU of fp32 and fp64,
+    which have no instruction that adds several at once. What tensor cores do is theirs, and nothing else here is a
+    product.
     """
     block_m: int | None = None
     block_n: int | None = None
-    alignment: int | None = None
-    """Bytes."""
-    threads: int | None = None
     k_slices: int = 1
-    """On a CPU a tree's slices are problems of their own."""
-
-    @property
-    def columns(self) -> int:
-        """Of the matrix [K, columns] that a CPU multiplies by, each row of which is aligned: N, and zeros. For other
-        numbers MKL gives a row other bits at other places of a tile on a Zen 4 (N of 5, 6, 7 and 9 to 11 in fp32, most
-        odd N in fp64).
-        """
-        each = self.alignment // self.accumulate.itemsize
-        return -(-self.n // each) * each
 
     @classmethod
     def of_device(cls, device_type: str, n: int, k: int, dtype: torch.dtype, k_slices: int = 1) -> "LinearReduction":
@@ -75,7 +61,7 @@ class LinearReduction:
             tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
             return _on_cuda(n, k, dtype, "tf32" if tf32 else "ieee", k_slices)
         joined = reduction_of("linear", device_type)
-        return joined(n, k, dtype) if joined else _on_cpu(n, k, dtype, torch.get_num_threads())
+        return joined(n, k, dtype) if joined else _on_cpu(n, k, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +75,5 @@ def _on_cuda(n: int, k: int, dtype: torch.dtype, precision: str, k_slices: int) 
 
 
 @lru_cache(maxsize=4096)
-def _on_cpu(n: int, k: int, dtype: torch.dtype, threads: int) -> LinearReduction:
-    return LinearReduction(
-        n, k, dtype, _accumulate(dtype), block_m=_CPU_BLOCK_M, alignment=_CPU_ALIGNMENT, threads=threads
-    )
+def _on_cpu(n: int, k: int, dtype: torch.dtype) -> LinearReduction:
+    return LinearReduction(n, k, dtype, _accumulate(dtype), k_step=1, enable_fp_fusion=True)

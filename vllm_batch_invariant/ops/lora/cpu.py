@@ -1,4 +1,4 @@
-"""Adapters on the CPU: rows are grouped by adapter, and each adapter's rows go through the tiles of
+"""Adapters on the CPU: rows are grouped by adapter, and each adapter's rows go through the GEMMs of
 ``ops/linear/cpu.py``, where a row's bits do not depend on how many there are or in which order. No weight is copied for
 a row.
 """
@@ -46,15 +46,12 @@ def _by_slot(slots: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _shrink(x: torch.Tensor, a: torch.Tensor, reduction: LoraReduction) -> torch.Tensor:
     """u [rows, R] of the reduction's dtype, of rows [rows, K] and a [R, K]."""
-    rank = len(a)
-    a = functional.pad(a, (0, 0, 0, -rank % reduction.rank_step))
     u: torch.Tensor | None = None
     for x_leaf, a_leaf in zip(x.split(reduction.k_leaf, 1), a.split(reduction.k_leaf, 1), strict=True):
-        parts = linear.prepare_parts(a_leaf, reduction.rank_step)  # columns with the bits of a matrix of so many
-        leaf = torch.cat([linear.prepared_accumulate(x_leaf, part, None) for part in parts], 1)
+        leaf = linear.accumulate(x_leaf, a_leaf.t())
         u = leaf if u is None else u + leaf
     assert u is not None
-    return u[:, :rank].to(reduction.dtype)
+    return u.to(reduction.dtype)
 
 
 def _expand(y: torch.Tensor, rows: torch.Tensor, u: torch.Tensor, b: torch.Tensor, reduction: LoraReduction) -> None:
@@ -63,5 +60,5 @@ def _expand(y: torch.Tensor, rows: torch.Tensor, u: torch.Tensor, b: torch.Tenso
     u, b = functional.pad(u, (0, padding)), functional.pad(b, (0, padding))
     delta = torch.zeros(len(u), len(b), dtype=reduction.accumulate)
     for u_step, b_step in zip(u.split(reduction.rank_step, 1), b.split(reduction.rank_step, 1), strict=True):
-        delta += linear.prepared_accumulate(u_step, linear.prepare_weight(b_step), None)
+        delta += linear.accumulate(u_step, b_step.t())
     y[rows] = (y[rows].to(reduction.accumulate) + delta).to(y.dtype)

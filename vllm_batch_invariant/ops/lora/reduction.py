@@ -24,8 +24,7 @@ class LoraReduction:
     ``rank_step`` of the rank. A rank that is no multiple of it is one with zeros behind, so that a tensor with room for
     a higher rank has the same bits: zeros are added to a sum that began with +0, which no such addition changes (of
     finite u: 0 times an infinity is none). On a GPU leaves and steps are added as tensor cores do, in steps of 16 into
-    one accumulator, and fp32 by fmas. On a CPU a product is what the operation ``linear`` has there for a matrix of
-    ``rank_step`` columns, or rows, and K is one leaf.
+    one accumulator, and fp32 by fmas. On a CPU a product is what the operation ``linear`` has there, and K is one leaf.
 
     Attributes:
         k: elements of x.

@@ -1,4 +1,4 @@
-"""Mixtures of experts on the CPU: tokens are grouped by expert, and each expert's rows go through the tiles of
+"""Mixtures of experts on the CPU: tokens are grouped by expert, and each expert's rows go through the GEMMs of
 ``ops/linear/cpu.py`` or, as codes, of ``ops/scaled_linear/cpu.py``, where a row's bits do not depend on how many there
 are or in which order.
 
@@ -60,8 +60,8 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
     return prepared_moe(x, weights, ids, replace(experts, gate_up=gate_up, down=down))
 
 
-def prepare_experts(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The weights [experts, N, K] of one GEMM as they are wanted: [K, N] of each, in the accumulator's dtype."""
+def prepare_experts(weight: torch.Tensor) -> tuple[linear.Panels, ...]:
+    """The weights [experts, N, K] of one GEMM as they are wanted, each for itself."""
     return tuple(linear.prepare_weight(of_expert) for of_expert in weight)
 
 

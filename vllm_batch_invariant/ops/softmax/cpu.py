@@ -3,13 +3,12 @@
 m = max(x),  l = sum(exp(x - m)),  softmax = exp(x - m) / l,  log_softmax = (x - m) - log(l)
 """
 
-import math
-
 import numpy as np
 import torch
 from numba import njit, prange
 
 from ...errors import NotCovered
+from ..common.numba_exact_math import ln_of_integer
 from ..common.numba_math import LANES, exp32, row_sum
 from ..common.numba_rows import RowKernel
 from ..common.rows import as_rows, normalise_dims, row_length, rows_back
@@ -40,7 +39,8 @@ def _log_softmax_kernel(rows, out):
     for row in prange(rows.shape[0]):
         x, y = rows[row], out[row]
         m = _exponentials(x, y)
-        log_l = np.float32(math.log(row_sum(y, np.empty(LANES, np.float32))))
+        l = row_sum(y, np.empty(LANES, np.float32))
+        log_l = l if l != l else np.float32(ln_of_integer(l))
         for i in range(x.size):
             y[i] = (x[i] - m) - log_l
 

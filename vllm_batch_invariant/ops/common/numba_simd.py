@@ -3,6 +3,8 @@
 Each operation is one IEEE operation a lane, whatever register width the CPU has.
 """
 
+from functools import partial
+
 from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models
@@ -53,36 +55,50 @@ def _largest(builder):
     return lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
-def _words(value):
-    return ir.Constant(_WORDS, [value] * WIDTH)
+def fma_of(builder, vector):
+    """LLVM's function for vectors of a type: a * b + c, rounded once."""
+    name = f"llvm.fma.v{vector.count}{'f32' if vector.element == ir.FloatType() else 'f64'}"
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(vector, [vector] * 3), name=name)
 
 
-def _float_of_bfloat(builder, bits):
-    return builder.bitcast(builder.shl(bits, _words(16)), _VECTOR)
+def _words(lanes, value):
+    return ir.Constant(ir.VectorType(ir.IntType(32), lanes), [value] * lanes)
 
 
-def _float_of_half(builder, bits):
-    """By integers, because not every CPU that numba compiles for has the conversion."""
-    size = builder.and_(bits, _words(0x7FFF))
-    normal = builder.add(builder.shl(size, _words(13)), _words(112 << 23))
-    special = builder.add(normal, _words(112 << 23))
-    normal = builder.select(builder.icmp_unsigned(">=", size, _words(0x7C00)), special, normal)
-    scale = ir.Constant(_VECTOR, [2.0**-24] * WIDTH)
-    subnormal = builder.bitcast(builder.fmul(builder.uitofp(size, _VECTOR), scale), _WORDS)
-    magnitude = builder.select(builder.icmp_unsigned("<", size, _words(0x400)), subnormal, normal)
-    sign = builder.shl(builder.and_(bits, _words(0x8000)), _words(16))
-    return builder.bitcast(builder.or_(magnitude, sign), _VECTOR)
+def float_of_bfloat(builder, bits):
+    """fp32 lanes of words that have bf16 in their low halves, and any bits in the high ones."""
+    lanes = bits.type.count
+    return builder.bitcast(builder.shl(bits, _words(lanes, 16)), ir.VectorType(ir.FloatType(), lanes))
+
+
+def float_of_half(builder, bits):
+    """fp32 lanes of words that have fp16 in their low halves and 0 in the high ones. By integers, because not every CPU
+    that numba compiles for has the conversion.
+    """
+    lanes = bits.type.count
+    vector, words = ir.VectorType(ir.FloatType(), lanes), partial(_words, lanes)
+    size = builder.and_(bits, words(0x7FFF))
+    normal = builder.add(builder.shl(size, words(13)), words(112 << 23))
+    special = builder.add(normal, words(112 << 23))
+    normal = builder.select(builder.icmp_unsigned(">=", size, words(0x7C00)), special, normal)
+    scale = ir.Constant(vector, [2.0**-24] * lanes)
+    subnormal = builder.bitcast(builder.fmul(builder.uitofp(size, vector), scale), bits.type)
+    magnitude = builder.select(builder.icmp_unsigned("<", size, words(0x400)), subnormal, normal)
+    sign = builder.shl(builder.and_(bits, words(0x8000)), words(16))
+    return builder.bitcast(builder.or_(magnitude, sign), vector)
 
 
 def _float_of_e4m3(builder, bits):
     """By integers; the format has no infinity, and one NaN of each sign."""
-    size = builder.and_(bits, _words(0x7F))
-    normal = builder.add(builder.shl(size, _words(20)), _words(120 << 23))
+    words = partial(_words, WIDTH)
+    size = builder.and_(bits, words(0x7F))
+    normal = builder.add(builder.shl(size, words(20)), words(120 << 23))
     scale = ir.Constant(_VECTOR, [2.0**-9] * WIDTH)
     subnormal = builder.bitcast(builder.fmul(builder.uitofp(size, _VECTOR), scale), _WORDS)
-    magnitude = builder.select(builder.icmp_unsigned("<", size, _words(8)), subnormal, normal)
-    magnitude = builder.select(builder.icmp_unsigned("==", size, _words(0x7F)), _words(0x7FC00000), magnitude)
-    sign = builder.shl(builder.and_(bits, _words(0x80)), _words(24))
+    magnitude = builder.select(builder.icmp_unsigned("<", size, words(8)), subnormal, normal)
+    magnitude = builder.select(builder.icmp_unsigned("==", size, words(0x7F)), words(0x7FC00000), magnitude)
+    sign = builder.shl(builder.and_(bits, words(0x80)), words(24))
     return builder.bitcast(builder.or_(magnitude, sign), _VECTOR)
 
 
@@ -123,7 +139,7 @@ def load_bf16(typing_context, data, offset):
 
     def codegen(context, builder, signature, arguments):
         bits = builder.load(pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
-        return _float_of_bfloat(builder, builder.zext(bits, _WORDS))
+        return float_of_bfloat(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
 
@@ -134,7 +150,7 @@ def load_fp16(typing_context, data, offset):
 
     def codegen(context, builder, signature, arguments):
         bits = builder.load(pointer(context, builder, signature.args[0], *arguments, _HALVES), align=2)
-        return _float_of_half(builder, builder.zext(bits, _WORDS))
+        return float_of_half(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
 
@@ -174,10 +190,11 @@ def add(typing_context, a, b):
 
 @intrinsic
 def add_product(typing_context, total, a, b):
-    """total + a * b, the product rounded before it is added."""
+    """a * b + total, rounded once."""
 
     def codegen(context, builder, signature, arguments):
-        return builder.fadd(arguments[0], builder.fmul(arguments[1], arguments[2]))
+        total, a, b = arguments
+        return builder.call(fma_of(builder, _VECTOR), [a, b, total])
 
     return SIMD16(SIMD16, SIMD16, SIMD16), codegen
 
