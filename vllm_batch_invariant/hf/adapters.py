@@ -118,6 +118,9 @@ def check(model: torch.nn.Module, configs: dict[str, Any]) -> None:
             _check_config(adapter, configs[adapter])
         layer.adapters_looked_at = frozenset(layer.lora_A)
         _in_force(layer)
+    for _, layer in found:
+        if is_of_parameter(layer.base_layer):
+            _in_force_of_both(layer)
 
 
 def _check_config(adapter: str, config: Any) -> None:
@@ -190,18 +193,23 @@ def of_experts(layer: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """
     if not is_adapted(layer):
         return ()
-    products = layer.base_layer, layer
-    first, second = (_in_force(product) for product in products)
-    if first != second:
-        raise _refusal(f"the adapters {first} and {second} of one layer's experts", "an engine's request has one")
-    if first is None:
+    name = _in_force_of_both(layer)
+    if name is None:
         return ()
     matrices: list[torch.Tensor] = []
-    for product in products:
-        a, b = _matrices(product, first, dtype)  # PEFT stacks ranks of experts' A, and interleaves those of B
+    for product in (layer.base_layer, layer):
+        a, b = _matrices(product, name, dtype)  # PEFT stacks ranks of experts' A, and interleaves those of B
         matrices.append(a.view(product.num_experts, -1, a.shape[1]))
         matrices.append(b.view(len(b), -1, product.num_experts).permute(2, 0, 1).contiguous())
     return tuple(matrices)
+
+
+def _in_force_of_both(layer: Any) -> str | None:
+    """The adapter that both products of experts have, as :func:`_in_force` says."""
+    first, second = (_in_force(product) for product in (layer.base_layer, layer))
+    if first != second:
+        raise _refusal(f"the adapters {first} and {second} of one layer's experts", "an engine's request has one")
+    return first
 
 
 def _in_force(layer: Any) -> str | None:
@@ -294,9 +302,11 @@ class _Adapted(torch.autograd.Function):
 def gradients(
     grad: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of u = x a^T [rows, R], of a [R, K] and of b [N, R], where u b^T was added to what grad [rows, N] is of.
+    """Gradients of u = x a^T [rows, R], of a [R, K] and of b [N, R].
 
     Args:
+        grad: [rows, N], of what u b^T was added to.
+        x: [rows, K].
         wanted: whether that of a, and of b.
     """
     of_u = linear_op.mm(grad, b)
