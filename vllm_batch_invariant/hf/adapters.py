@@ -161,7 +161,9 @@ def add(y: torch.Tensor, x: torch.Tensor, layers: Sequence[Any]) -> torch.Tensor
     Raises:
         NotCovered: an adapter that the engine cannot have.
     """
-    starts, matrices, start = [], [], 0
+    starts: list[int] = []
+    matrices: list[torch.Tensor] = []
+    start = 0
     for layer in layers:
         name = _in_force(layer) if is_adapted(layer) else None
         if name is not None:

@@ -158,6 +158,6 @@ def _of_rows(
     a, b = (of_all[expert] for of_all in pair)
     of_u, *found = adapters.gradients(grad, rows, a, b, [one is not None for one in of_pair])
     for one, of_expert in zip(of_pair, found, strict=True):
-        if one is not None:
+        if one is not None and of_expert is not None:
             one[expert] = of_expert
     return linear_op.mm(of_u, a)
