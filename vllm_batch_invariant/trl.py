@@ -178,7 +178,7 @@ def _room_for(model: Any) -> dict[str, Any]:
 
     Raises:
         NotCovered: other weights of the model are trained, too, the adapter has another name than PEFT's default, whose
-            files are read, or its rank is larger than vLLM has room for.
+            files are read, it is of experts, or its rank is larger than vLLM has room for.
     """
     if [*model.active_adapters] != [_DEFAULT]:
         raise NotCovered(
@@ -192,6 +192,13 @@ def _room_for(model: Any) -> dict[str, Any]:
             f"weights beside the adapter that are trained, such as {own[0]}",
             "the engine is sent the adapter alone",
             "train the adapter alone, or all weights without one",
+        )
+    of_experts = [name for one in model.peft_config.values() for name in one.target_parameters or ()]
+    if of_experts:
+        raise NotCovered(
+            f"an adapter of {', '.join(sorted(of_experts))} in a colocated engine",
+            "it has not been run there",
+            "train one of linear layers, or roll out by an engine of your own with --enable-mixed-moe-lora-format",
         )
     ranks = [rank for one in model.peft_config.values() for rank in (one.r, *one.rank_pattern.values())]
     room = next((room for room in _RANKS if room >= max(ranks)), None)

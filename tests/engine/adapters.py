@@ -32,7 +32,7 @@ def step(
     """Send requests together; runs in the engine's process.
 
     Args:
-        requests: each with the name of its adapter, or None; "stacked" is one with stacked experts.
+        requests: each with the name of its adapter, or None; one that begins with "stacked" has stacked experts.
         adapters: number and folder of each name.
         reset: whether the prefix cache is emptied first.
         preempt_after: after so many steps what runs is preempted; 0: never.
@@ -53,7 +53,7 @@ def step(
     done: dict[str, Any] = {}
     for number, request in enumerate(requests):
         name = request["adapter"]
-        stacked = {"is_3d_lora_weight": True} if name == "stacked" else {}
+        stacked = {"is_3d_lora_weight": True} if str(name).startswith("stacked") else {}
         lora = None if name is None else LoRARequest(name, *adapters[name], **stacked)
         prompt = {"prompt_token_ids": request["prompt"]}
         add_request(engine, str(number), prompt, request_params(request["params"]), lora_request=lora)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,13 +103,15 @@ def test_a_trainer_without_the_mode_and_what_trl_would_wrap_are_refused(monkeypa
 class OfPeft(torch.nn.Module):
     """Stands for PEFT's model: an adapter of a rank, beside a weight that may be trained."""
 
-    def __init__(self, rank: int, trains_all: bool = False) -> None:
+    def __init__(self, rank: int, trains_all: bool = False, of_experts: Sequence[str] = ()) -> None:
         super().__init__()
         self.add_module(
             "q_proj", torch.nn.ModuleDict({"lora_A": torch.nn.ModuleDict({"default": torch.nn.Linear(4, 4)})})
         )
         self.embed_tokens = torch.nn.Embedding(4, 4).requires_grad_(trains_all)
-        self.peft_config = {"default": SimpleNamespace(r=rank, rank_pattern={"v_proj": 4})}
+        self.peft_config = {
+            "default": SimpleNamespace(r=rank, rank_pattern={"v_proj": 4}, target_parameters=of_experts)
+        }
         self.active_adapters = ["default"]
 
 
@@ -126,6 +129,7 @@ def test_what_an_adapters_files_cannot_hold_is_refused() -> None:
 
     refuses(lambda: trl._room_for(OfPeft(8, trains_all=True)), "weights beside the adapter .*embed_tokens.weight")
     refuses(lambda: trl._room_for(OfPeft(513)), "an adapter of rank 513")
+    refuses(lambda: trl._room_for(OfPeft(8, of_experts=["experts.down_proj"])), "an adapter of experts.down_proj in a")
     other = OfPeft(8)
     other.active_adapters = ["mine"]
     refuses(lambda: trl._room_for(other), "the adapter mine: .* whose name is 'default'")

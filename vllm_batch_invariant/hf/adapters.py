@@ -23,10 +23,13 @@ from ..ops.lora import LoraReduction, add_adapters
 _READ = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "peft_type", "auto_mapping"),
+    "target_parameters",
     *("peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights", "loftq_config"),
     *("eva_config", "runtime_config"),
 }
 """Fields of PEFT's LoraConfig that may have any value, or are looked at in the layers; others have their default."""
+_OF_PARAMETER = "ParamWrapper"
+"""PEFT's name of its layer around a module that has the parameter; that of another parameter is around that layer."""
 _FIRST_WEIGHTS = ("gaussian", "eva", "orthogonal")
 """Names of ``init_lora_weights`` that leave the layer's own weights as they are, and whose adapters vLLM loads."""
 
@@ -48,9 +51,30 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether this is PEFT's layer around a linear layer."""
+    """Whether this is PEFT's layer around a linear layer, or around a module that has a parameter with an adapter."""
     kind = type(module)
-    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+    return kind.__name__ in ("Linear", _OF_PARAMETER) and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def is_of_parameter(layer: torch.nn.Module) -> bool:
+    """Whether a layer of PEFT's is around a module that has a parameter with an adapter."""
+    return type(layer).__name__ == _OF_PARAMETER
+
+
+def problem_of_parameters(layer: Any, experts: type[torch.nn.Module] | None) -> str:
+    """What adapters of a module's parameters no engine has; empty if they are those of both products of experts.
+
+    Args:
+        layer: PEFT's outermost around the module.
+        experts: the class of a layer's; None where the model has none.
+    """
+    base, targets = base_of(layer), []
+    while is_of_parameter(layer):
+        targets.append(layer.parameter_name)
+        layer = layer.base_layer
+    if type(base) is not experts:
+        return f"an adapter of {targets[0]} of a {type(base).__name__}"
+    return "" if targets == ["down_proj", "gate_up_proj"] else f"an adapter of {', '.join(targets)} of experts alone"
 
 
 def is_adapters_own(name: str) -> bool:
@@ -94,6 +118,9 @@ def check(model: torch.nn.Module, configs: dict[str, Any]) -> None:
             _check_config(adapter, configs[adapter])
         layer.adapters_looked_at = frozenset(layer.lora_A)
         _in_force(layer)
+    for _, layer in found:
+        if is_of_parameter(layer.base_layer):
+            _in_force_of_both(layer)
 
 
 def _check_config(adapter: str, config: Any) -> None:
@@ -113,9 +140,11 @@ def _refusal(what: str, why: str, remedy: str = "train an adapter without it") -
     return NotCovered(f"{what} in a trainer", why, remedy)
 
 
-def base_of(layer: Any) -> torch.nn.Linear:
-    """The linear layer that has the weight."""
-    return layer.base_layer if is_adapted(layer) else layer
+def base_of(layer: Any) -> Any:
+    """The linear layer, or the experts, that have the weight."""
+    while is_adapted(layer):
+        layer = layer.base_layer
+    return layer
 
 
 def add(y: torch.Tensor, x: torch.Tensor, layers: Sequence[Any]) -> torch.Tensor:
@@ -132,15 +161,57 @@ def add(y: torch.Tensor, x: torch.Tensor, layers: Sequence[Any]) -> torch.Tensor
     Raises:
         NotCovered: an adapter that the engine cannot have.
     """
-    starts, matrices, start = [], [], 0
+    starts: list[int] = []
+    matrices: list[torch.Tensor] = []
+    start = 0
     for layer in layers:
         name = _in_force(layer) if is_adapted(layer) else None
         if name is not None:
-            a, b = (part[name].weight.to(x.dtype) for part in (layer.lora_A, layer.lora_B))
             starts.append(start)
-            matrices += [a, b if layer.scaling[name] == 1 else b * layer.scaling[name]]
+            matrices += _matrices(layer, name, x.dtype)
         start += base_of(layer).out_features
     return _Adapted.apply(y, x, tuple(starts), *matrices) if matrices else y
+
+
+def _matrices(layer: Any, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, times the factor, of the adapter of a name."""
+    a, b = (part[name].weight.to(dtype) for part in (layer.lora_A, layer.lora_B))
+    return a, b if layer.scaling[name] == 1 else b * layer.scaling[name]
+
+
+def of_experts(layer: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The adapters of both products of a layer's experts; none where it has none.
+
+    Args:
+        layer: PEFT's around ``down_proj``, which is around that of ``gate_up_proj``; or the experts.
+        dtype: that they are computed in.
+
+    Returns:
+        A [experts, R, hidden] and B [experts, 2 * intermediate, R] of the first product, A [experts, R', intermediate]
+        and B [experts, hidden, R'] of the second, of the dtype and packed.
+
+    Raises:
+        NotCovered: an adapter that the engine cannot have.
+    """
+    if not is_adapted(layer):
+        return ()
+    name = _in_force_of_both(layer)
+    if name is None:
+        return ()
+    matrices: list[torch.Tensor] = []
+    for product in (layer.base_layer, layer):
+        a, b = _matrices(product, name, dtype)  # PEFT stacks ranks of experts' A, and interleaves those of B
+        matrices.append(a.view(product.num_experts, -1, a.shape[1]))
+        matrices.append(b.view(len(b), -1, product.num_experts).permute(2, 0, 1).contiguous())
+    return tuple(matrices)
+
+
+def _in_force_of_both(layer: Any) -> str | None:
+    """The adapter that both products of experts have, as :func:`_in_force` says."""
+    first, second = (_in_force(product) for product in (layer.base_layer, layer))
+    if first != second:
+        raise _refusal(f"the adapters {first} and {second} of one layer's experts", "an engine's request has one")
+    return first
 
 
 def _in_force(layer: Any) -> str | None:
@@ -179,7 +250,7 @@ def _in_force(layer: Any) -> str | None:
         "an adapter with a bias": (layer.lora_B[name].bias is not None, "vLLM adds none"),
         "transposed weights": (layer.fan_in_fan_out, "the engine's are not"),
         f"an adapter in {' and '.join(sorted(map(str, dtypes)))}": (
-            not dtypes <= {base_of(layer).weight.dtype, torch.float32},
+            not dtypes <= {next(base_of(layer).parameters()).dtype, torch.float32},
             "it is rounded to the model's dtype, from that or from fp32",
         ),
     }
@@ -223,12 +294,26 @@ class _Adapted(torch.autograd.Function):
         for number, start in enumerate(ctx.starts):
             a, b = matrices[2 * number : 2 * number + 2]
             own = grad[:, start : start + len(b)].contiguous()
-            of_u = linear_op.mm(own, b)  # [tokens, R]
+            of_u, *of_both = gradients(own, x, a, b, wanted[2 * number : 2 * number + 2])
             of_us.append(of_u)
-            of_matrices.append(linear_op.mm(of_u.t(), x) if wanted[2 * number] else None)
-            of_matrices.append(linear_op.mm(own.t(), _shrunk(x, a)) if wanted[2 * number + 1] else None)
+            of_matrices += of_both
         of_x = linear_op.mm(torch.cat(of_us, 1), torch.cat(matrices[::2])) if ctx.needs_input_grad[1] else None
         return grad, of_x, None, *of_matrices
+
+
+def gradients(
+    grad: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of u = x a^T [rows, R], of a [R, K] and of b [N, R].
+
+    Args:
+        grad: [rows, N], of what u b^T was added to.
+        x: [rows, K].
+        wanted: whether that of a, and of b.
+    """
+    of_u = linear_op.mm(grad, b)
+    of_a = linear_op.mm(of_u.t(), x) if wanted[0] else None
+    return of_u, of_a, linear_op.mm(grad.t(), _shrunk(x, a)) if wanted[1] else None
 
 
 def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

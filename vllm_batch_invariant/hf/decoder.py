@@ -108,9 +108,10 @@ def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    router, weights = self.gate, self.experts
+    router, weights = self.gate, adapters.base_of(self.experts)
+    matrices = adapters.of_experts(self.experts, x.dtype)
     reduction = MoeReduction(router.num_experts, router.top_k, x.dtype, renormalise=router.norm_topk_prob)
-    return experts(x, linear(x, router.weight), weights.gate_up_proj, weights.down_proj, reduction)
+    return experts(x, linear(x, router.weight), weights.gate_up_proj, weights.down_proj, reduction, matrices)
 
 
 def norm_forward(

@@ -1,19 +1,28 @@
 """A mixture of experts of the engine's layers, with gradients."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from ..ops import linear as linear_op
 from ..ops import moe as moe_op
 from ..ops import reduce, softmax
 from ..ops.dispatch import module_for
-from ..ops.moe import MoeReduction
+from ..ops.moe import ExpertAdapters, MoeReduction
 from ..ops.silu_backward import silu_and_mul_backward
+from . import adapters
 from .activation import silu_and_mul
 
 
 def experts(
-    x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, reduction: MoeReduction
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    reduction: MoeReduction,
+    matrices: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Each token's sum over its experts, as :mod:`..ops.moe` computes it.
 
@@ -27,12 +36,13 @@ def experts(
         gate_up: [num_experts, 2 * intermediate, hidden], gate first.
         down: [num_experts, hidden, intermediate].
         reduction: with softmax scores and SiLU, without groups or a scale.
+        matrices: of adapters, as :func:`.adapters.of_experts` gives them.
 
     Returns:
         [tokens, hidden] of x's dtype.
     """
     weights, ids = _Route.apply(logits, reduction)
-    return _Experts.apply(x, weights, ids, gate_up, down, reduction)
+    return _Experts.apply(x, weights, ids, gate_up, down, reduction, *matrices)
 
 
 class _Route(torch.autograd.Function):
@@ -71,16 +81,23 @@ class _Experts(torch.autograd.Function):
         gate_up: torch.Tensor,
         down: torch.Tensor,
         reduction: MoeReduction,
+        *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weights, ids, gate_up, down)
-        return moe_op.moe(x, weights, ids, moe_op.Experts(gate_up, down, reduction))
+        ctx.save_for_backward(x, weights, ids, gate_up, down, *matrices)
+        of_adapters = _in_one_slot(len(x), *matrices) if matrices else None
+        return moe_op.moe(x, weights, ids, moe_op.Experts(gate_up, down, reduction, adapters=of_adapters))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights, ids, gate_up, down = ctx.saved_tensors
+        x, weights, ids, gate_up, down, *matrices = ctx.saved_tensors
+        added = _in_one_slot(len(x), *matrices) if matrices else None
+        stored, needed = (gate_up, down, *matrices), (*ctx.needs_input_grad[3:5], *ctx.needs_input_grad[6:])
+        of_stored = [
+            torch.zeros_like(one) if is_needed else None for one, is_needed in zip(stored, needed, strict=True)
+        ]
+        of_gate_up, of_down, *of_matrices = of_stored
         tokens, top_k = ids.shape
-        of_gate_up, of_down = torch.zeros_like(gate_up), torch.zeros_like(down)
         of_weights = torch.zeros(tokens * top_k, device=x.device)
         of_x = torch.zeros(tokens * top_k, x.shape[1], device=x.device)  # fp32, a row for each expert of a token
         by_expert = ids.flatten().argsort(stable=True)
@@ -88,15 +105,59 @@ class _Experts(torch.autograd.Function):
         for expert, slots in enumerate(by_expert.split(counts)):
             if not len(slots):
                 continue
-            rows, of_out = x[slots // top_k], grad[slots // top_k].float()
+            pairs = slots // top_k, torch.full_like(slots, expert)
+            rows, of_out = x[pairs[0]], grad[pairs[0]].float()
             hidden = linear_op.linear(rows, gate_up[expert])
+            if added is not None:
+                added.add_gate_up(hidden, rows, *pairs)
             activated = silu_and_mul(hidden)
             made = linear_op.linear(activated, down[expert])
+            if added is not None:
+                added.add_down(made, activated, *pairs)
             of_weights[slots] = reduce.sum(of_out * made.float(), 1)
             of_made = (of_out * weights.flatten()[slots].unsqueeze(1)).to(x.dtype)
-            of_hidden = silu_and_mul_backward(hidden, linear_op.mm(of_made, down[expert]))
+            of_activated = linear_op.mm(of_made, down[expert])
+            if added is not None:
+                of_activated += _of_rows(expert, of_made, activated, matrices[2:], of_matrices[2:])
+            of_hidden = silu_and_mul_backward(hidden, of_activated)
             of_x[slots] = linear_op.mm(of_hidden, gate_up[expert]).float()
-            of_down[expert] = linear_op.mm(of_made.t(), activated)
-            of_gate_up[expert] = linear_op.mm(of_hidden.t(), rows)
+            if added is not None:
+                of_x[slots] += _of_rows(expert, of_hidden, rows, matrices[:2], of_matrices[:2]).float()
+            if of_down is not None:
+                of_down[expert] = linear_op.mm(of_made.t(), activated)
+            if of_gate_up is not None:
+                of_gate_up[expert] = linear_op.mm(of_hidden.t(), rows)
         of_tokens = reduce.sum(of_x.view(tokens, top_k, -1), 1).to(x.dtype)
-        return of_tokens, of_weights.view(tokens, top_k), None, of_gate_up, of_down, None
+        return of_tokens, of_weights.view(tokens, top_k), None, of_gate_up, of_down, None, *of_matrices
+
+
+def _in_one_slot(
+    tokens: int, a: torch.Tensor, of_gate_up: torch.Tensor, of_inner: torch.Tensor, of_down: torch.Tensor
+) -> ExpertAdapters:
+    """Adapters of all of so many tokens as an engine has them: of one rank in both products, and for gate and up one A
+    each.
+    """
+    rank = max(a.shape[1], of_inner.shape[1])
+    a, of_inner = (pad(one, (0, 0, 0, rank - one.shape[1]))[None] for one in (a, of_inner))
+    of_gate_up, of_down = (pad(one, (0, rank - one.shape[2]))[None] for one in (of_gate_up, of_down))
+    halves = tuple(half.contiguous() for half in of_gate_up.chunk(2, 2))
+    slots = torch.zeros(tokens, dtype=torch.int64, device=a.device)
+    return ExpertAdapters(slots, ((a, a), halves), ((of_inner,), (of_down,)))
+
+
+def _of_rows(
+    expert: int,
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    pair: Sequence[torch.Tensor],
+    of_pair: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """What an expert's adapter adds to the gradient of rows [pairs, K], of a product's whose own is grad [pairs, N].
+    Those of A and B of the pair are written where they are wanted.
+    """
+    a, b = (of_all[expert] for of_all in pair)
+    of_u, *found = adapters.gradients(grad, rows, a, b, [one is not None for one in of_pair])
+    for one, of_expert in zip(of_pair, found, strict=True):
+        if one is not None and of_expert is not None:
+            one[expert] = of_expert
+    return linear_op.mm(of_u, a)

@@ -21,9 +21,9 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
     given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with FP8. Gradients are those
     of the numbers that the codes stand for, handed on as if nothing had been quantised (straight through).
 
-    LoRA adapters that PEFT has put around linear layers of attention and of dense MLPs have the bits of an engine that
-    serves their files (``--enable-lora``). Disabled they add nothing, as in a request without an adapter; merged, the
-    weights are what they then are.
+    LoRA adapters that PEFT has put around linear layers of attention and of dense MLPs, and around experts, have the
+    bits of an engine that serves their files (``--enable-lora``, and of experts ``--enable-mixed-moe-lora-format``).
+    Disabled they add nothing, as in a request without an adapter; merged, the weights are what they then are.
 
     Args:
         model: that is neither sharded nor quantised; or PEFT's around one.

@@ -117,16 +117,16 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
     known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
     within: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        if name.startswith(within):
+            continue
         if adapters.is_adapted(module):
             _check_adapted(name, module, family)
             within = (*within, f"{name}.")
-        elif name.startswith(within):
-            continue
         elif type(module) not in known:
             raise NotCovered(
                 f"a trainer's {type(module).__name__} at {name}",
                 f"vLLM's {family.prefix} has no such layer",
-                "patch a model without quantised layers, and with adapters of PEFT's for linear layers alone",
+                "patch a model without quantised layers, and with adapters of PEFT's for linear layers or experts",
             )
         if getattr(module, "bias", None) is not None and name.rpartition(".")[2] not in family.biased:
             raise NotCovered(
@@ -135,8 +135,12 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
 
 
 def _check_adapted(name: str, layer: Any, family: Family) -> None:
-    remedy = "give adapters to linear layers of attention and of dense MLPs"
-    if type(layer.base_layer) is not torch.nn.Linear:
+    remedy = "give adapters to linear layers of attention and of dense MLPs, and to both products of experts"
+    if adapters.is_of_parameter(layer):
+        experts = family.of_name("Experts") if family.has_experts else None
+        if problem := adapters.problem_of_parameters(layer, experts):
+            raise NotCovered(f"{problem} at {name} in a trainer", "no engine has it", remedy)
+    elif type(layer.base_layer) is not torch.nn.Linear:
         raise NotCovered(f"an adapter of a {type(layer.base_layer).__name__} at {name}", "it has no patch", remedy)
     if family.has_delta_nets or ".layers." not in name:
         raise NotCovered(f"a trainer's adapter at {name} of a {family.prefix}", "no engine was compared", remedy)
