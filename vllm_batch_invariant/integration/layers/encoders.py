@@ -21,7 +21,8 @@ from ..reviews import encoding, patch_points, sources
 from . import convolution
 
 HEAD_SIZES = (64, 72, 80, 128)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and Whisper."""
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and Whisper.
+"""
 IN_TRANSFORMERS = "vllm_batch_invariant"
 """The name of our attention among Transformers' implementations."""
 _STEP = 16
@@ -123,15 +124,15 @@ def attend_in_transformers(
     scaling: float,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a tower that is Transformers' class (Qwen2-Audio's), over the first keys of each item.
+    """Attention of a tower that is Transformers' class (Qwen2-Audio's, Gemma 4's), over the first keys of each item.
 
     Args:
         module: not read.
         query: [items, heads, rows, head size].
-        key: the same.
-        value: the same.
+        key: the same with KV heads.
+        value: as ``key``.
         attention_mask: [items, 1, rows or 1, rows], 0 at keys that are seen, which are the first of an item, and else
-            minus infinity; None where all are.
+            minus infinity, or whether they are; None where all are.
         scaling: of scores.
         named: not read.
 
@@ -141,16 +142,29 @@ def attend_in_transformers(
     items, heads, rows, size = query.shape
     seen = query.new_ones(items, rows, dtype=torch.bool)
     if attention_mask is not None:
-        seen = attention_mask[:, 0, 0] == 0
+        seen = attention_mask[:, 0, 0]
+        seen = seen if seen.dtype == torch.bool else seen == 0
     starts = F.pad(seen.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
     out = query.new_zeros(items, rows, heads, size)
     out[seen] = _attend([one.transpose(1, 2)[seen] for one in (query, key, value)], starts, scaling)
     return out, None
 
 
+def mask_in_transformers(*sizes: Any, attention_mask: torch.Tensor | None = None, **named: Any) -> torch.Tensor | None:
+    """What :func:`attend_in_transformers` is given as a mask, where Transformers makes one: without a function of its
+    own for that, it would give none, and padding would be seen.
+
+    Args:
+        sizes: not read.
+        attention_mask: [items, rows], whether a row is no padding; None where none is.
+        named: not read.
+    """
+    return None if attention_mask is None else attention_mask[:, None, None]
+
+
 def problem_of_tower(tower: Any) -> str | None:
     """Why a tower is refused as a whole: it is Transformers' class, and attends by another implementation."""
-    if not type(tower).__module__.startswith("transformers."):
+    if not _is_in_transformers(tower):
         return None
     chosen = tower.config._attn_implementation
     if chosen != IN_TRANSFORMERS:
@@ -166,22 +180,27 @@ def _of_size(size: int) -> str | None:
 
 
 def prepare(model: Any) -> None:
-    """Have the encoders of audio of a loaded model multiply where they convolve, attend by ours in classes of their
-    own, too, and see what is theirs alone.
+    """Have the encoders of a loaded model that are Transformers' classes attend by ours, and those of audio multiply
+    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone.
     """
-    if "audio" not in encoding.encoded_by(type(model)):
-        return
-    for name in getattr(model, "_tower_model_names", ()):
+    kinds = encoding.encoded_by(type(model))
+    for name in getattr(model, "_tower_model_names", ()) if kinds else ():
         tower = model.get_submodule(name)
-        convolution.replace_in(tower)
-        _attend_by_ours(tower)
-        if type(tower).__module__.startswith("transformers."):
-            from transformers import AttentionInterface
+        if _is_in_transformers(tower):
+            from transformers import AttentionInterface, AttentionMaskInterface
 
             AttentionInterface.register(IN_TRANSFORMERS, attend_in_transformers)
+            AttentionMaskInterface.register(IN_TRANSFORMERS, mask_in_transformers)
             tower.config._attn_implementation = IN_TRANSFORMERS
-        if hasattr(tower, "conv_chunksize"):
-            _fill_chunks(tower)
+        if "audio" in kinds:
+            convolution.replace_in(tower)
+            _attend_by_ours(tower)
+            if hasattr(tower, "conv_chunksize"):
+                _fill_chunks(tower)
+
+
+def _is_in_transformers(tower: Any) -> bool:
+    return type(tower).__module__.startswith("transformers.")
 
 
 def _attend_by_ours(tower: torch.nn.Module) -> None:

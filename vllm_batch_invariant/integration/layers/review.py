@@ -41,7 +41,10 @@ def check(model: torch.nn.Module) -> None:
     Raises:
         NotCovered: the first such layer.
     """
-    for name in getattr(model, "_tower_model_names", ()):  # vLLM notes there what it builds of a multimodal model
+    towers = getattr(model, "_tower_model_names", ())  # vLLM notes there what it builds of a multimodal model
+    if not towers and encoding.encoded_by(type(model)):
+        encoders.check(next(model.parameters()).device.type)
+    for name in towers:
         if type(model.get_submodule(name)) is patch_points.MISSING_STAGE.get():
             continue
         if not encoding.encoded_by(type(model)):
