@@ -1055,9 +1055,9 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, also with experts, and InternVL 3 and 3.5 in Transformers' form, images "
-        "of Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, on a GPU with 0.33; of Qwen3-VL without "
-        "experts and Gemma 3 also by two workers, which share each layer of the encoder, or images of a step",
+        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3 and 3.5 in Transformers' form, images of "
+        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, a GPU with 0.33; of Gemma 4 on the former; "
+        "Qwen3-VL without experts and Gemma 3 also by two workers, which share each layer of the encoder or the images",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1068,7 +1068,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; of "
-        "Whisper on a CPU with 0.32; by one worker",
+        "Voxtral (Mini, Small) and Whisper on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1125,8 +1125,8 @@ COVERED = (
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
-        "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B) as text: heads of 256 and 512, keys that are the values, inputs of each "
-        "layer, experts: on a CPU with vLLM 0.32, by one worker or two",
+        "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
+        "experts: on a CPU with vLLM 0.32, with images and videos by one worker, as text also by two",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
@@ -1496,22 +1496,23 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3, "
-        "Mistral and Ministral 3",
+        "Other multimodal models, also as text; InternVL, Mistral 3 and Voxtral around other text models than Qwen2, "
+        "Qwen3, Mistral and Ministral 3",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 have been proven to be text models "
         "without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU",
+        "Voxtral and Whisper on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper as text",
+        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper "
+        "as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1539,10 +1540,10 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5 and InternVL, but images of Gemma 3, "
-        "Mistral 3, GLM-4.1V and GLM-4.5V; audio but of Qwen2-Audio, Qwen3-ASR and Whisper",
+        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL and Gemma 4, but images of "
+        "Gemma 3, Mistral 3, GLM-4.1V and GLM-4.5V; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper",
         "nobody has compared what their encoders give",
-        "serve text only, with --language-model-only; GLM-4.1V and GLM-4.5V with a --limit-mm-per-prompt of 0 videos",
+        "serve text only, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, Gemma 4's audio",
         _multimodal_inputs,
     ),
     Feature(
@@ -1576,7 +1577,7 @@ REFUSED = (
         _encoded_elsewhere,
     ),
     Feature(
-        "Images whose tokens see each other, but of Gemma 3; those beside --long-prefill-token-threshold",
+        "Images whose tokens see each other, but of Gemma 3 and 4; those beside --long-prefill-token-threshold",
         "nobody has run them; a step must have an image whole",
         "leave it out, or serve text only, with --language-model-only, on an older vLLM also with "
         """--hf-overrides '{"is_mm_prefix_lm": false}'""",
