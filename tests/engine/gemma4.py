@@ -148,11 +148,18 @@ _OF_TOWER = {
     "position_embedding_size": 256,
     "default_output_length": 70,
 }
+_HEARS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "output_proj_dims": 64,
+    "subsampling_conv_channels": (8, 8),
+}
 SIDE = 48
 """Pixels of the side of what a token stands for."""
 
 
-def seeing(name: str, **tokens: int) -> transformers.PretrainedConfig:
+def seeing(name: str, **tokens: Any) -> transformers.PretrainedConfig:
     """A model that encodes images, whose window is less than the longest of them.
 
     Args:
@@ -163,6 +170,8 @@ def seeing(name: str, **tokens: int) -> transformers.PretrainedConfig:
     sizes = {"vocab_size": 4096} | ({"vocab_size_per_layer_input": 4096} if of_text == "E2B" else _SEES_IMAGES)
     text_config = CONFIGS[of_text] | sizes
     vision: dict[str, Any] = _SEES.get(name, _SEES["31B"]) | _OF_TOWER
+    if name == "E2B":  # as published, which is not asked about sound here
+        tokens |= {"audio_config": _HEARS}
     if kind == "Gemma4Unified":
         del text_config["hidden_size_per_layer_input"]
         vision = {"mm_embed_dim": 160, "mm_posemb_size": 128, "output_proj_dims": 160, "num_soft_tokens": 70}
@@ -177,7 +186,7 @@ def seeing(name: str, **tokens: int) -> transformers.PretrainedConfig:
 def draw(model: torch.nn.Module) -> torch.nn.Module:
     """Weights of a whole model in fp32: rows of images are as large as embeddings of text, and heads see many keys."""
     generator = torch.Generator().manual_seed(0)
-    parts = dict(model.model.named_children())
+    parts = {name: part for name, part in model.model.named_children() if "audio" not in name}
     text = parts.pop("language_model")
     draw_text(text, generator)
     with torch.no_grad():

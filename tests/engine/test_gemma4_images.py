@@ -3,6 +3,7 @@ preemption; and is near what Transformers gives. Tokens of an image see all of i
 that have one, of the larger models.
 """
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ RUNS = images.runs_of(TARGETS, FEW, MANY)
 LIMITS = {
     "max_model_len": 1024, "max_num_seqs": 16, "max_logprobs": -1, "skip_mm_profiling": True, "block_size": 32,
     "dtype": "float32",
-    "limit_mm_per_prompt": '{"image": 4, "video": {"count": 2, "num_frames": 2, "width": 64, "height": 64}}',
+    "limit_mm_per_prompt": json.dumps(
+        {"audio": 0, "image": 4, "video": {"count": 2, "num_frames": 2, "width": 64, "height": 64}}
+    ),
 }  # fmt: skip
 STEP = 600
 """Tokens of a step, and of what is kept of encoders."""

@@ -173,10 +173,27 @@ def problem_of_tower(tower: Any) -> str | None:
     return next((problem for size in sizes if (problem := _of_size(size))), None)
 
 
+def problem_of_attention(layer: Any) -> str | None:
+    """Why a layer of a class of Transformers' is refused: attention that its configuration names is neither vLLM's,
+    which is looked at where it is, nor ours.
+    """
+    chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+    is_known = chosen in (None, "vllm", IN_TRANSFORMERS) or not _is_in_transformers(layer)
+    return None if is_known else f"Transformers' attention is {chosen}"
+
+
 def _of_size(size: int) -> str | None:
     """Why heads of a size are refused."""
     known = ", ".join(map(str, HEAD_SIZES))
     return None if size in HEAD_SIZES else f"encoders have heads of size {known}, and this one of {size}"
+
+
+def towers(model: Any) -> dict[str, Any]:
+    """What a loaded multimodal model encodes with, by its names: what vLLM notes when it builds that, of which it keeps
+    the last alone where a model has one for images and one for audio (Gemma 4), and classes of Transformers'.
+    """
+    noted = {name: model.get_submodule(name) for name in getattr(model, "_tower_model_names", ())}
+    return noted | {name: part for name, part in model.named_children() if _is_in_transformers(part)} if noted else {}
 
 
 def prepare(model: Any) -> None:
@@ -184,8 +201,7 @@ def prepare(model: Any) -> None:
     where they convolve, attend by ours in classes of their own, too, and see what is theirs alone.
     """
     kinds = encoding.encoded_by(type(model))
-    for name in getattr(model, "_tower_model_names", ()) if kinds else ():
-        tower = model.get_submodule(name)
+    for tower in towers(model).values() if kinds else ():
         if _is_in_transformers(tower):
             from transformers import AttentionInterface, AttentionMaskInterface
 
