@@ -20,8 +20,9 @@ from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, Page
 from ..reviews import encoding, patch_points, sources
 from . import convolution
 
-HEAD_SIZES = (64, 72, 80, 128)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and Whisper.
+HEAD_SIZES = (64, 72, 80, 88, 128)
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and
+Whisper.
 """
 IN_TRANSFORMERS = "vllm_batch_invariant"
 """The name of our attention among Transformers' implementations."""

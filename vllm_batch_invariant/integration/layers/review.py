@@ -149,7 +149,7 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
     if other := _other_source(kind):
         return f"its {other} is not the one that was read"
     method = getattr(layer, "quant_method", None)
-    if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention"):
+    if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention", "ChunkedLocalAttention"):
         if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
