@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import gemma4 as of_gemma_4
 from tests.engine import kept_states, multimodal
+from tests.engine import llama4 as of_llama_4
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
 from vllm_batch_invariant.integration.layers import attention, encoders
@@ -37,6 +38,10 @@ OF_GLM |= {4004: "<|begin_of_video|>", 4005: "<|end_of_video|>"}
 OF_GEMMA_4 = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|image>", END: "<image|>"}
 OF_GEMMA_4 |= {4004: "<|audio|>", 4005: "<|audio>", 4006: "<audio|>"}
 """The same of Gemma 4's, with those of audio."""
+PATCH = 4004
+OF_LLAMA_4 = {IMAGE: "<|image|>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|patch|>"}
+OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
+"""The same of Llama 4's."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -78,6 +83,25 @@ def gemma4(name: str) -> transformers.PretrainedConfig:
     """A tower for up to 70 times 3 x 3 patches, whose mean is a token, as the published model has; or none (12B)."""
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
     return of_gemma_4.seeing(name, **tokens, audio_token_id=4004, boa_token_id=4005, eoa_token_index=4006)
+
+
+def llama4() -> transformers.PretrainedConfig:
+    """A tower with two heads of 88 for squares of 4 x 4 patches, of which an image has up to five, one of them all of
+    it; four patches are a token. Layers of the decoder see chunks of 128 tokens but for one, and every second has
+    experts.
+    """
+    vision = {"hidden_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 704}
+    vision |= {"image_size": 56, "patch_size": 14, "vision_output_dim": 192, "projector_input_dim": 192}
+    text = of_llama_4.CONFIG | {"vocab_size": 4096, "attention_chunk_size": 128}
+    return transformers.Llama4Config(
+        architectures=["Llama4ForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision | {"projector_output_dim": 192},
+        image_token_index=PATCH,
+        boi_token_index=START,
+        eoi_token_index=END,
+        tie_word_embeddings=False,
+    )
 
 
 def mistral3(text: dict[str, Any] = {"model_type": "mistral"}) -> transformers.PretrainedConfig:  # noqa: B006
@@ -189,15 +213,16 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
                 weight.mul_(4)
             if name.endswith(("position_embeddings", "cls_token")):
                 torch.nn.init.normal_(weight)
+            if config.model_type == "llama4" and "vision_model" in name and weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
             if name.endswith(("lambda_1", "lambda_2")):
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
     of_gemma = config.model_type in ("gemma4", "gemma4_unified")
     if of_gemma:
         made = of_gemma_4.draw(made.float()).to(dtype)
     made.save_pretrained(folder)
-    special = SPECIAL | {"gemma3": OF_GEMMA, "internvl": OF_INTERNVL, "glm4v": OF_GLM, "glm4v_moe": OF_GLM}.get(
-        config.model_type, OF_GEMMA_4 if of_gemma else {}
-    )
+    named_by = {"gemma3": OF_GEMMA, "internvl": OF_INTERNVL, "glm4v": OF_GLM, "glm4v_moe": OF_GLM, "llama4": OF_LLAMA_4}
+    special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
     named = {"image_token": special[IMAGE], "boi_token": special[START], "eoi_token": special[END]}
     if config.model_type == "internvl":
@@ -233,6 +258,14 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         processor = {"processor_class": f"Gemma4{kind}Processor", "image_seq_length": 70} | parts
         (folder / "processor_config.json").write_text(json.dumps(processor))
         return made
+    if config.model_type == "llama4":
+        side = config.vision_config.image_size
+        image = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": side, "width": side}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(image | {"max_patches": 4}))
+        processor = {"processor_class": "Llama4Processor", "patch_size": patch}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        (folder / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+        return type(made).from_pretrained(folder, dtype=dtype)  # its complex angles were cast to real ones
     if config.model_type == "internvl":
         image = {"image_processor_type": "GotOcr2ImageProcessor"} | squares(config)
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
