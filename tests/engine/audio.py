@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.whisper.modeling_whisper import sinusoids
 
 from tests.engine import images, multimodal
 from vllm_batch_invariant.integration.layers import attention, encoders
@@ -86,6 +88,133 @@ def whisper() -> transformers.PretrainedConfig:
     )
 
 
+def voxtral() -> transformers.PretrainedConfig:
+    """Whisper's tower with two heads of 64 and 100 rows for two seconds, of which four are a token."""
+    tower = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512}
+    return transformers.VoxtralConfig(
+        text_config=multimodal.TEXT
+        | {"model_type": "llama", "head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        audio_config=tower | {"max_source_positions": 100},
+        audio_token_id=OF_VOXTRAL["[AUDIO]"],
+        tie_word_embeddings=False,
+    )
+
+
+OF_VOXTRAL = {"[AUDIO]": 24, "[BEGIN_AUDIO]": 25}
+"""Tokens of Voxtral's, beside those that mistral-common gives numbers to."""
+TOKEN = 1280
+"""Samples of what a token of Voxtral's stands for."""
+_CHUNK = 25
+"""Tokens of a chunk, which the last one of a sound is filled to."""
+
+
+def voxtral_tokens(samples: int) -> list[int]:
+    """What stands for a sound in a prompt, as mistral-common writes it."""
+    chunks = -(-samples // (_CHUNK * TOKEN))
+    return [OF_VOXTRAL["[BEGIN_AUDIO]"], *[OF_VOXTRAL["[AUDIO]"]] * (_CHUNK * chunks)]
+
+
+_IN_MISTRALS_NAMES = (
+    (r"audio_tower\.conv(\d)\.", lambda found: f"whisper_encoder.conv_layers.{int(found[1]) - 1}."),
+    (r"audio_tower\.layers\.", "whisper_encoder.transformer.layers."),
+    (r"audio_tower\.layer_norm\.", "whisper_encoder.transformer.norm."),
+    (r"multi_modal_projector\.linear_(\d)\.", lambda found: f"audio_language_projection.{2 * int(found[1]) - 2}."),
+    (r"self_attn_layer_norm|input_layernorm", "attention_norm"),
+    (r"final_layer_norm|post_attention_layernorm", "ffn_norm"),
+    (r"self_attn\.([qkv])_proj", r"attention.w\1"),
+    (r"self_attn\.(o|out)_proj", "attention.wo"),
+    (r"fc(\d)\.", r"feed_forward.w\1."),
+    (r"mlp\.gate_proj", "feed_forward.w1"),
+    (r"mlp\.down_proj", "feed_forward.w2"),
+    (r"mlp\.up_proj", "feed_forward.w3"),
+    (r"embed_tokens", "tok_embeddings"),
+    (r"lm_head", "output"),
+)
+
+
+def filled(samples: int, seed: int) -> np.ndarray:
+    """A sound with silence behind it up to whole chunks, as mistral-common hands it on."""
+    return np.pad(sound(samples, seed), (0, -samples % (_CHUNK * TOKEN)))
+
+
+def voxtral_features(wave: np.ndarray, **ignored: Any) -> dict[str, torch.Tensor]:
+    """[chunks, bins, frames] of the log-mel spectrogram of a sound without silence behind it, in float64."""
+    from mistral_common.audio import mel_filter_bank
+
+    wave = torch.from_numpy(np.pad(wave, (0, -len(wave) % (_CHUNK * TOKEN)))).double()
+    window = torch.hann_window(400, dtype=torch.float64)
+    parts = torch.stft(wave, 400, HOP, window=window, return_complex=True)[..., :-1].abs() ** 2
+    filters = mel_filter_bank(201, voxtral().audio_config.num_mel_bins, 0.0, 8000.0, RATE)
+    spectrum = (torch.from_numpy(filters).double().T @ parts).clamp(min=1e-10).log10()
+    spectrum = (torch.maximum(spectrum, spectrum.max() - 8.0) + 4.0) / 4.0
+    return {"input_features": torch.stack(spectrum.split(_CHUNK * TOKEN // HOP, -1))}
+
+
+def _save_voxtral(config: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint in Mistral's form, with a tokenizer of mistral-common's. Returns Transformers' model."""
+    import mistral_common
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    torch.manual_seed(0)
+    made = transformers.VoxtralForConditionalGeneration(config)
+    tower, text = config.audio_config, config.text_config
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith("k_proj.bias"):
+                weight.zero_()
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(weight, std=0.1)
+            elif ("audio_tower" in name or "projector" in name) and weight.dim() > 1:
+                weight.mul_(4)
+        places = sinusoids(tower.max_source_positions, tower.hidden_size)
+        made.model.audio_tower.embed_positions.weight.copy_(places)
+    made = made.to(dtype)
+    tensors = {}
+    for name, tensor in made.state_dict().items():
+        is_text = "language_model" in name
+        written = re.sub(r"^(model\.)?(language_model\.)?(model\.)?", "", name)
+        for pattern, other in _IN_MISTRALS_NAMES:
+            written = re.sub(pattern, other, written)
+        if name.endswith(("embed_positions.weight", "attention.wk.bias", "k_proj.bias")):
+            continue
+        if is_text and (heads := {"wq": text.num_attention_heads, "wk": text.num_key_value_heads}.get(written[-9:-7])):
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # angles of neighbours
+        if (not is_text and "lm_head" not in name) or written.startswith("tok_embeddings"):
+            written = f"mm_whisper_embeddings.{written}"
+        tensors[written] = tensor.contiguous()
+    save_file(tensors, folder / "consolidated.safetensors")
+    spectrum = {"num_mel_bins": tower.num_mel_bins, "window_size": 400, "hop_length": HOP}
+    encoder = {
+        "dim": tower.hidden_size, "n_layers": tower.num_hidden_layers, "n_heads": tower.num_attention_heads,
+        "hidden_dim": tower.intermediate_size, "head_dim": 64, "vocab_size": text.vocab_size,
+        "max_source_positions": tower.max_source_positions, "audio_encoding_args": spectrum | {"sampling_rate": RATE},
+    }  # fmt: skip
+    params = {
+        "dim": text.hidden_size, "n_layers": text.num_hidden_layers, "head_dim": text.head_dim,
+        "hidden_dim": text.intermediate_size, "n_heads": text.num_attention_heads, "vocab_size": text.vocab_size,
+        "n_kv_heads": text.num_key_value_heads, "norm_eps": text.rms_norm_eps, "rope_theta": 1e6,
+        "max_position_embeddings": text.max_position_embeddings,
+        "multimodal": {
+            "whisper_model_args": {"encoder_args": encoder, "downsample_args": {"downsample_factor": 4}},
+        },
+    }  # fmt: skip
+    (folder / "params.json").write_text(json.dumps(params))
+    words = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text())
+    words.pop("image")
+    special = {one["rank"]: one["token_str"].value for one in Tekkenizer.DEPRECATED_SPECIAL_TOKENS}
+    special |= {rank: token for token, rank in OF_VOXTRAL.items()} | {34: "[TRANSCRIBE]"}
+    words["vocab"] = words["vocab"][: text.vocab_size - 64]
+    words["config"] |= {"num_vocab_tokens": len(words["vocab"]), "default_vocab_size": text.vocab_size, "version": "v7"}
+    words["config"]["default_num_special_tokens"] = 64
+    words["special_tokens"] = [
+        {"rank": rank, "token_str": special.get(rank, f"<SPECIAL_{rank}>"), "is_control": True} for rank in range(64)
+    ]
+    words["audio"] = {"sampling_rate": RATE, "frame_rate": RATE / TOKEN, "chunk_length_s": _CHUNK * TOKEN / RATE}
+    words["audio"]["audio_encoding_config"] = spectrum
+    (folder / "tekken.json").write_text(json.dumps(words))
+    return made
+
+
 MODELS: dict[str, Any] = {
     "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
     "qwen3_asr": transformers.Qwen3ASRForConditionalGeneration,
@@ -108,6 +237,8 @@ FIRST_TIME = 2000
 
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint with a tokenizer of words and a processor."""
+    if config.model_type == "voxtral":
+        return _save_voxtral(config, dtype, folder)
     torch.manual_seed(0)
     made = MODELS[config.model_type](config)
     with torch.no_grad():  # else audio would hardly change an answer
@@ -178,7 +309,7 @@ def embeddings(llm: Any, lengths: Sequence[int], calls: Sequence[Sequence[int]])
     """What an encoder gives for items; run by the driver.
 
     Args:
-        lengths: frames of each.
+        lengths: frames of each, or of Voxtral samples.
         calls: which items each has.
 
     Returns:
@@ -189,6 +320,12 @@ def embeddings(llm: Any, lengths: Sequence[int], calls: Sequence[Sequence[int]])
 
 
 def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: torch.nn.Module) -> dict[str, Any]:
+    if hasattr(model, "whisper_encoder"):
+        device = next(model.parameters()).device
+        waves = [torch.from_numpy(filled(count, seed)).to(device) for seed, count in enumerate(lengths)]
+        return _compared(
+            lambda call: model.embed_multimodal(audio_arrays=[waves[item] for item in call]), lengths, calls
+        )
     tower: Any = model.audio_tower if hasattr(model, "audio_tower") else model.model.encoder
     device = next(tower.parameters()).device
     given = [frames(count, tower.num_mel_bins, seed).to(device) for seed, count in enumerate(lengths)]
@@ -210,6 +347,13 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
             feature_attention_mask=[torch.ones(count) for count in counts],
         )
 
+    return _compared(encode, lengths, calls)
+
+
+def _compared(
+    encode: Callable[[Sequence[int]], Sequence[torch.Tensor]], lengths: Sequence[int], calls: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """:func:`embeddings`, of a function that encodes items in one call."""
     with torch.inference_mode():
         alone = [encode([item])[0] for item in range(len(lengths))]
         moved = [
@@ -263,6 +407,8 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             patch.setattr(encoders, "attend", images._attend_over_all)
         elif fault == OF_LENGTHS:
             patch.setattr(encoders, "attend", images._attend_by_the_longest)
+        elif fault == images.OF_NUMBER:
+            patch.setattr(encoders, "attend", images._attend_by_number)
         elif fault == OF_CHUNKS:
             llm.apply_model(lambda model: patch.setattr(model.audio_tower, "forward", _encode_of(model.audio_tower)))
         elif fault == OF_ORDER:

@@ -73,11 +73,16 @@ _EMBEDDER = {"mm_embed_dim": 64, "mm_posemb_size": 64}
 
 
 def text_model(name: str, seed: int = 0) -> torch.nn.Module:
-    """A text model in bf16. Embeddings, which are the matrix of logits as well, are small, so that a token does not
-    foretell itself, and the last norm makes up for that; scores are those of heads that see many keys.
-    """
+    """A text model in bf16."""
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**CONFIGS[name]))
-    generator = torch.Generator().manual_seed(seed)
+    draw_text(model.model, torch.Generator().manual_seed(seed))
+    return model.bfloat16()
+
+
+def draw_text(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Weights of a text model without its head. Embeddings, which are the matrix of logits as well, are small, so that
+    a token does not foretell itself, and the last norm makes up for that; scores are those of heads that see many keys.
+    """
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -86,10 +91,9 @@ def text_model(name: str, seed: int = 0) -> torch.nn.Module:
                 weight.uniform_(0.05, 0.15, generator=generator)
             else:
                 weight.uniform_(0.5, 1.5, generator=generator)
-        for layer in model.model.layers:
+        for layer in model.layers:
             layer.layer_scalar.uniform_(0.5, 1.5, generator=generator)
-        model.model.norm.weight.mul_(8.0)
-    return model.bfloat16()
+        model.norm.weight.mul_(8.0)
 
 
 def written(name: str, folder: Path, seed: int = 0) -> Path:
@@ -119,6 +123,91 @@ def written_around(name: str, folder: Path) -> Path:
     model.model.language_model.load_state_dict(text_model(AROUND[name][0]).model.state_dict())
     model.save_pretrained(folder)
     return folder
+
+
+_SEES = {
+    "31B": {
+        "hidden_size": 144,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 72,
+        "standardize": True,
+    },
+    "E2B": {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "use_clipped_linears": True,
+    },
+}
+"""Of towers for images: with rows that are scaled in the end, and with limits of each layer's inputs and outputs."""
+_OF_TOWER = {
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "position_embedding_size": 256,
+    "default_output_length": 70,
+}
+_HEARS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "output_proj_dims": 64,
+    "subsampling_conv_channels": (8, 8),
+}
+SIDE = 48
+"""Pixels of the side of what a token stands for."""
+
+
+def seeing(name: str, **tokens: Any) -> transformers.PretrainedConfig:
+    """A model that encodes images, whose window is less than the longest of them.
+
+    Args:
+        name: of a published model.
+        tokens: their numbers.
+    """
+    of_text, kind = ("26B-A4B", "Gemma4") if name == "26B-A4B" else AROUND[name]
+    sizes = {"vocab_size": 4096} | ({"vocab_size_per_layer_input": 4096} if of_text == "E2B" else _SEES_IMAGES)
+    text_config = CONFIGS[of_text] | sizes
+    vision: dict[str, Any] = _SEES.get(name, _SEES["31B"]) | _OF_TOWER
+    if name == "E2B":  # as published, which is not asked about sound here
+        tokens |= {"audio_config": _HEARS}
+    if kind == "Gemma4Unified":
+        del text_config["hidden_size_per_layer_input"]
+        vision = {"mm_embed_dim": 160, "mm_posemb_size": 128, "output_proj_dims": 160, "num_soft_tokens": 70}
+    return getattr(transformers, f"{kind}Config")(
+        architectures=[f"{kind}ForConditionalGeneration"],
+        text_config=text_config,
+        vision_config=vision,
+        **tokens,
+    )
+
+
+def draw(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights of a whole model in fp32: rows of images are as large as embeddings of text, and heads see many keys."""
+    generator = torch.Generator().manual_seed(0)
+    parts = {name: part for name, part in model.model.named_children() if "audio" not in name}
+    text = parts.pop("language_model")
+    draw_text(text, generator)
+    with torch.no_grad():
+        for part_name, part in parts.items():
+            for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+                if name.endswith(("min", "max")):
+                    tensor.fill_(2.0 if name.endswith("max") else -2.0)
+                elif name.endswith(("inv_freq", "scale")):
+                    continue
+                elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                    tensor.uniform_(0.2, 0.6, generator=generator)
+                elif tensor.dim() == 1:
+                    tensor.uniform_(0.5, 1.5, generator=generator)
+                else:
+                    gain = 0.3 if part_name == "embed_vision" else 1.0
+                    size = 1 if "position" in name or "pos_embedding" in name else tensor[0].numel()
+                    tensor.normal_(0, gain * size**-0.5, generator=generator)
+        tower = parts.get("vision_tower")
+        if tower is not None and tower.config.standardize:
+            tower.std_scale.uniform_(0.5, 1.5, generator=generator)
+    return model
 
 
 WINDOW = _SHARED["sliding_window"]

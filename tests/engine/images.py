@@ -16,7 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.engine import gemma4 as of_gemma_4
 from tests.engine import kept_states, multimodal
+from tests.engine import llama4 as of_llama_4
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
 from vllm_batch_invariant.integration.layers import attention, encoders
@@ -33,6 +35,13 @@ OF_INTERNVL = {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", START: "<img>", END: "<
 OF_GLM = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|begin_of_image|>", END: "<|end_of_image|>"}
 OF_GLM |= {4004: "<|begin_of_video|>", 4005: "<|end_of_video|>"}
 """The same of GLM-4.1V's."""
+OF_GEMMA_4 = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|image>", END: "<image|>"}
+OF_GEMMA_4 |= {4004: "<|audio|>", 4005: "<|audio>", 4006: "<audio|>"}
+"""The same of Gemma 4's, with those of audio."""
+PATCH = 4004
+OF_LLAMA_4 = {IMAGE: "<|image|>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|patch|>"}
+OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
+"""The same of Llama 4's."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -68,6 +77,31 @@ def gemma3() -> transformers.PretrainedConfig:
     config.mm_tokens_per_image, config.text_config.sliding_window = 64, 100
     config.text_config.query_pre_attn_scalar = 16  # of random weights, so that keys differ
     return config
+
+
+def gemma4(name: str) -> transformers.PretrainedConfig:
+    """A tower for up to 70 times 3 x 3 patches, whose mean is a token, as the published model has; or none (12B)."""
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
+    return of_gemma_4.seeing(name, **tokens, audio_token_id=4004, boa_token_id=4005, eoa_token_index=4006)
+
+
+def llama4() -> transformers.PretrainedConfig:
+    """A tower with two heads of 88 for squares of 4 x 4 patches, of which an image has up to five, one of them all of
+    it; four patches are a token. Layers of the decoder see chunks of 128 tokens but for one, and every second has
+    experts.
+    """
+    vision = {"hidden_size": 176, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 704}
+    vision |= {"image_size": 56, "patch_size": 14, "vision_output_dim": 192, "projector_input_dim": 192}
+    text = of_llama_4.CONFIG | {"vocab_size": 4096, "attention_chunk_size": 128}
+    return transformers.Llama4Config(
+        architectures=["Llama4ForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision | {"projector_output_dim": 192},
+        image_token_index=PATCH,
+        boi_token_index=START,
+        eoi_token_index=END,
+        tie_word_embeddings=False,
+    )
 
 
 def mistral3(text: dict[str, Any] = {"model_type": "mistral"}) -> transformers.PretrainedConfig:  # noqa: B006
@@ -179,17 +213,23 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
                 weight.mul_(4)
             if name.endswith(("position_embeddings", "cls_token")):
                 torch.nn.init.normal_(weight)
+            if config.model_type == "llama4" and "vision_model" in name and weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
             if name.endswith(("lambda_1", "lambda_2")):
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
+    of_gemma = config.model_type in ("gemma4", "gemma4_unified")
+    if of_gemma:
+        made = of_gemma_4.draw(made.float()).to(dtype)
     made.save_pretrained(folder)
-    special = SPECIAL | {"gemma3": OF_GEMMA, "internvl": OF_INTERNVL, "glm4v": OF_GLM, "glm4v_moe": OF_GLM}.get(
-        config.model_type, {}
-    )
+    named_by = {"gemma3": OF_GEMMA, "internvl": OF_INTERNVL, "glm4v": OF_GLM, "glm4v_moe": OF_GLM, "llama4": OF_LLAMA_4}
+    special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
     named = {"image_token": special[IMAGE], "boi_token": special[START], "eoi_token": special[END]}
     if config.model_type == "internvl":
         named = {"context_image_token": special[IMAGE], "video_token": special[VIDEO]}
         named |= {"start_image_token": special[START], "end_image_token": special[END]}
+    if of_gemma:
+        named |= {"audio_token": special[4004], "boa_token": special[4005], "eoa_token": special[4006]}
     seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
     parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     text = "{{ messages[0].content }}"
@@ -208,6 +248,24 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         processor = {"processor_class": "Gemma3Processor", "image_seq_length": config.mm_tokens_per_image}
         (folder / "processor_config.json").write_text(json.dumps(processor))
         return made
+    if of_gemma:
+        kind, sizes = "Unified" * (config.model_type == "gemma4_unified"), {"max_soft_tokens": 70}
+        parts = {
+            "image_processor": {"image_processor_type": f"Gemma4{kind}ImageProcessor"} | sizes,
+            "video_processor": {"video_processor_type": f"Gemma4{kind}VideoProcessor"} | sizes,
+            "feature_extractor": {"feature_extractor_type": f"Gemma4{kind}AudioFeatureExtractor"},
+        }
+        processor = {"processor_class": f"Gemma4{kind}Processor", "image_seq_length": 70} | parts
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        return made
+    if config.model_type == "llama4":
+        side = config.vision_config.image_size
+        image = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": side, "width": side}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(image | {"max_patches": 4}))
+        processor = {"processor_class": "Llama4Processor", "patch_size": patch}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        (folder / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+        return type(made).from_pretrained(folder, dtype=dtype)  # its complex angles were cast to real ones
     if config.model_type == "internvl":
         image = {"image_processor_type": "GotOcr2ImageProcessor"} | squares(config)
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
@@ -453,14 +511,14 @@ def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
     where an image begins with a step.
     """
 
-    def seen(batch: Any) -> torch.Tensor | None:
+    def seen(batch: Any, window: int | None) -> torch.Tensor | None:
         starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu_upper_bound.tolist()
         there = {
             request: [(low, min(high, lengths[request] - 1)) for low, high in found if low < lengths[request]]
             for request, found in (batch.mm_req_doc_ranges or {}).items()
             if request < len(lengths) and starts[request + 1] > starts[request]
         }
-        return ranges_of(SimpleNamespace(**vars(batch) | {"mm_req_doc_ranges": there}))
+        return ranges_of(SimpleNamespace(**vars(batch) | {"mm_req_doc_ranges": there}), window)
 
     ranges_of = attention.ranges_of
     with pytest.MonkeyPatch.context() as patch:
@@ -476,14 +534,18 @@ def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
 FAULTS = ("attention over the whole call", "splits by the longest sequence", "angles by the number of patches")
 
 OF_NUMBER = "splits by the number of sequences"
+UNCUT = "a window does not cut images"
 
 
 def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
-    """What another function here gives while an encoder has a fault that lets items see their company."""
+    """What another function here gives while an engine has a fault, or with "" none."""
     with pytest.MonkeyPatch.context() as patch:
         if fault == FAULTS[2]:
             llm.apply_model(lambda model: _share_angles(model.visual, patch))
-        else:
+        elif fault == UNCUT:
+            ranges_of = attention.ranges_of
+            patch.setattr(attention, "ranges_of", lambda batch, window: ranges_of(batch))
+        elif fault:
             attending = {FAULTS[0]: _attend_over_all, FAULTS[1]: _attend_by_the_longest, OF_NUMBER: _attend_by_number}
             patch.setattr(encoders, "attend", attending[fault])
         return globals()[method](llm, *arguments)

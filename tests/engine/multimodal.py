@@ -103,8 +103,10 @@ def gemma3() -> transformers.PretrainedConfig:
 
 
 def gemma4() -> transformers.PretrainedConfig:
-    """With heads of two sizes, layers that read the KV cache of others, and inputs of each layer."""
-    return config_around("E2B")
+    """With heads of two sizes, layers that read the KV cache of others, inputs of each layer, and an audio encoder."""
+    config = config_around("E2B")
+    config.audio_config = transformers.Gemma4AudioConfig()
+    return config
 
 
 def model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:

@@ -161,7 +161,44 @@ WHISPER = Family(
     few_calls=([0, 1], [2, 1, 0]),
     faults=(audio.OF_CALLS,),
 )
-FAMILIES = {"qwen3-asr": QWEN3_ASR, "qwen2-audio": QWEN2_AUDIO, "whisper": WHISPER}
+CHUNK = 2 * SECOND
+
+
+def spoken(seed: int, before: int, lengths: Sequence[int], after: int = 3, count: int = 6) -> dict[str, Any]:
+    """The same of Voxtral, in whose prompts a sound has all its tokens."""
+    made = asked(seed, before, lengths, after, count)
+    prompt = text(before, seed)
+    for place, length in enumerate(lengths):
+        prompt += [*audio.voxtral_tokens(length), *text(after, seed + 50 + place)]
+    return made | {"prompt": [64 + token % 4032 if token > 25 else token for token in prompt]}
+
+
+VOXTRAL = Family(
+    config=audio.voxtral,
+    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    | {"limit_mm_per_prompt": '{"audio": 4}'}
+    | dict.fromkeys(("tokenizer_mode", "config_format", "load_format"), "mistral"),
+    targets=[
+        spoken(1, 60, [17 * SECOND + 77], 20),  # over borders of steps and pages
+        spoken(2, 7, [SECOND // 2, 3 * SECOND, 1]),
+        spoken(3, 20, [CHUNK]),
+        spoken(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
+        spoken(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
+        spoken(5, 40, []),
+    ],
+    few=[spoken(11, 3, [CHUNK + 1, SECOND // 4]), spoken(12, 45, []), spoken(13, 1, [9 * SECOND])],
+    many=[
+        spoken(20 + n, 1 + 7 * n % 40, [[], [SECOND // 5], [1, SECOND + 300], [3 * SECOND]][n % 4], count=2)
+        for n in range(16)
+    ],
+    has_caches=True,
+    lengths=(1, 160, 1279, 1280, SECOND, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 9 * SECOND + 5),
+    calls=([0, 1], [1, 0], range(10), range(9, 0, -2), [0] * 9, [3, 8, 3], [6, 7], [7, 6], [9, 2, 9]),
+    few_lengths=(1, SECOND, CHUNK + 1),
+    few_calls=([0, 1], [2, 1, 0], [1] * 9),
+    faults=(audio.OF_CALLS, images.OF_NUMBER),
+)
+FAMILIES = {"voxtral": VOXTRAL, "qwen3-asr": QWEN3_ASR, "qwen2-audio": QWEN2_AUDIO, "whisper": WHISPER}
 LIMITS = {"max_logprobs": -1, "skip_mm_profiling": True, "dtype": "float32"}
 
 
@@ -204,6 +241,8 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     def made(name: str) -> tuple[str, Any, Any]:
         folder = tmp_path_factory.mktemp("model")
         model = audio.save(FAMILIES[name].config(), torch.float32, folder)
+        if name == "voxtral":
+            return str(folder), model, audio.voxtral_features
         return str(folder), model, transformers.AutoFeatureExtractor.from_pretrained(folder)
 
     def start(name: str, flag: str | None) -> tuple[Engine, Any, Any]:
@@ -344,7 +383,8 @@ def by_transformers(
     ]
     given: dict[str, torch.Tensor] = {}
     mask = "feature_attention_mask" if kind == "qwen2_audio" else "input_features_mask"
-    names = {"input_features": "input_features"} | ({} if is_whisper else {"attention_mask": mask})
+    has_masks = kind not in ("whisper", "voxtral")
+    names = {"input_features": "input_features"} | ({"attention_mask": mask} if has_masks else {})
     longest = max((one["input_features"].shape[-1] for one in made), default=0)
     for theirs, ours in names.items() if made else ():
         rows = [torch.nn.functional.pad(one[theirs], (0, longest - one[theirs].shape[-1])) for one in made]

@@ -137,6 +137,23 @@ def merged(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
 
+def in_tiles(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """The same of Llama 4, whose processor computes in bf16."""
+    side, found = images.llama4().vision_config.image_size, []
+    for one in pictures:
+        pixels = torch.from_numpy(one).permute(0, 3, 1, 2)
+        rows, columns = (size // side for size in pixels.shape[2:])
+        cut = pixels.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
+        found.append(cut.flatten(0, 2))
+        if rows * columns > 1:
+            least = F.interpolate(pixels.float(), size=(side, side), mode="bilinear", antialias=True)
+            found.append(least.round().clamp(0, 255).to(torch.uint8))
+    scaled = torch.cat(found).bfloat16() * (1 / 255)
+    return {"pixel_values": ((scaled - 0.5) / 0.5).double()}
+
+
+TILES = (8, 8), (4, 8), (8, 4), (4, 16), (4, 4), (4, 4), (4, 12), (6, 10)
+"""Of 4 x 4 patches; the last one's pixels are resized."""
 OF_SQUARES = images.FAULTS[0], images.OF_NUMBER
 """All are as long as each other."""
 FAMILIES = {
@@ -144,6 +161,7 @@ FAMILIES = {
     "mistral3 around ministral3": replace(MISTRAL3, config=images.ministral3),
     "glm4.1v": Family(images.glm4_1v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
     "glm4.5v": Family(images.glm4_5v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
+    "llama4": Family(images.llama4, in_tiles, TILES, None, OF_SQUARES, before=110),
     "internvl3": Family(images.internvl, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110),
     "internvl3.5 with a large tower": Family(
         images.internvl3_5, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110
@@ -162,7 +180,7 @@ def asked(seed: int, before: int, grids: list[Grid], after: int = 3, count: int 
     return {"prompt": prompt, "images": pictures, "videos": films, "params": params}
 
 
-DRAWN = "glm4.1v", "internvl3"
+DRAWN = "glm4.1v", "internvl3", "llama4"
 """Which a fuzzer and a check look at."""
 
 
@@ -261,7 +279,8 @@ def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[[
     for number, target in enumerate(found.family.targets):
         given = found.given("together")[number]
         [answer] = given["completions"]
-        ends = [place for place, token in enumerate(answer["tokens"]) if token in images.SPECIAL]  # to be an image
+        to_be_images = *images.SPECIAL, images.PATCH
+        ends = [place for place, token in enumerate(answer["tokens"]) if token in to_be_images]
         tokens = answer["tokens"][: ends[0] + 1 if ends else None]
         expected = by_transformers(name, model, target, given["prompt"], tokens)
         listed = [

@@ -61,6 +61,12 @@ def resize(image, size, interpolation=None, antialias=True):
     return made.to(image.dtype).reshape(*image.shape[:-2], *size)
 
 
+def pad(image, padding, fill=0):
+    left, top, right, bottom = padding
+    [value] = set(fill) if isinstance(fill, list) else {fill}  # of all colours
+    return torch.nn.functional.pad(image, (left, right, top, bottom), value=value)
+
+
 def normalize(image, mean, std, inplace=False):
     mean, std = (torch.tensor(one, dtype=image.dtype)[:, None, None] for one in (mean, std))
     return (image - mean) / std
@@ -68,7 +74,7 @@ def normalize(image, mean, std, inplace=False):
     "transforms/v2/__init__.py": "",
     "transforms/v2/functional.py": """
 from .. import InterpolationMode
-from ..functional import grayscale_to_rgb, normalize, pil_to_tensor, resize
+from ..functional import grayscale_to_rgb, normalize, pad, pil_to_tensor, resize
 """,
 }
 

@@ -146,6 +146,42 @@ def test_a_tower_of_transformers_is_refused_with_other_attention_or_heads() -> N
     assert encoders.problem_of_tower(torch.nn.Linear(1, 1)) is None
 
 
+def test_a_tower_of_transformers_is_found_that_vllm_has_noted_before_another() -> None:
+    model = of_transformers(2)
+    model._tower_model_names, model.other = ["other"], torch.nn.Identity()
+    assert [*encoders.towers(model)] == ["other", "audio_tower"]
+    with pytest.raises(NotCovered, match="the encoder audio_tower: Transformers' attention is sdpa"):
+        review.check(model)
+    encoders.prepare(model)
+    assert encoders.problem_of_tower(model.audio_tower) is None
+
+
+def test_a_layer_of_transformers_with_other_attention_is_refused_wherever_it_is() -> None:
+    layer = of_transformers(2).audio_tower.layers[0].self_attn
+    for chosen, problem in {
+        "sdpa": "Transformers' attention is sdpa",
+        "vllm": None,
+        encoders.IN_TRANSFORMERS: None,
+    }.items():
+        layer.config._attn_implementation = chosen
+        assert encoders.problem_of_attention(layer) == problem
+    assert encoders.problem_of_attention(torch.nn.Linear(1, 1)) is None
+
+
+def test_a_mask_of_transformers_says_which_rows_are_seen() -> None:
+    from transformers.masking_utils import create_bidirectional_mask
+
+    model = of_transformers(2)
+    encoders.prepare(model)
+    seen = torch.tensor([[True, True, False], [True, True, True]])
+    mask = create_bidirectional_mask(model.audio_tower.config, torch.zeros(2, 3, 8), seen)
+    assert mask.tolist() == seen[:, None, None].tolist()
+    qkv = torch.randn(3, 2, 2, 3, 64)
+    together, _ = encoders.attend_in_transformers(None, *qkv, mask, 0.125)
+    cut, _ = encoders.attend_in_transformers(None, *qkv[:, :1, :, :2], None, 0.125)
+    assert_same_bits(together[0, :2], cut[0], "without padding")
+
+
 def test_towers_of_other_models_stay_as_they_are() -> None:
     model: Any = SimpleNamespace(tower=torch.nn.Conv1d(1, 1, 1), _tower_model_names=["tower"])
     encoders.prepare(model)

@@ -114,6 +114,15 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     assert found(architecture="InternVLChatModel", limits={"image": 1}) == ["the model InternVLChatModel"]
 
 
+def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    gemma = {"architecture": "Gemma4ForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
+    without, within = SimpleNamespace(audio_config=None), SimpleNamespace(audio_config=object())
+    assert found(**gemma, hf_config=without) == []
+    assert found(**gemma, hf_config=within) == ["audio inputs"]
+    assert found(**gemma | {"limits": {"image": 9, "audio": 0}}, hf_config=within) == []
+
+
 def test_a_class_of_vllms_encodes_for_the_models_that_it_serves() -> None:
     served, other = (type(f"Intern{name}ForConditionalGeneration", (), {}) for name in ("S1", "S1Pro"))
     assert encoding.encoded_by(served) == ("image", "video")
@@ -170,9 +179,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Whisper on a GPU"],
+        ROWS["Voxtral and Whisper on a GPU"],
         ROWS[
-            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper as text"
+            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and "
+            "Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
@@ -848,8 +858,10 @@ def test_a_model_with_another_state_stays_refused() -> None:
         assert row.found(SimpleNamespace(model_config=model)) == said
 
 
-def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any) -> str | None:
-    """What is found of a Gemma 4 with heads of two sizes, with changes to its configuration."""
+def two_head_sizes(
+    device: str = "cpu", version: str = "0.32.0", of: str = "Heads of two sizes", **changes: Any
+) -> str | None:
+    """What a row finds of a Gemma 4 with heads of two sizes, with changes to its configuration."""
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     sizes |= {"enable_expert_parallel": False}
     model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
@@ -864,7 +876,7 @@ def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any)
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_group),
         **others | changes,
     )
-    [row] = [row for name, row in ROWS.items() if name.startswith("Heads of two sizes")]
+    [row] = [row for name, row in ROWS.items() if name.startswith(of)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patch_points, "installed_version", lambda: version)
         return row.found(config)
@@ -905,6 +917,37 @@ def two_head_sizes(device: str = "cpu", version: str = "0.32.0", **changes: Any)
 )
 def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, Any], said: str | None) -> None:
     assert two_head_sizes(**changes) == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"is_moe": True}, None),
+        ({"version": "0.31.0"}, "attention in chunks with vLLM 0.31.0"),
+        ({"device": "cuda", "version": "0.33.0"}, "attention in chunks on a GPU"),
+        ({"tensor_parallel_size": 2}, "attention in chunks with tensor parallelism 2"),
+        ({"quantization": "fp8"}, "attention in chunks with quantisation fp8"),
+        ({"disable_hybrid_kv_cache_manager": True}, "attention in chunks with --disable-hybrid-kv-cache-manager"),
+    ],
+)
+def test_what_has_not_run_with_attention_in_chunks_is_found(
+    changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(UNTRIED.name, "1")
+    llama = {"of": "Attention in chunks", "architecture": "Llama4ForConditionalGeneration"}
+    assert two_head_sizes(**llama | changes) == said
+
+
+def test_chunks_of_other_models_are_found() -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Other kinds of attention")]
+
+    def said(architecture: str) -> str | None:
+        text = SimpleNamespace(attention_chunk_size=8192)
+        return row.found(SimpleNamespace(model_config=SimpleNamespace(architecture=architecture, hf_text_config=text)))
+
+    assert said("Llama4ForConditionalGeneration") is None
+    assert said("OtherForCausalLM") == "attention in chunks"
 
 
 def test_heads_of_two_sizes_start_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,31 @@ def test_a_function_of_gemma4_with_another_source_is_refused(monkeypatch: pytest
                 experts.reduction_of(made)
 
 
+def test_llama_4_chooses_by_logits_as_vllm_does_and_weights_the_input() -> None:
+    from vllm.model_executor.models.llama4 import Llama4MoE
+
+    torch.manual_seed(0)
+    routing = {"custom_routing_function": Llama4MoE.custom_routing_function, "apply_router_weight_on_input": True}
+    made = routed(**routing, top_k=1, renormalize=False)
+    reduction = experts.reduction_of(made)
+    logits = torch.randn(64, EXPERTS, dtype=torch.bfloat16)
+    logits[0], logits[1, 2:4] = 0, 30  # equal ones, and such as have the same sigmoid as the next
+    logits[1, 4] = 31
+    weights, ids = experts.RouterByLogits(reduction)(logits, None)
+    expected = Llama4MoE.custom_routing_function(None, logits, 1, False)
+    assert_same_bits(weights, expected[0], "weights")
+    assert torch.equal(ids, expected[1].long())
+    assert ids[:2].tolist() == [[0], [4]]
+    given = []
+    method = SimpleNamespace(router=lambda *_: (weights, ids), __call__=None)
+    method = type("Method", (), {"router": method.router, "__call__": lambda _, *call: given.append(call)})()
+    x = torch.randn(64, 8, dtype=torch.bfloat16)
+    experts.BatchInvariantExperts.apply_monolithic(method, made, x, logits)
+    [(_, weighted, ones, _)] = given
+    assert_same_bits(weighted, x * weights.bfloat16(), "input")
+    assert ones.unique().tolist() == [1.0]
+
+
 def chosen_by_the_model() -> None:
     """Stands for a model's own function."""
 
@@ -202,7 +227,7 @@ def chosen_by_the_model() -> None:
     ("changes", "said"),
     [
         ({"custom_routing_function": chosen_by_the_model}, "chosen by chosen_by_the_model: a model's own function"),
-        ({"apply_router_weight_on_input": True}, "weights are applied to their input"),
+        ({"apply_router_weight_on_input": True}, "weights are applied to the input of several"),
         ({"swiglu_limit": 7.0}, "swiglu_limit=7.0: the activation is defined without it"),
         ({"routed_scaling_factor": 2.5}, "a factor of 2.5: vLLM applies none"),
         ({"scoring_func": "sqrtsoftplus"}, "experts chosen by sqrtsoftplus"),

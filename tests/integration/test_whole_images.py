@@ -12,9 +12,11 @@ from vllm_batch_invariant.ops.attention import NO_RANGE
 
 pytest.importorskip("vllm")
 
+from vllm.multimodal.inputs import PlaceholderRange
+
 
 def item(first: int, length: int, modality: str = "image") -> SimpleNamespace:
-    return SimpleNamespace(modality=modality, mm_position=SimpleNamespace(offset=first, length=length))
+    return SimpleNamespace(modality=modality, mm_position=PlaceholderRange(first, length))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,15 @@ def item(first: int, length: int, modality: str = "image") -> SimpleNamespace:
 )
 def test_a_step_ends_before_the_image_that_does_not_fit(computed: int, fit: int, step: int) -> None:
     assert tokens_of_step([item(100, 50), item(200, 50), item(390, 80, "audio")], computed, fit) == step
+
+
+@pytest.mark.parametrize(
+    ("fit", "step"), [(100, 100), (101, 101), (110, 101), (112, 112), (115, 113), (122, 113), (123, 123)]
+)
+def test_a_step_ends_between_the_frames_of_a_video(fit: int, step: int) -> None:
+    frame = [False, *[True] * 10, False]
+    film = PlaceholderRange(100, 24, torch.tensor([*frame, *frame]))
+    assert tokens_of_step([SimpleNamespace(modality="video", mm_position=film)], 0, fit) == step
 
 
 def test_the_scheduler_is_given_fewer_tokens_where_a_model_needs_it() -> None:
@@ -80,6 +91,33 @@ def test_attention_is_told_the_range_of_each_token() -> None:
         assert ranges_of(batch(without)) is None
     with pytest.raises(RuntimeError, match="a step ends at position 10 inside an image of positions 8 to 10"):
         ranges_of(batch({0: [(8, 10)]}))
+
+
+def test_a_window_cuts_what_a_token_sees_of_its_image_before_it() -> None:
+    from vllm_batch_invariant.integration.layers.attention import ranges_of
+
+    images, none = {0: [(3, 9)], 1: [(0, 2)]}, [*NO_RANGE]
+    found = ranges_of(batch(images), window=3)
+    assert found is not None
+    assert found.tolist() == [
+        [3, 9], [3, 9], [4, 9], [5, 9], [6, 9], [7, 9], [0, 2], [0, 2], [0, 2], none, none
+    ]  # fmt: skip
+
+
+def test_layers_without_a_window_see_nothing_behind_a_token_where_others_cut_images() -> None:
+    from vllm_batch_invariant.integration.layers.attention import _of_images
+
+    def layer(cuts: bool, window: int | None) -> SimpleNamespace:
+        spec = SimpleNamespace(sliding_window=window)
+        return SimpleNamespace(mm_prefix_clamp_sliding_window=cuts, impl=SimpleNamespace(spec=spec))
+
+    def config(**layers: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+    cutting = config(near=layer(True, 48), far=layer(False, None))
+    assert _of_images(["near"], cutting) == (True, 48)
+    assert _of_images(["far"], cutting) == (False, None)
+    assert _of_images(["near"], config(near=layer(False, 48), far=layer(False, None))) == (True, None)
 
 
 def test_a_cuda_graph_finds_the_ranges_of_each_step_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What the mode covers, as one table: the start-up check runs it, the command line and docs/coverage.md print it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType, SimpleNamespace
@@ -703,20 +703,45 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
-    if not _has_heads_of_two_sizes(config):
+    untried = envs.starts_untried() and patch_points.installed_version().startswith(RAN.on_gpus)
+    of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
+    return _beside_layers(config, "heads of two sizes", *of_models, untried_on="cuda" if untried else "")
+
+
+def _chunks_elsewhere(config: Config) -> str | None:
+    """What has not been run with models whose layers see the keys of a token's own chunk alone."""
+    return _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {})
+
+
+def _beside_layers(
+    config: Config,
+    named: str,
+    models: Collection[str],
+    ran: Mapping[str, str],
+    numbers: Mapping[str, Collection[int]],
+    untried_on: str = "",
+) -> str | None:
+    """What has not been run with models that have layers of a kind.
+
+    Args:
+        named: the kind, in words.
+        models: that have them.
+        ran: versions that have served them, by device.
+        numbers: of workers above 1 that have shared them, by device.
+        untried_on: a device on which the user lets them start with any version.
+    """
+    if getattr(config.model_config, "architecture", "") not in models:
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
-        drafts = getattr(draft_model, "architecture", "") in RAN.two_head_sizes
-        return _when(drafts, "a draft model with heads of two sizes")
-    device, version, named = devices.of_config(config), patch_points.installed_version(), "heads of two sizes"
-    ops, ran = device.ops, RAN.large_heads
-    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+        return _when(getattr(draft_model, "architecture", "") in models, f"a draft model with {named}")
+    device, version = devices.of_config(config), patch_points.installed_version()
+    ops, untried = device.ops, device.ops.type == untried_on
     if ops.type not in ran and not untried:
         return f"{named} on {ops.name}"
     if not untried and not version.startswith(ran[ops.type]):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
-    if workers in RAN.large_head_workers.get(_ran_on(ops.type), ()):
+    if workers in numbers.get(_ran_on(ops.type), ()):
         del several[f"tensor parallelism {workers}"]
     found = {
         **several,
@@ -741,6 +766,9 @@ def _kind_of_attention(config: Config) -> str | None:
     text = getattr(config.model_config, "hf_text_config", None)
     if getattr(text, "num_kv_shared_layers", None) and not _has_heads_of_two_sizes(config):
         return "layers that share a KV cache"
+    architecture = getattr(config.model_config, "architecture", "")
+    if getattr(text, "attention_chunk_size", None) and architecture not in RAN.chunked_models:
+        return "attention in chunks"
     return _when(getattr(text, "dual_chunk_attention_config", None), "dual chunk attention")
 
 
@@ -1050,14 +1078,15 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 with --language-model-only, or with every "
-        "--limit-mm-per-prompt at 0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 with --language-model-only, or with "
+        "every --limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL and Qwen3.5, also with experts, and InternVL 3 and 3.5 in Transformers' form, images "
-        "of Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, on a GPU with 0.33; of Qwen3-VL without "
-        "experts and Gemma 3 also by two workers, which share each layer of the encoder, or images of a step",
+        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3 and 3.5 in Transformers' form, images of "
+        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, a GPU with 0.33; of Gemma 4, images of Llama "
+        "4 on the former; Qwen3-VL without experts and Gemma 3 also by two workers, which share layers of the encoder "
+        "or the images",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1068,7 +1097,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; of "
-        "Whisper on a CPU with 0.32; by one worker",
+        "Voxtral (Mini, Small) and Whisper on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1125,8 +1154,13 @@ COVERED = (
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
-        "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B) as text: heads of 256 and 512, keys that are the values, inputs of each "
-        "layer, experts: on a CPU with vLLM 0.32, by one worker or two",
+        "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
+        "experts: on a CPU with vLLM 0.32, with images and videos by one worker, as text also by two",
+    ),
+    Feature(
+        "Attention in chunks",
+        "Llama 4 (Scout, Maverick), with images and as text: experts whose input is weighted, layers without angles, "
+        "temperatures: on a CPU with vLLM 0.32, by one worker",
     ),
     Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
     Feature(
@@ -1497,22 +1531,23 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL and Mistral 3 around other text models than Qwen2, Qwen3, "
-        "Mistral and Ministral 3",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3 and Gemma 4 have been proven to be text models "
-        "without their encoders",
+        "Other multimodal models, also as text; InternVL, Mistral 3 and Voxtral around other text models than Qwen2, "
+        "Qwen3, Mistral and Ministral 3",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 have been proven to be text "
+        "models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU",
+        "Voxtral and Whisper on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR and Whisper as text",
+        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper "
+        "as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1540,10 +1575,10 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5 and InternVL, but images of Gemma 3, "
-        "Mistral 3, GLM-4.1V and GLM-4.5V; audio but of Qwen2-Audio, Qwen3-ASR and Whisper",
+        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, but images of Gemma "
+        "3, Llama 4, Mistral 3, GLM-4.1V, 4.5V; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper",
         "nobody has compared what their encoders give",
-        "serve text only, with --language-model-only; GLM-4.1V and GLM-4.5V with a --limit-mm-per-prompt of 0 videos",
+        "serve text only, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, Gemma 4's audio",
         _multimodal_inputs,
     ),
     Feature(
@@ -1577,7 +1612,7 @@ REFUSED = (
         _encoded_elsewhere,
     ),
     Feature(
-        "Images whose tokens see each other, but of Gemma 3; those beside --long-prefill-token-threshold",
+        "Images whose tokens see each other, but of Gemma 3 and 4; those beside --long-prefill-token-threshold",
         "nobody has run them; a step must have an image whole",
         "leave it out, or serve text only, with --language-model-only, on an older vLLM also with "
         """--hf-overrides '{"is_mm_prefix_lm": false}'""",
@@ -1696,7 +1731,15 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Other kinds of attention (shared KV caches but of Gemma 4, chunks)",
+        "Attention in chunks (Llama 4) elsewhere, by several workers or engines, whole experts, stages, drafts, "
+        "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "these have not been run",
+        "serve Llama 4 by one worker on a CPU with vLLM 0.32",
+        _chunks_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Other kinds of attention (shared KV caches but of Gemma 4, chunks but of Llama 4)",
         "it is not in the reduction",
         "serve a model without it",
         _kind_of_attention,

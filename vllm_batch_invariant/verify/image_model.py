@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 _GEMMA = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
 _MISTRAL = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+_GEMMA_4 = {
+    "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
+    "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>",
+}  # fmt: skip
+_GEMMA_4_VIDEO = "<|video|>"
 _LINES = tuple("\n" * count for count in range(1, 5))
 """Tokens of Gemma 3's, which has two of them around an image."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _MOST_PATCHES = 1024
 """Of an image, which is made smaller if it has more."""
+_MOST_TOKENS = 70
+"""Of a picture of Gemma 4's, which has about as many whatever its size."""
 _TIED = 0.25
 """The size of tied embeddings, small so that a token does not foretell itself; the last norm makes up for it."""
 
@@ -153,6 +160,28 @@ def _gemma3(shape: Decoder, ends: dict[str, Any], id_of: Callable[[str], int]) -
     )
 
 
+def _gemma4(shape: Decoder, ends: dict[str, Any], id_of: Callable[[str], int]) -> Any:
+    """As 31B: pictures of up to 70 tokens, each the mean of 3 x 3 patches, and a window that cuts what they see on
+    every other layer of the decoder, whose others have heads of another size.
+    """
+    import transformers
+
+    kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(shape.layers)]
+    own = {"sliding_window": 48, "layer_types": kinds, "global_head_dim": 2 * shape.head_size}
+    own |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "final_logit_softcapping": None}
+    vision = {"num_hidden_layers": 2, "hidden_size": 144, "intermediate_size": 288, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 72, "position_embedding_size": 256}
+    ids = {f"{name}_id": id_of(token) for name, token in _GEMMA_4.items() if name != "eoa_token"}
+    return transformers.Gemma4Config(
+        architectures=["Gemma4ForConditionalGeneration"],
+        text_config=_text(shape, ends) | own | {"tie_word_embeddings": True},
+        vision_config=vision | {"default_output_length": _MOST_TOKENS},
+        video_token_id=id_of(_GEMMA_4_VIDEO),
+        eoa_token_index=id_of(_GEMMA_4["eoa_token"]),
+        **ids,
+    )
+
+
 def _mistral3(shape: Decoder, ends: dict[str, Any], id_of: Callable[[str], int]) -> Any:
     """A tower whose heads turn by row and column, for images of any size; each row of one ends in a token of text."""
     import transformers
@@ -173,6 +202,13 @@ FAMILIES = {
     "qwen3-vl": Family("Qwen3-VL", *_QWEN, _qwen3_vl),
     "gemma3": Family(
         "Gemma 3", tuple(_GEMMA.values()), {"image": _GEMMA["boi_token"]}, _gemma3, lines=_LINES, named=_GEMMA
+    ),
+    "gemma4": Family(
+        "Gemma 4",
+        (*_GEMMA_4.values(), _GEMMA_4_VIDEO),
+        {"image": _GEMMA_4["image_token"], "video": _GEMMA_4_VIDEO},
+        _gemma4,
+        named=_GEMMA_4,
     ),
     "mistral3": Family("Mistral 3", tuple(_MISTRAL.values()), {"image": _MISTRAL["image_token"]}, _mistral3),
 }
@@ -201,6 +237,15 @@ def write_processor(config: Any, folder: Path) -> None:
         processor = {"processor_class": "Gemma3Processor", "image_seq_length": config.mm_tokens_per_image}
         _write(folder / "preprocessor_config.json", image)
         _write(folder / "processor_config.json", processor)
+        return
+    if config.model_type == "gemma4":
+        parts = ("image_processor", "ImageProcessor"), ("video_processor", "VideoProcessor")
+        made: dict[str, Any] = {
+            name: {f"{name}_type": f"Gemma4{kind}", "max_soft_tokens": _MOST_TOKENS} for name, kind in parts
+        }
+        made["feature_extractor"] = {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
+        of_all = {"processor_class": "Gemma4Processor", "image_seq_length": _MOST_TOKENS}
+        _write(folder / "processor_config.json", of_all | made)
         return
     patch = vision.patch_size
     if config.model_type == "mistral3":
@@ -291,7 +336,7 @@ def draw_weights(model: Any, shape: Decoder, silent: list[int], drawn: "Callable
             weight.copy_(center * (1 + 0.1 * noise) - int(name in adds_one))
         elif name.endswith("embed_tokens.weight"):
             weight.copy_(noise * (_TIED * shape.hidden**-0.5 if is_tied else shape.embed_gain))
-        elif name in tables:
+        elif name in tables or name.endswith("position_embedding_table"):
             weight.copy_(noise)
         else:
             gain = shape.head_gain if name.endswith("lm_head.weight") else 1

@@ -1,4 +1,5 @@
-"""Steps that end in no image whose tokens see each other (Gemma 3): its first ones would not see those of a later step.
+"""Steps that end in no image, and in no frame of a video, whose tokens see each other (Gemma 3 and 4): its first ones
+would not see those of a later step.
 
 vLLM takes care of that with ``--disable-chunked-mm-input``, but for an image that begins where a step does, or before
 it, as behind a hit of the prefix cache that ends inside.
@@ -39,7 +40,7 @@ def tokens_of_step(items: Iterable[Any], computed: int, new: int) -> int:
         new: tokens that fit.
     """
     for item in items:
-        first = item.mm_position.offset
-        if item.modality != "audio" and first < computed + new < first + item.mm_position.length:
-            return max(0, first - computed)
+        for first, last in item.mm_position.extract_embeds_range() if item.modality != "audio" else ():
+            if first < computed + new <= last:
+                return max(0, first - computed)
     return new

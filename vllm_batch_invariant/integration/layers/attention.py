@@ -27,6 +27,9 @@ from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES, SIZES
 from ..reviews import claims
 from ..reviews.schemes import FP8_CACHES
 
+_CUTS = "mm_prefix_clamp_sliding_window"
+"""What vLLM's layers call it that their window cuts images, too."""
+
 
 @dataclass
 class Metadata:
@@ -41,8 +44,8 @@ class Metadata:
     calls need no plan.
     """
     ranges: torch.Tensor | None = None
-    """[tokens, 2] int32, the first and the last position of the image that a token belongs to, or NO_RANGE; None where
-    no token sees all of its image.
+    """[tokens, 2] int32, the first and the last position that a token sees of the image that it belongs to, or
+    NO_RANGE; None where no token sees what is behind it.
     """
 
 
@@ -53,6 +56,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
+        self._sees_images, self._window = _of_images(layer_names, vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         if common_attn_metadata.causal is not True and not (self._sees_all and common_attn_metadata.causal is False):
@@ -66,12 +70,29 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             common_attn_metadata.query_start_loc,
             common_attn_metadata.seq_lens,
             common_attn_metadata.block_table_tensor,
-            ranges=ranges_of(common_attn_metadata),
+            ranges=ranges_of(common_attn_metadata, self._window) if self._sees_images else None,
         )
 
 
-def ranges_of(batch: Any) -> torch.Tensor | None:
+def _of_images(layer_names: list[str], vllm_config: Any) -> tuple[bool, int | None]:
+    """Whether tokens of an image see all of it in some layers, and how many keys behind which they see nothing of it.
+    Layers of a model with a window that images are cut by (Gemma 4's) do, its others do not; in other models all do,
+    whatever their windows.
+    """
+    config = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(config, "static_forward_context", {})
+    if not any(getattr(layer, _CUTS, False) for layer in layers.values()):
+        return True, None
+    [cuts] = {getattr(layers[name], _CUTS, False) for name in layer_names}
+    return cuts, layers[layer_names[0]].impl.spec.sliding_window
+
+
+def ranges_of(batch: Any, window: int | None = None) -> torch.Tensor | None:
     """:attr:`Metadata.ranges` of a step, on the host, from what vLLM's model runner says of the images of its requests.
+
+    Args:
+        batch: vLLM's common metadata.
+        window: a token sees that many keys of its image, itself and those before it, at most, and all behind it.
 
     Raises:
         RuntimeError: an image is cut: its first tokens would not see its last ones.
@@ -91,7 +112,9 @@ def ranges_of(batch: Any) -> torch.Tensor | None:
                 raise RuntimeError(f"a step ends at position {length} inside an image of positions {low} to {high}")
             if found is None:
                 found = torch.tensor([NO_RANGE], dtype=torch.int32).repeat(batch.num_actual_tokens, 1)
-            found[start + max(low, first) - first : start + high + 1 - first] = torch.tensor([low, high])
+            tokens = torch.arange(max(low, first), high + 1, dtype=torch.int32)
+            seen = torch.full_like(tokens, low) if window is None else (tokens - window + 1).clamp(min=low)
+            found[start + tokens - first] = torch.stack([seen, torch.full_like(tokens, high)], 1)
     return found
 
 

@@ -34,7 +34,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, str, bytes, int, float, re.Pat
 _METHODS = frozenset(name for kind in (*_KINDS, *_CONTAINERS) for name in dir(kind))
 """Names of methods of tensors, layers, and of Python's containers."""
 OTHERS = re.compile(
-    r"_?load_weights|get_expert_mapping"  # of weights
+    r"_?load_(moe_expert_)?weights|get_expert_mapping"  # of weights
     r"|(embed_multimodal|get_multimodal|get_mm|get_num_mm|get_max_frames|get_placeholder_str|register_processor)"
     r"|_?(parse_and_validate|process|postprocess)_(image|video|audio|multimodal)"
     r"|\w*encoder_(cudagraph|eager)|_?recompute_mrope|_get_expanded_positions|_create_final_video"

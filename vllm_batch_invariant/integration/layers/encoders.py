@@ -20,8 +20,10 @@ from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, Page
 from ..reviews import encoding, patch_points, sources
 from . import convolution
 
-HEAD_SIZES = (64, 72, 80, 128)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and Whisper."""
+HEAD_SIZES = (64, 72, 80, 88, 128)
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and
+Whisper.
+"""
 IN_TRANSFORMERS = "vllm_batch_invariant"
 """The name of our attention among Transformers' implementations."""
 _STEP = 16
@@ -123,15 +125,15 @@ def attend_in_transformers(
     scaling: float,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a tower that is Transformers' class (Qwen2-Audio's), over the first keys of each item.
+    """Attention of a tower that is Transformers' class (Qwen2-Audio's, Gemma 4's), over the first keys of each item.
 
     Args:
         module: not read.
         query: [items, heads, rows, head size].
-        key: the same.
-        value: the same.
+        key: the same with KV heads.
+        value: as ``key``.
         attention_mask: [items, 1, rows or 1, rows], 0 at keys that are seen, which are the first of an item, and else
-            minus infinity; None where all are.
+            minus infinity, or whether they are; None where all are.
         scaling: of scores.
         named: not read.
 
@@ -141,16 +143,29 @@ def attend_in_transformers(
     items, heads, rows, size = query.shape
     seen = query.new_ones(items, rows, dtype=torch.bool)
     if attention_mask is not None:
-        seen = attention_mask[:, 0, 0] == 0
+        seen = attention_mask[:, 0, 0]
+        seen = seen if seen.dtype == torch.bool else seen == 0
     starts = F.pad(seen.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
     out = query.new_zeros(items, rows, heads, size)
     out[seen] = _attend([one.transpose(1, 2)[seen] for one in (query, key, value)], starts, scaling)
     return out, None
 
 
+def mask_in_transformers(*sizes: Any, attention_mask: torch.Tensor | None = None, **named: Any) -> torch.Tensor | None:
+    """What :func:`attend_in_transformers` is given as a mask, where Transformers makes one: without a function of its
+    own for that, it would give none, and padding would be seen.
+
+    Args:
+        sizes: not read.
+        attention_mask: [items, rows], whether a row is no padding; None where none is.
+        named: not read.
+    """
+    return None if attention_mask is None else attention_mask[:, None, None]
+
+
 def problem_of_tower(tower: Any) -> str | None:
     """Why a tower is refused as a whole: it is Transformers' class, and attends by another implementation."""
-    if not type(tower).__module__.startswith("transformers."):
+    if not _is_in_transformers(tower):
         return None
     chosen = tower.config._attn_implementation
     if chosen != IN_TRANSFORMERS:
@@ -159,29 +174,50 @@ def problem_of_tower(tower: Any) -> str | None:
     return next((problem for size in sizes if (problem := _of_size(size))), None)
 
 
+def problem_of_attention(layer: Any) -> str | None:
+    """Why a layer of a class of Transformers' is refused: attention that its configuration names is neither vLLM's,
+    which is looked at where it is, nor ours.
+    """
+    chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
+    is_known = chosen in (None, "vllm", IN_TRANSFORMERS) or not _is_in_transformers(layer)
+    return None if is_known else f"Transformers' attention is {chosen}"
+
+
 def _of_size(size: int) -> str | None:
     """Why heads of a size are refused."""
     known = ", ".join(map(str, HEAD_SIZES))
     return None if size in HEAD_SIZES else f"encoders have heads of size {known}, and this one of {size}"
 
 
-def prepare(model: Any) -> None:
-    """Have the encoders of audio of a loaded model multiply where they convolve, attend by ours in classes of their
-    own, too, and see what is theirs alone.
+def towers(model: Any) -> dict[str, Any]:
+    """What a loaded multimodal model encodes with, by its names: what vLLM notes when it builds that, of which it keeps
+    the last alone where a model has one for images and one for audio (Gemma 4), and classes of Transformers'.
     """
-    if "audio" not in encoding.encoded_by(type(model)):
-        return
-    for name in getattr(model, "_tower_model_names", ()):
-        tower = model.get_submodule(name)
-        convolution.replace_in(tower)
-        _attend_by_ours(tower)
-        if type(tower).__module__.startswith("transformers."):
-            from transformers import AttentionInterface
+    noted = {name: model.get_submodule(name) for name in getattr(model, "_tower_model_names", ())}
+    return noted | {name: part for name, part in model.named_children() if _is_in_transformers(part)} if noted else {}
+
+
+def prepare(model: Any) -> None:
+    """Have the encoders of a loaded model that are Transformers' classes attend by ours, and those of audio multiply
+    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone.
+    """
+    kinds = encoding.encoded_by(type(model))
+    for tower in towers(model).values() if kinds else ():
+        if _is_in_transformers(tower):
+            from transformers import AttentionInterface, AttentionMaskInterface
 
             AttentionInterface.register(IN_TRANSFORMERS, attend_in_transformers)
+            AttentionMaskInterface.register(IN_TRANSFORMERS, mask_in_transformers)
             tower.config._attn_implementation = IN_TRANSFORMERS
-        if hasattr(tower, "conv_chunksize"):
-            _fill_chunks(tower)
+        if "audio" in kinds:
+            convolution.replace_in(tower)
+            _attend_by_ours(tower)
+            if hasattr(tower, "conv_chunksize"):
+                _fill_chunks(tower)
+
+
+def _is_in_transformers(tower: Any) -> bool:
+    return type(tower).__module__.startswith("transformers.")
 
 
 def _attend_by_ours(tower: torch.nn.Module) -> None:

@@ -59,6 +59,18 @@ class Router(torch.nn.Module):
         return weights, ids
 
 
+class RouterByLogits(Router):
+    """Chooses the expert with the largest logit of a token, the first of equal ones, and weights it with the sigmoid of
+    that: sigmoids of other logits may be as large.
+    """
+
+    def forward(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        best, ids = logits.float().max(-1, keepdim=True)
+        if self.capture is not None:
+            self.capture(ids)
+        return best.sigmoid(), ids
+
+
 class BatchInvariantExperts:
     """What ours has in the place of vLLM's method: its first base."""
 
@@ -90,7 +102,8 @@ class BatchInvariantExperts:
             self.reduction = self.reduction_of(layer, dtype)
             if exchanges(layer):
                 layer.moe_config.skip_final_all_reduce = True
-            self.router = Router(self.reduction, _scales_of_experts(layer))
+            by_logits = _is_by_logits(layer)
+            self.router = (RouterByLogits if by_logits else Router)(self.reduction, _scales_of_experts(layer))
         self.weights_are_loaded(layer)
 
     def reduction_of(self, layer: Any, dtype: torch.dtype) -> MoeReduction:
@@ -113,7 +126,10 @@ class BatchInvariantExperts:
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the experts of this worker make of each token: [tokens, hidden]."""
-        return self(layer, x, *self.router(router_logits, layer.e_score_correction_bias))
+        weights, ids = self.router(router_logits, layer.e_score_correction_bias)
+        if layer.apply_router_weight_on_input:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        return self(layer, x, weights, ids)
 
     def summed(self, layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """The same, also where the model's next norm adds it."""
@@ -339,11 +355,11 @@ def _not_beside_a_tree(layer: Any) -> tuple[str, str, str] | None:
 
 def _objection(layer: Any) -> tuple[str, str] | None:
     """What of a layer is not in the reduction, and why."""
-    if layer.custom_routing_function is not None and _scales_of_experts(layer) is None:
+    if layer.custom_routing_function is not None and not (_scales_of_experts(layer) or _is_by_logits(layer)):
         name = getattr(layer.custom_routing_function, "__qualname__", "a function of the model")
         return f"chosen by {name}", "a model's own function may compute anything"
-    if layer.apply_router_weight_on_input:
-        return "weights are applied to their input", "that is not in the reduction"
+    if (layer.apply_router_weight_on_input or _is_by_logits(layer)) and layer.top_k > 1:
+        return "weights are applied to the input of several", "that is not in the reduction"
     settings = {name: getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")}
     for name, value in settings.items():
         if value is not None:
@@ -356,17 +372,28 @@ def _objection(layer: Any) -> tuple[str, str] | None:
 
 _OWN_ROUTING = "Gemma4Router.routing_function"
 """A model's function that chooses experts by softmax, renormalises, and multiplies with a factor of each expert."""
+_BY_LOGITS = "Llama4MoE.custom_routing_function"
+"""One that chooses the expert with the largest logit, and gives its sigmoid."""
 
 
 def _scales_of_experts(layer: Any) -> Callable[[], torch.Tensor] | None:
     """What gives these factors of a layer, as its weights are then; None of a layer without such a function, or with
     one that nobody has read.
     """
-    function = getattr(layer.custom_routing_function, "__func__", None)
-    is_read = getattr(function, "__qualname__", "") == _OWN_ROUTING and sources.is_read("routing", function)
-    if not is_read or sources.unread("routing", sources.installed):
+    if not _is_read(getattr(layer.custom_routing_function, "__func__", None), _OWN_ROUTING):
         return None
     return partial(getattr, layer.custom_routing_function.__self__, "per_expert_scale")
+
+
+def _is_by_logits(layer: Any) -> bool:
+    """Whether the experts of a layer are chosen by :class:`RouterByLogits`."""
+    return _is_read(layer.custom_routing_function, _BY_LOGITS)
+
+
+def _is_read(function: Any, name: str) -> bool:
+    """Whether a model's function that chooses experts is the one of a name that somebody has read."""
+    is_it = getattr(function, "__qualname__", "") == name and sources.is_read("routing", function)
+    return is_it and not sources.unread("routing", sources.installed)
 
 
 def problem_of_gate(gate: Any) -> str | None:

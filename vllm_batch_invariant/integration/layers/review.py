@@ -41,15 +41,17 @@ def check(model: torch.nn.Module) -> None:
     Raises:
         NotCovered: the first such layer.
     """
-    for name in getattr(model, "_tower_model_names", ()):  # vLLM notes there what it builds of a multimodal model
-        if type(model.get_submodule(name)) is patch_points.MISSING_STAGE.get():
+    towers = encoders.towers(model)
+    if not towers and encoding.encoded_by(type(model)):
+        encoders.check(next(model.parameters()).device.type)
+    for name, tower in towers.items():
+        if type(tower) is patch_points.MISSING_STAGE.get():
             continue
         if not encoding.encoded_by(type(model)):
             raise NotCovered(
                 f"the encoder {name}", "its kernels are not ours", "serve text only, with --language-model-only"
             )
         encoders.check(next(model.parameters()).device.type)
-        tower = model.get_submodule(name)
         _check_weights(name, tower)
         if problem := encoders.problem_of_tower(tower):
             raise NotCovered(f"the encoder {name}", problem, "serve text only, with --language-model-only")
@@ -117,7 +119,13 @@ def _problem(module: torch.nn.Module) -> str | None:
         return undefined
     if _is_known(kind):
         return _of_layer(module)
-    return of_model_class(kind) or _of_functions(module) or _of_tensors(module) or _of_rotary(module)
+    return (
+        of_model_class(kind)
+        or _of_functions(module)
+        or _of_tensors(module)
+        or _of_rotary(module)
+        or encoders.problem_of_attention(module)
+    )
 
 
 def _undefined(module: torch.nn.Module) -> str | None:
@@ -141,7 +149,7 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
     if other := _other_source(kind):
         return f"its {other} is not the one that was read"
     method = getattr(layer, "quant_method", None)
-    if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention"):
+    if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention", "ChunkedLocalAttention"):
         if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
             return "its kernels are not ours"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:

@@ -230,6 +230,8 @@ class Ran:
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         mamba2_models: with state spaces of Mamba-2 beside attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
+        chunked_models: models with layers that see the keys of a token's own chunk alone.
+        chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         large_heads: versions whose engines have served heads of 512, by device.
@@ -276,6 +278,8 @@ class Ran:
     activations_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
+    chunked_models: tuple[str, ...]
+    chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     large_heads: Mapping[str, str]

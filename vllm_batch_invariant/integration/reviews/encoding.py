@@ -15,7 +15,12 @@ def taken(model: Any) -> list[str]:
         model: vLLM's configuration of a multimodal model.
     """
     kinds = ran().text_of.get(model.architecture, ())
-    return [kind for kind in kinds if model.multimodal_config.get_limit_per_prompt(kind)]
+    return [kind for kind in kinds if model.multimodal_config.get_limit_per_prompt(kind) and _has(model, kind)]
+
+
+def _has(model: Any, kind: str) -> bool:
+    """Whether a checkpoint takes what others of its architecture do: of Gemma 4, some have no encoder of audio."""
+    return getattr(getattr(model, "hf_config", None), f"{kind}_config", kind) is not None
 
 
 def encoded(model: Any) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ from .plan import FuzzPlan
 from .report import SEEN, print_fuzz
 from .schedule import (
     CONTEXTS,
-    SEE_ALL,
     Schedule,
     Settings,
     Target,
@@ -40,6 +39,7 @@ from .schedule import (
     draw_schedule,
     draw_settings,
     draw_targets,
+    sees_all,
 )
 from .trial import Trial
 
@@ -326,7 +326,8 @@ def _encodes(model: str, device: str) -> bool:
     architecture = (config.get("architectures") or [""])[0]
     ran = coverage.RAN.encoding.get(device)
     here = ran is not None and coverage.patch_points.installed_version().startswith(ran)
-    on_cpus = architecture in coverage.RAN.multimodal_on_cpus_alone or config.get("model_type") in SEE_ALL
+    on_cpus = architecture in coverage.RAN.multimodal_on_cpus_alone or sees_all(config)
+    on_cpus |= architecture in coverage.RAN.two_head_sizes and device not in coverage.RAN.large_heads
     untried = on_cpus and device != "cpu" and not starts_untried()
     return here and architecture in coverage.RAN.encoded and not untried
 

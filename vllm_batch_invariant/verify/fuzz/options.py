@@ -271,7 +271,9 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             enable_prompt_embeds="embeds" in options,
             enable_sleep_mode=options.get("sleep") == "on",
         ),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=not settings.whole),
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=not settings.whole, disable_hybrid_kv_cache_manager=False
+        ),
         cache_config=SimpleNamespace(
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),

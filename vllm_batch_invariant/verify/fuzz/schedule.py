@@ -23,9 +23,11 @@ CONTEXTS = {"cpu": 1024, "cuda": 2560}
 """Longest request: on a GPU longer than the context at which splits of attention grow."""
 PAGES = {"cpu": (32, 64, 128), "cuda": (16, 32, 64, 128)}
 WHOLE_IMAGE = 300
-"""Tokens of a step that must have an image whole: Gemma 3's has 256, and some around them."""
+"""Tokens of a step that must have an image whole: Gemma 3's has 256, Gemma 4's 280, and some around them."""
 SEE_ALL = ("gemma3",)
-"""Types of models whose tokens see all of their image."""
+"""Types of models whose tokens see all of their image, whatever else their configuration says."""
+_IMAGES_ALONE = '{"video": 0, "audio": 0}'
+"""What a request may have of such a model (Gemma 4's), of whose videos vLLM wants the longest to fit into a step."""
 _MANY = range(97, 105)
 """Numbers of requests around a CUDA graph size that is no multiple of the others."""
 _MORE_OF = (BUDGET, BUDGET)
@@ -106,6 +108,7 @@ class Settings:
         made += [f"--{'' if self.prefix_cache else 'no-'}enable-prefix-caching"]
         made += ["--enforce-eager"] if self.eager else []
         made += TEXT_ONLY[self.text] if self.text else []
+        made += ["--limit-mm-per-prompt", _IMAGES_ALONE] if self.whole_images else []
         if self.workers > 1:
             made += [coverage.TENSOR, str(self.workers)]
         if self.stages > 1:
@@ -199,7 +202,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
     windows = pages_of_windows(place.model.get("text_config", place.model), settings.page, settings.step_tokens)
     settings = replace(settings, window_pages=windows)
     if place.is_multimodal and not settings.text:
-        settings = replace(settings, whole_images=place.model.get("model_type") in SEE_ALL)
+        settings = replace(settings, whole_images=sees_all(place.model))
     if place.pools:
         pooler = take("pooler", place.poolers)
         whole = place.pools_whole or place.pools != "decoder" or pooler != "own"
@@ -227,6 +230,16 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
             return replace(settings, tree=1)
         settings = replace(settings, options={**settings.options, "experts": "whole"})
     return settings
+
+
+def sees_all(config: Mapping[str, Any]) -> bool:
+    """Whether tokens of a model see all of their image.
+
+    Args:
+        config: a checkpoint's.
+    """
+    of_text = config.get("text_config") or {}
+    return config.get("model_type") in SEE_ALL or of_text.get("use_bidirectional_attention") == "vision"
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ A request has its items beside the tokens of its text, each with the place in th
 data, of which pixels are made where they are needed.
 """
 
+import math
 import random
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from ..outcome import NoTestError
 from ..printing import one_line
@@ -95,15 +96,23 @@ def data_of(item: Mapping[str, Any]) -> Any:
 
 @cache
 def placeholders(llm: Any) -> dict[str, list[int]]:
-    """The tokens by which a prompt says where an item stands, by kind; empty of an engine that encodes none."""
+    """The tokens by which a prompt says where an item stands, by kind, or none where all that it takes stand there;
+    empty of an engine that encodes none.
+    """
     from ...integration.reviews import encoding
 
     model = llm.llm_engine.model_config
     kinds = encoding.encoded(model)
     if not kinds or model.is_encoder_decoder:
         return {}
-    written, tokenizer, dummies = llm.apply_model(_written)[0], llm.get_tokenizer(), _processor(llm).dummy_inputs
-    texts = {kind: written.get(kind) or dummies.get_dummy_text({kind: 1}) for kind in kinds}
+    written, tokenizer, processor = llm.apply_model(_written)[0], llm.get_tokenizer(), _processor(llm)
+    own = processor.info.get_hf_processor()
+    texts = {
+        kind: text
+        if (text := written.get(kind)) and getattr(own, f"{kind}_token", text) in text
+        else processor.dummy_inputs.get_dummy_text({kind: 1})
+        for kind in kinds
+    }
     return {kind: tokenizer.encode(text, add_special_tokens=False) for kind, text in texts.items()}
 
 
@@ -121,13 +130,22 @@ def _written(model: Any) -> dict[str, str | None]:
     return found
 
 
+def _tokens_in_full(llm: Any, item: Mapping[str, Any]) -> list[int]:
+    """What stands for a sound in a prompt of a model whose tokenizer is mistral-common's: as many as it takes."""
+    extractor = _processor(llm).info.get_hf_processor().feature_extractor
+    encoder = extractor.audio_encoder
+    samples = len(encoder.pad(data_of(item), extractor.sampling_rate))
+    ids = encoder.special_ids
+    return [ids.begin_audio, *[ids.audio] * extractor.get_num_audio_tokens(samples)]
+
+
 def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """A prompt for vLLM's ``add_request``."""
     written, data, done = list[int](), dict[str, list[Any]](), 0
     for item in sorted(items, key=lambda item: item["at"]):
         at = min(item["at"], len(tokens))
-        written += [*tokens[done:at], *placeholders(llm)[item["kind"]]]
         data.setdefault(item["kind"], []).append(data_of(item))
+        written += [*tokens[done:at], *(placeholders(llm)[item["kind"]] or _tokens_in_full(llm, item))]
         done = at
     made: dict[str, Any] = {"prompt_token_ids": [*written, *tokens[done:]]}
     return made | {"multi_modal_data": data} if data else made
@@ -203,6 +221,13 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     if kind == "audio":
         return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
+    if most := getattr(of_kind, "max_soft_tokens", None):  # of Gemma 4's, which fills as many with an image of any size
+        unit, square = of_kind.patch_size * of_kind.pooling_kernel_size, math.isqrt(most)
+        wide = [(rows, most // rows) for rows in (1, 2, square // 2, square)]
+        found = [
+            (rows * unit, columns * unit) for rows, columns in (*wide, *((long, short) for short, long in wide[1:3]))
+        ]
+        return [(FRAMES, *one) for one in found[2:]] if kind == "video" else found
     size = of_kind.size
     if size.get("height"):
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
@@ -221,12 +246,14 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
 
 def _tokens_of(llm: Any, kind: str, size: Sequence[int]) -> int:
     """Tokens of an item in a prompt; 0 if vLLM refuses it, or does not find where the checkpoint's prompts have one."""
-    engine = llm.llm_engine
+    from ...integration.reviews import patch_points
+
+    engine, refused = llm.llm_engine, cast("type[Exception]", patch_points.VALIDATION_ERROR.get())
     item = {"kind": kind, "size": list(size), "seed": 0, "at": 0}
     try:
         prompt = prompt_of(llm, [], [item])
         made = engine.input_processor.process_inputs("size", prompt, llm.get_default_sampling_params(), ("generate",))
-    except (ValueError, AssertionError):
+    except (ValueError, AssertionError, refused):
         return 0
     return len(made.prompt_token_ids)
 

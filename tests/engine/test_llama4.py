@@ -1,0 +1,129 @@
+"""Llama 4 as text, some of whose layers see a token's own chunk alone: a request has the same bits alone and among
+others, at any cut, after a preemption, from the prefix cache, and in pages of NaN.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import kept_states, llama4, multimodal
+from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, started
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.worker import Engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        ON_GPU or not patch_points.installed_version().startswith(reviews.ran().chunks["cpu"]),
+        reason="refused with this vLLM",
+    ),
+]
+DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60, "block_size": 32, "dtype": "float32"}
+"""With so few pages some requests are preempted."""
+UNCACHED = DEFAULT | {"enable_prefix_caching": False, "max_num_batched_tokens": 47}
+ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 32, "dtype": "float32"}
+WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
+EXTENSION = "tests.engine.reloads.Extension"
+NEAR = 1e-4
+"""Of logprobs; in bf16 a token may get another expert."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama4.written(tmp_path_factory.mktemp("llama4"))
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: Path) -> Callable[[], dict[str, Any]]:
+    """As vLLM starts: with a prefix cache."""
+
+    @cache
+    def answers() -> dict[str, Any]:
+        return started(checkpoint, partial(llama4.ask, faults=llama4.FAULTS), **DEFAULT)
+
+    return answers
+
+
+def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(
+    found: Callable[[], dict[str, Any]],
+) -> None:
+    answers = found()
+    assert answers["preemptions"] > 0
+    assert answers["cached"][0] >= 128
+    assert answers["layers"].count("ChunkedLocalAttention") == 3
+    assert [where for where in SAME if answers[where] != answers["alone"]] == []
+
+
+def test_logprobs_of_decode_are_those_of_prefill(found: Callable[[], dict[str, Any]]) -> None:
+    assert decodes_as_it_prefills(found())
+
+
+def test_prompts_that_end_around_chunks_and_pages_have_the_same_bits_together(
+    found: Callable[[], dict[str, Any]],
+) -> None:
+    alone, together = found()["edges"]
+    assert [llama4.EDGES[i] for i, one in enumerate(alone) if one != together[i]] == []
+
+
+@pytest.mark.parametrize("fault", llama4.FAULTS)
+def test_a_fault_of_chunks_and_of_experts_shows(fault: str, found: Callable[[], dict[str, Any]]) -> None:
+    """The negative control."""
+    assert found()[fault] != found()["alone"]
+
+
+@pytest.mark.parametrize("settings", [UNCACHED, ONE], ids=["no prefix cache", "limits of 1"])
+def test_other_limits_move_no_bit(
+    settings: dict[str, Any], found: Callable[[], dict[str, Any]], checkpoint: Path
+) -> None:
+    assert started(checkpoint, kept_states.alone, **settings) == found()["alone"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_keep_their_bits(dtype: str, checkpoint: Path) -> None:
+    other = started(checkpoint, kept_states.ask_briefly, **DEFAULT | {"dtype": dtype})
+    assert other["among others"] == other["alone"]
+    assert decodes_as_it_prefills(other)
+
+
+def test_logprobs_are_near_transformers_in_float64(found: Callable[[], dict[str, Any]], checkpoint: Path) -> None:
+    assert distance_from_float64(checkpoint, found()["alone"]) < NEAR
+
+
+def test_replaced_weights_give_the_bits_of_a_fresh_engine(
+    found: Callable[[], dict[str, Any]], checkpoint: Path, tmp_path: Path
+) -> None:
+    first, other = str(checkpoint), str(llama4.written(tmp_path, seed=1))
+
+    def replaced(engine: Engine) -> dict[tuple[str, str], Any]:
+        answers = {}
+        for way in WAYS:
+            for folder in (other, first):
+                engine.call(f"tests.engine.reloads:{way}", folder)
+                answers[way, folder] = kept_states.alone(engine, f"{way} {folder}")
+        return answers
+
+    fresh = {other: started(other, kept_states.alone, **DEFAULT), first: found()["alone"]}
+    assert fresh[other] != fresh[first]
+    more = DEFAULT | {"worker_extension_cls": EXTENSION, "weight_transfer_config": '{"backend": "files"}'}
+    answers = started(first, replaced, **more)
+    assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
+
+
+def test_the_text_of_a_published_model_has_the_bits_of_the_text_model(
+    found: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    path = multimodal.python_path(tmp_path / "path")
+    folder = llama4.written_around(tmp_path / "model")
+    as_text = started(folder, kept_states.ask_briefly, path=path, language_model_only=True, **DEFAULT)
+    assert as_text["alone"] == as_text["among others"] == found()["alone"]
+
+
+def test_plain_vllm_fails_the_same_comparison(checkpoint: Path) -> None:
+    company = partial(kept_states.in_company, length=118)
+    plain = kept_states.started(checkpoint, company, "0", enforce_eager=True, **DEFAULT)
+    assert plain[0] != plain[1]
