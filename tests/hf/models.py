@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -39,6 +40,13 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0],
     "norm_topk_prob": True,
 }
+OLMOE: dict[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 96,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": False,
+}
 DELTA_NETS: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 32,
@@ -58,9 +66,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3, tied": (Qwen3Config, {"tie_word_embeddings": True}),
     "Qwen3-MoE": (Qwen3MoeConfig, EXPERTS),
     "Qwen3-MoE without renormalised weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
+    "OLMoE": (OlmoeConfig, OLMOE),
     "Qwen3.5": (Qwen3_5TextConfig, DELTA_NETS),
 }
-"""What the trainer has patches for; Qwen2's heads are its hidden size together."""
+"""What the trainer has patches for; Qwen2's and OLMoE's heads are their hidden size together."""
 
 
 def config(of: type[PreTrainedConfig] = Qwen3Config, **changed: Any) -> PreTrainedConfig:

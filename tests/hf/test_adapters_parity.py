@@ -28,6 +28,7 @@ MIXTURES = {
     "Qwen3-MoE": torch.bfloat16,
     "Qwen3-MoE without renormalised weights": torch.bfloat16,
     "Qwen3-MoE in fp32": torch.float32,
+    "OLMoE": torch.bfloat16,
 }
 OF_FAMILIES = {
     "Qwen3, tied": torch.bfloat16,

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, Qwen3MoeConfig
+from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
-from tests.hf.models import DEVICE, EXPERTS, model
+from tests.hf.models import DEVICE, EXPERTS, OLMOE, model
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
@@ -40,6 +40,12 @@ def test_a_configuration_without_a_proof_is_refused(what: str, changed: dict) ->
     refuses(lambda: patch(model(**changed)), what)
 
 
+@pytest.mark.parametrize("changed", [{"norm_topk_prob": True}, {"clip_qkv": 8.0}, {"rms_norm_eps": 1e-6}], ids=str)
+def test_what_the_engines_model_does_not_read_is_refused(changed: dict) -> None:
+    [(name, value)] = changed.items()
+    refuses(lambda: patch(model(torch.bfloat16, OlmoeConfig, **OLMOE | changed)), f"{name}={value} in a trainer")
+
+
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 
@@ -65,6 +71,12 @@ def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
     for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu")):
         said = f"VLLM_BATCH_INVARIANT_TP_TREE=4 in a trainer's {name} on device '{device}'"
         refuses(lambda name=name, device=device: support.check_environment(by_name[name], device), said)
+
+
+def test_a_device_on_which_nobody_compared_a_family_is_refused() -> None:
+    olmoe = next(family for family in FAMILIES if family.prefix == "Olmoe")
+    support.check_environment(olmoe, "cpu")
+    refuses(lambda: support.check_environment(olmoe, "cuda"), "a trainer's Olmoe on device 'cuda'")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a tree is refused on a GPU")

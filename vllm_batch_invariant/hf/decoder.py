@@ -88,12 +88,15 @@ def _project(x: torch.Tensor, *layers: torch.nn.Module, k_slices: int = 1) -> to
 
 def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
-    parts = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
-    query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+    query, key, value = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
+    norms_heads = hasattr(self, "q_norm") and len(self.q_norm.weight) == self.head_dim
+    if hasattr(self, "q_norm") and not norms_heads:  # all of a token's at once
+        query, key = self.q_norm(query), self.k_norm(key)
+    query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
     has_gate = self.q_proj.out_features > self.o_proj.in_features
     if has_gate:  # of each head behind its query
         query, gate = query.unflatten(1, (-1, 2)).unbind(2)
-    if hasattr(self, "q_norm"):
+    if norms_heads:
         query, key = self.q_norm(query), self.k_norm(key)
     query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling).flatten(1)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ class Family:
         has_delta_nets: whether layers may be gated delta nets, and what they bring along: norms that add 1 to their
             weight, gates of attention, and a rotary embedding of a part of each head.
         of_text: of classes whose names say that they are of text.
+        devices: types of those on which it was compared with an engine.
+        fixed: fields of the configuration that vLLM's model does not read, with what it computes instead.
     """
 
     package: str
@@ -30,6 +33,8 @@ class Family:
     has_experts: bool = False
     has_delta_nets: bool = False
     of_text: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    fixed: tuple[tuple[str, Any], ...] = ()
 
     @property
     def module(self) -> ModuleType:
@@ -46,6 +51,13 @@ FAMILIES = (
     Family("qwen2", "Qwen2", biased=_QKV),
     Family("qwen3", "Qwen3"),
     Family("qwen3_moe", "Qwen3Moe", has_experts=True),
+    Family(
+        "olmoe",
+        "Olmoe",
+        has_experts=True,
+        devices=("cpu",),
+        fixed=(("norm_topk_prob", False), ("clip_qkv", None), ("rms_norm_eps", 1e-5)),
+    ),
     Family("qwen3_5", "Qwen3_5", has_delta_nets=True, of_text=("Model", "RotaryEmbedding")),
 )
 

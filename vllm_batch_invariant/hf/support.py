@@ -75,7 +75,7 @@ def check_environment(family: Family, device_type: str) -> None:
     """Whether a trainer of a family has what the environment asks for, on a device.
 
     Raises:
-        NotCovered: a tree of tensor-parallel workers, or exact arithmetic, where a trainer has none.
+        NotCovered: a tree of tensor-parallel workers, exact arithmetic or a device, where a trainer has none.
     """
     if k_slices() > 1 and (device_type != "cpu" or family.has_experts or family.has_delta_nets):
         raise NotCovered(
@@ -88,6 +88,12 @@ def check_environment(family: Family, device_type: str) -> None:
             f"a trainer's {family.prefix} on device '{device_type}'",
             "gradients of its gated delta nets have been computed on CPUs alone",
             "train on a CPU, or a model whose layers are all of attention",
+        )
+    if device_type not in family.devices:
+        raise NotCovered(
+            f"a trainer's {family.prefix} on device '{device_type}'",
+            "it was compared with engines on a CPU alone",
+            "train on a CPU, or another model",
         )
     if envs.is_exact():
         raise NotCovered(
@@ -181,6 +187,7 @@ def _check_config(config: Any, family: Family) -> None:
         "attention weights as a result": getattr(config, "output_attentions", False),
         "logits of the router as a result": getattr(config, "output_router_logits", False),
     }
+    found |= {f"{name}={getattr(config, name)}": getattr(config, name) != value for name, value in family.fixed}
     for what, is_found in found.items():
         if is_found:
             raise NotCovered(
