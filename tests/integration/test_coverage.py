@@ -179,7 +179,7 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Voxtral and Whisper on a GPU"],
+        ROWS["Voxtral and Whisper on a GPU, and Gemma 4 with images or videos"],
         ROWS[
             "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and "
             "Whisper as text"
@@ -195,6 +195,8 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     mistral, whisper = "Mistral3ForConditionalGeneration", "WhisperForConditionalGeneration"
     assert on_gpus.used(config(whisper, 1)) == f"{whisper} on a GPU"
     assert on_gpus.used(config(mistral, 1)) is None
+    gemma = "Gemma4ForConditionalGeneration"
+    assert [on_gpus.used(config(gemma, most)) for most in (0, 1)] == [None, f"{gemma} on a GPU"]
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
     assert as_text.used(config(mistral, 1)) is None
     assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]
@@ -888,7 +890,12 @@ def two_head_sizes(
         ({}, None),
         ({"architecture": "LlamaForCausalLM", "speculative_config": object()}, None),
         ({"version": "0.31.0"}, "heads of two sizes with vLLM 0.31.0"),
-        ({"device": "cuda", "version": "0.33.0"}, "heads of two sizes on a GPU"),
+        ({"device": "cuda", "version": "0.33.0"}, None),
+        ({"device": "cuda", "version": "0.32.0"}, "heads of two sizes with vLLM 0.32.0"),
+        (
+            {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 2},
+            "heads of two sizes with tensor parallelism 2",
+        ),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "heads of two sizes with tensor parallelism 4"),
         ({"pipeline_parallel_size": 2}, "heads of two sizes with pipeline parallelism 2"),
@@ -950,12 +957,11 @@ def test_chunks_of_other_models_are_found() -> None:
     assert said("OtherForCausalLM") == "attention in chunks"
 
 
-def test_heads_of_two_sizes_start_untried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(UNTRIED.name, "1")
+def test_heads_of_two_sizes_start_on_a_gpu_by_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu = {"device": "cuda", "version": "0.33.0"}
     assert two_head_sizes(**on_a_gpu) is None
     assert two_head_sizes(**on_a_gpu, use_v2_model_runner=False) == "heads of two sizes with the first model runner"
-    assert two_head_sizes("cuda") == "heads of two sizes on a GPU"
+    assert two_head_sizes("npu") == "heads of two sizes on an NPU"
     monkeypatch.setenv(ATTENTION.name, "flex")
     assert two_head_sizes(**on_a_gpu) == "heads of two sizes with FlexAttention"
 

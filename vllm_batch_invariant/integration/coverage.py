@@ -703,9 +703,8 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
-    untried = envs.starts_untried() and patch_points.installed_version().startswith(RAN.on_gpus)
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
-    return _beside_layers(config, "heads of two sizes", *of_models, untried_on="cuda" if untried else "")
+    return _beside_layers(config, "heads of two sizes", *of_models)
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -719,7 +718,6 @@ def _beside_layers(
     models: Collection[str],
     ran: Mapping[str, str],
     numbers: Mapping[str, Collection[int]],
-    untried_on: str = "",
 ) -> str | None:
     """What has not been run with models that have layers of a kind.
 
@@ -728,16 +726,15 @@ def _beside_layers(
         models: that have them.
         ran: versions that have served them, by device.
         numbers: of workers above 1 that have shared them, by device.
-        untried_on: a device on which the user lets them start with any version.
     """
     if getattr(config.model_config, "architecture", "") not in models:
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
         return _when(getattr(draft_model, "architecture", "") in models, f"a draft model with {named}")
     device, version = devices.of_config(config), patch_points.installed_version()
-    ops, untried = device.ops, device.ops.type == untried_on
-    if ops.type not in ran and not untried:
+    ops = device.ops
+    if ops.type not in ran:
         return f"{named} on {ops.name}"
-    if not untried and not version.startswith(ran[ops.type]):
+    if not version.startswith(ran[ops.type]):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
@@ -787,7 +784,8 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model or model.architecture not in RAN.multimodal_on_cpus_alone:
         return None
-    return _when(not envs.starts_untried(), f"{model.architecture} on a GPU")
+    sees = model.architecture in RAN.with_encoder_alone or encoding.encoded(model)
+    return _when(sees and not envs.starts_untried(), f"{model.architecture} on a GPU")
 
 
 def _text_of_what_sees(config: Config) -> str | None:
@@ -1073,7 +1071,7 @@ COVERED = (
     Feature(
         "Mixture of experts",
         "Qwen2-MoE, Qwen3-MoE, Mixtral, GraniteMoE, OLMoE, GLM-4.5, gpt-oss in bf16 and the like; on GPUs with vLLM "
-        "0.33, and without experts whose activation is GELU",
+        "0.33, and without experts whose activation is GELU by erf",
     ),
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
@@ -1155,7 +1153,8 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images and videos by one worker, as text also by two",
+        "experts: on a CPU with vLLM 0.32, with images and videos by one worker, as text also by two; as text on a GPU "
+        "with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1539,9 +1538,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Voxtral and Whisper on a GPU",
+        "Voxtral and Whisper on a GPU, and Gemma 4 with images or videos",
         "they have been run on a CPU alone",
-        "serve them on a CPU",
+        "serve them on a CPU, Gemma 4 as text with --language-model-only",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1723,10 +1722,11 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, whole experts, engines, stages, "
-        "drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, or 2 GPUs, whole experts, "
+        "engines, stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, "
+        "FlexAttention",
         "these have not been run",
-        f"serve Gemma 4 on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
+        "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),

@@ -233,7 +233,7 @@ class CudaExperts(BatchInvariantExperts):
 
 def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
     """What of a layer no engine on a GPU has been compared with."""
-    if envs.starts_untried() or reduction.activation in ("silu", "swigluoai", "relu2_no_mul"):
+    if envs.starts_untried() or reduction.activation in ("silu", "gelu_tanh", "swigluoai", "relu2_no_mul"):
         return None
     return f"the activation {reduction.activation}"
 

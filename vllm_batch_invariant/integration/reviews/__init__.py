@@ -219,7 +219,7 @@ class Ran:
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
-        multimodal_on_cpus_alone: multimodal models that no GPU has run.
+        multimodal_on_cpus_alone: multimodal models whose encoder no GPU has run.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
