@@ -165,7 +165,8 @@ class Fuzzer:
                     answer = trial.take(target)
                     if answer is not None:
                         targets[place] = target
-                        of = f"{trial.runner} {settings.decides(target.kind)}"
+                        # engines that are served as text draw other targets than those that encode images
+                        of = f"{trial.runner} {settings.decides(target.kind)} {target}"
                         self._compare_engines(trial, settings, (of, place), running, answer, number)
                 until = time.monotonic() + took
                 while row.schedules < (plan.schedules or LEAST_SCHEDULES) or (
