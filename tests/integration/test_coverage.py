@@ -961,7 +961,6 @@ def test_heads_of_two_sizes_start_on_a_gpu_by_one_worker(monkeypatch: pytest.Mon
     on_a_gpu = {"device": "cuda", "version": "0.33.0"}
     assert two_head_sizes(**on_a_gpu) is None
     assert two_head_sizes(**on_a_gpu, use_v2_model_runner=False) == "heads of two sizes with the first model runner"
-    assert two_head_sizes("npu") == "heads of two sizes on an NPU"
     monkeypatch.setenv(ATTENTION.name, "flex")
     assert two_head_sizes(**on_a_gpu) == "heads of two sizes with FlexAttention"
 

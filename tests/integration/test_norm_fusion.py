@@ -308,7 +308,13 @@ def test_a_check_of_experts_has_their_sum_and_leaves_nothing_to_the_norm(
     norm_fusion.fuse(decoder, ours if workers == 2 else None)
     method, x = with_experts(decoder)[0].routed_experts.quant_method, torch.randn(5, HIDDEN)
     method.router = lambda logits, bias: (None, None)
-    layer = SimpleNamespace(w13_weight=None, w2_weight=None, expert_map=None, e_score_correction_bias=None)
+    layer = SimpleNamespace(
+        w13_weight=None,
+        w2_weight=None,
+        expert_map=None,
+        e_score_correction_bias=None,
+        apply_router_weight_on_input=False,
+    )
     assert_same_bits(method.summed(layer, x, x), x.sin() + x.cos())
     assert method.take_deferred() is None
 

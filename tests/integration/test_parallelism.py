@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_batch_invariant.envs import TP_TREE, UNTRIED
+from vllm_batch_invariant.envs import ATTENTION, TP_TREE, UNTRIED
 from vllm_batch_invariant.integration.coverage import CORES, REFUSED
 from vllm_batch_invariant.integration.reviews import patch_points
 
@@ -153,10 +153,12 @@ def test_what_is_refused_is_named(asked: dict[str, Any], named: list[str], monke
         ("", 1, True),
     ],
 )
-def test_engines_need_as_many_cores_as_each_other(
+def test_engines_need_as_many_cores_as_each_other_beside_flex_attention(
     monkeypatch: pytest.MonkeyPatch, cores: str, workers: int, is_refused: bool
 ) -> None:
     monkeypatch.setenv(CORES, cores)
+    assert refused(**TWO_ENGINES, world_size=workers) == []
+    monkeypatch.setenv(ATTENTION.name, "flex")
     named = [f"data parallelism 2 with {CORES}={cores or 'auto'}"] if is_refused else []
     assert refused(**TWO_ENGINES, world_size=workers) == named
     assert refused(world_size=workers) == []

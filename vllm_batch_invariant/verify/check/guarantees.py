@@ -37,7 +37,7 @@ GUARANTEES = (
     Guarantee("parallel", "with another number of tensor-parallel workers", "a check has one engine, of one size"),
     Guarantee(
         "hardware",
-        "on another kind of machine, or with another number of CPU threads, tensor-parallel workers or pipeline stages",
+        "on another kind of machine, or with another number of tensor-parallel workers or pipeline stages",
         "a check has one machine, and only exact arithmetic has known answers",
     ),
 )
