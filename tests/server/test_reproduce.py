@@ -18,7 +18,7 @@ def test_samples_under_load_are_identical_and_the_report_says_what_was_tested(
     server: Server, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
-    options = ["--samples", "40", "--concurrency", "24", "--max-tokens", "64", "--json", str(report)]
+    options = ["--samples", "40", "--concurrency", "24", "--max-tokens", "16", "--json", str(report)]
     assert main(["reproduce", "--base-url", server.base_url, endpoint, *options]) == Status.REPRODUCIBLE
     assert "Reproducible. All 40 answers are equal, bit for bit." in capsys.readouterr().out
     result = json.loads(report.read_text())["results"][0]

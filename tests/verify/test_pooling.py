@@ -85,7 +85,7 @@ def test_batches_of_a_model_that_has_answered_are_counted_by_answers_a_step() ->
         Reading(0, {8.0: steps}, when=float(steps), answered=count)
         for steps, count in ((4, 9), (6, 11), (9, 30), (9, 30))
     ]
-    counted, seen = BatchLog(of_answers=True), BatchLog()
+    counted, seen = BatchLog(between_readings=True), BatchLog()
     for reading in readings:
         counted.add(reading)
         seen.add(reading)

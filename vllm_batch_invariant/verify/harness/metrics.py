@@ -105,15 +105,15 @@ class BatchLog:
     readings: list[Reading] = field(default_factory=list)
     on_reading: Callable[[Reading], None] = lambda _: None
     """Is called with each."""
-    of_answers: bool = False
-    """Whether batches are counted by what ended in a step: a pooling model has answered a request when its metrics tell
-    who runs.
+    between_readings: bool = False
+    """Whether batches between two readings count, by the tokens or the answers of a step: a pooling model has answered
+    a request when its metrics tell who runs, and so has a small one that is fast.
     """
     _last: Reading | None = None
 
     def add(self, reading: Reading) -> None:
         """Keep a reading."""
-        if self.of_answers:
+        if self.between_readings:
             before, self._last = self._last or reading, reading
             reading = replace(reading, running=max(reading.running, reading.together_since(before)))
         self.readings.append(reading)

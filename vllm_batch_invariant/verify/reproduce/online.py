@@ -54,7 +54,7 @@ async def run(
     Raises:
         NoTestError: the server does not answer, returns no logprobs or no metrics, or its batch never varied.
     """
-    log = BatchLog(of_answers=spec.pools)
+    log = BatchLog(between_readings=True)
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         plan = plan_of(spec, samples, concurrency, served.context)
