@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from tests.engine import kept_states
-from tests.engine.engines import request, tokens
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 _SHARED = {
@@ -216,33 +215,10 @@ EDGES = [1, 2, 16, *(border + off for border in (WINDOW, 2 * WINDOW, 128) for of
 FAULTS = ("a window is a key longer", "a layer reads the cache of another", "experts are not scaled")
 
 
-def at_edges(engine: Engine) -> tuple[list[Any], list[Any]]:
-    """Prompts of these lengths, one after the other and all together."""
-    asked = [
-        request(tokens(length, 50, kept_states.VOCABULARY), max_tokens=3, logprobs=1, prompt_logprobs=1)
-        for length in EDGES
-    ]
-    alone = [engine.step(f"edge {number}", [one], True).requests[0] for number, one in enumerate(asked)]
-    together = engine.step("edges", asked, True).requests
-    seen = ([[one["completions"], one["prompt_logprobs"]] for one in found] for found in (alone, together))
-    return next(seen), next(seen)
-
-
 def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
     """Answers of the targets in every company, and what shows that they were in it."""
-    company = kept_states.others(length=118)
-    found: dict[str, Any] = {"alone": kept_states.alone(engine)}
-    among = engine.step("among others", [*company, *kept_states.TARGETS], True)
-    found |= {"among others": kept_states.seen(among.requests), "preemptions": among.preemptions}
-    warm = engine.step("warm", kept_states.TARGETS)
-    found |= {"warm": kept_states.seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
-    found["layers"] = engine.call(f"{__name__}:poison")
-    found["in pages of NaN"] = kept_states.alone(engine, "poisoned")
-    engine.call(f"{__name__}:poison")
-    poisoned = engine.step("poisoned", [*company, *kept_states.TARGETS], True)
-    found["among others in pages of NaN"] = kept_states.seen(poisoned.requests)
-    found["decoded"] = kept_states.decode_again(engine, found["alone"])
-    found["edges"] = at_edges(engine)
+    found = kept_states.everywhere(engine, kept_states.others(length=118), "poison_keys")
+    found["edges"] = kept_states.at_edges(engine, EDGES)
     for fault in faults:
         found[fault, "did"] = engine.call(f"{__name__}:plant", fault)
         found[fault] = kept_states.seen(engine.step(fault, kept_states.TARGETS, True).requests)
@@ -253,23 +229,6 @@ def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _attention(model: torch.nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if type(layer).__name__ == "Attention"]
-
-
-def poison(llm: Any) -> list[tuple[int, bool]]:
-    """Fill every page with NaN, as a request may find one that another has left. Returns of each layer the size of its
-    heads and whether its cache is another's.
-    """
-    llm.reset_prefix_cache()
-    return llm.apply_model(_fill)[0]
-
-
-def _fill(model: torch.nn.Module) -> list[tuple[int, bool]]:
-    from vllm_batch_invariant.integration.layers.attention import cache_of
-
-    layers = _attention(model)
-    for layer in layers:
-        cache_of(layer).view(torch.uint8).fill_(255)
-    return [(layer.head_size, layer.impl.reads_another_cache) for layer in layers]
 
 
 def plant(llm: Any, fault: str) -> bool:

@@ -204,6 +204,44 @@ def ask_briefly(engine: Engine) -> dict[str, Any]:
     return found | {"decoded": decode_again(engine, found["alone"])}
 
 
+def everywhere(engine: Engine, company: list[dict[str, Any]], poison: str) -> dict[str, Any]:
+    """Answers of the targets alone, in company, from the prefix cache and in pages of NaN, and what shows that they
+    were there.
+
+    Args:
+        poison: the function of :mod:`.states` that fills pages.
+    """
+    found = {"alone": alone(engine)}
+    among = engine.step("among others", [*company, *TARGETS], True)
+    found |= {"among others": seen(among.requests), "preemptions": among.preemptions}
+    warm = engine.step("warm", TARGETS)
+    found |= {"warm": seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
+    found["poisoned"] = engine.call(f"{IN_ENGINE}:{poison}")
+    found["in pages of NaN"] = alone(engine, "poisoned")
+    engine.call(f"{IN_ENGINE}:{poison}")
+    found["among others in pages of NaN"] = seen(engine.step("poisoned", [*company, *TARGETS], True).requests)
+    return found | {"decoded": decode_again(engine, found["alone"])}
+
+
+def at_edges(engine: Engine, lengths: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Answers to prompts of these lengths, one after the other and all together."""
+    asked = [request(tokens(length, 50, VOCABULARY), max_tokens=3, logprobs=1, prompt_logprobs=1) for length in lengths]
+    alone = [engine.step(f"edge {number}", [one], True).requests[0] for number, one in enumerate(asked)]
+    together = engine.step("edges", asked, True).requests
+    seen = ([[one["completions"], one["prompt_logprobs"]] for one in found] for found in (alone, together))
+    return next(seen), next(seen)
+
+
+def replaced(engine: Engine, folders: Sequence[str], ways: Sequence[str]) -> dict[tuple[str, str], Any]:
+    """Answers of the targets after each way of :mod:`.reloads` to replace weights by those of each folder."""
+    answers = {}
+    for way in ways:
+        for folder in folders:
+            engine.call(f"tests.engine.reloads:{way}", folder)
+            answers[way, folder] = alone(engine, f"{way} {folder}")
+    return answers
+
+
 def ask(engine: Engine, of: Sequence[str], length: int) -> dict[str, Any]:
     """Answers of the targets in every company, and what shows that they were in it.
 
@@ -211,17 +249,7 @@ def ask(engine: Engine, of: Sequence[str], length: int) -> dict[str, Any]:
         of: classes of states that are told faults.
         length: of the prompts of :func:`others`.
     """
-    company = others(length)
-    found = {"alone": alone(engine)}
-    among = engine.step("among others", [*company, *TARGETS], True)
-    found |= {"among others": seen(among.requests), "preemptions": among.preemptions}
-    warm = engine.step("warm", TARGETS)
-    found |= {"warm": seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
-    found["pages"] = engine.call(f"{IN_ENGINE}:poison")
-    found["in pages of NaN"] = alone(engine, "poisoned")
-    engine.call(f"{IN_ENGINE}:poison")
-    found["among others in pages of NaN"] = seen(engine.step("poisoned", [*company, *TARGETS], True).requests)
-    found["decoded"] = decode_again(engine, found["alone"])
+    found = everywhere(engine, others(length), "poison")
     for kind in of:
         for fault in FAULTS[kind]:
             engine.call(f"{IN_ENGINE}:plant", fault, kind)
@@ -247,7 +275,7 @@ def started(
 def check_company(found: dict[str, Any]) -> None:
     """Of what :func:`ask` finds: a request had the same bits in any company, at any cut and in any page."""
     assert found["preemptions"] > 0
-    assert found["pages"] > 0
+    assert found["poisoned"] > 0
     assert found["cached"][0] >= 256
     assert [name for name in SAME if found[name] != found["alone"]] == []
 

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from tests.engine import kept_states
-from tests.engine.engines import request, tokens
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -93,54 +92,17 @@ def draw(model: torch.nn.Module, seed: int) -> None:
                 weight.uniform_(0.5, 1.5, generator=generator)
 
 
-def at_edges(engine: Engine) -> tuple[list[Any], list[Any]]:
-    """Prompts of these lengths, one after the other and all together."""
-    asked = [
-        request(tokens(length, 50, kept_states.VOCABULARY), max_tokens=3, logprobs=1, prompt_logprobs=1)
-        for length in EDGES
-    ]
-    alone = [engine.step(f"edge {number}", [one], True).requests[0] for number, one in enumerate(asked)]
-    together = engine.step("edges", asked, True).requests
-    seen = ([[one["completions"], one["prompt_logprobs"]] for one in found] for found in (alone, together))
-    return next(seen), next(seen)
-
-
 def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
     """Answers of the targets in every company, and what shows that they were in it."""
     company = kept_states.others(length=30)
-    found: dict[str, Any] = {"alone": kept_states.alone(engine)}
-    among = engine.step("among others", [*company, *kept_states.TARGETS], True)
-    found |= {"among others": kept_states.seen(among.requests), "preemptions": among.preemptions}
-    warm = engine.step("warm", kept_states.TARGETS)
-    found |= {"warm": kept_states.seen(warm.requests), "cached": [one["cached"] for one in warm.requests]}
-    found["layers"] = engine.call(f"{__name__}:poison")
-    found["in pages of NaN"] = kept_states.alone(engine, "poisoned")
-    engine.call(f"{__name__}:poison")
-    poisoned = engine.step("poisoned", [*company, *kept_states.TARGETS], True)
-    found["among others in pages of NaN"] = kept_states.seen(poisoned.requests)
-    found["decoded"] = kept_states.decode_again(engine, found["alone"])
-    found["edges"] = at_edges(engine)
+    found = kept_states.everywhere(engine, company, "poison_keys")
+    found["edges"] = kept_states.at_edges(engine, EDGES)
     for fault in faults:
         engine.call(f"{__name__}:plant", fault)
         found[fault] = kept_states.seen(engine.step(fault, [*company, *kept_states.TARGETS], True).requests)
         engine.call(f"{__name__}:plant", fault)
     found["no fault"] = kept_states.alone(engine, "no fault")
     return found
-
-
-def poison(llm: Any) -> list[str]:
-    """Fill every page with NaN, as a request may find one that another has left. Returns the classes of layers."""
-    llm.reset_prefix_cache()
-    return llm.apply_model(_fill)[0]
-
-
-def _fill(model: torch.nn.Module) -> list[str]:
-    from vllm_batch_invariant.integration.layers.attention import cache_of
-
-    layers = [layer for layer in model.modules() if hasattr(layer, "impl")]
-    for layer in layers:
-        cache_of(layer).view(torch.uint8).fill_(255)
-    return [type(layer).__name__ for layer in layers]
 
 
 def plant(llm: Any, fault: str) -> None:

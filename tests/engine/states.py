@@ -22,6 +22,23 @@ def poison(llm: Any) -> int:
     return llm.apply_model(_fill)[0]
 
 
+def poison_keys(llm: Any) -> list[tuple[str, int, bool]]:
+    """The same of keys and values. Returns of each layer its class, the size of its heads and whether its cache is
+    another's.
+    """
+    llm.reset_prefix_cache()
+    return llm.apply_model(_fill_keys)[0]
+
+
+def _fill_keys(model: torch.nn.Module) -> list[tuple[str, int, bool]]:
+    from vllm_batch_invariant.integration.layers.attention import cache_of
+
+    layers = [layer for layer in model.modules() if hasattr(layer, "impl")]
+    for layer in layers:
+        cache_of(layer).view(torch.uint8).fill_(255)
+    return [(type(layer).__name__, layer.head_size, layer.impl.reads_another_cache) for layer in layers]
+
+
 def _fill(model: torch.nn.Module) -> int:
     held = [state for layer in _layers(model) for state in layer.kv_cache]
     for state in held:

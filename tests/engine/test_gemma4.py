@@ -16,7 +16,6 @@ from tests.engine.gemma4 import AROUND, CONFIGS, FAULTS
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.verify.harness.worker import Engine
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().large_heads["cpu"]
 pytestmark = [
@@ -64,8 +63,8 @@ def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(
     answers = found(name)
     assert answers["preemptions"] > 0 or ON_GPU
     assert answers["cached"][0] >= 128
-    assert {size for size, _ in answers["layers"]} == {256, 512}
-    assert [reads for _, reads in answers["layers"]].count(True) == CONFIGS[name].get("num_kv_shared_layers", 0)
+    assert {size for _, size, _ in answers["poisoned"]} == {256, 512}
+    assert [reads for *_, reads in answers["poisoned"]].count(True) == CONFIGS[name].get("num_kv_shared_layers", 0)
     assert [where for where in SAME if answers[where] != answers["alone"]] == []
 
 
@@ -132,17 +131,10 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
 ) -> None:
     first, other = str(checkpoint(name)), str(gemma4.written(name, tmp_path, seed=1))
 
-    def replaced(engine: Engine) -> dict[tuple[str, str], Any]:
-        answers = {}
-        for way in WAYS:
-            for folder in (other, first):
-                engine.call(f"tests.engine.reloads:{way}", folder)
-                answers[way, folder] = kept_states.alone(engine, f"{way} {folder}")
-        return answers
-
     fresh = {other: started(other, kept_states.alone), first: found(name)["alone"]}
     assert fresh[other] != fresh[first]
-    answers = started(first, replaced, worker_extension_cls=EXTENSION, weight_transfer_config='{"backend": "files"}')
+    asked = partial(kept_states.replaced, folders=(other, first), ways=WAYS)
+    answers = started(first, asked, worker_extension_cls=EXTENSION, weight_transfer_config='{"backend": "files"}')
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 

@@ -13,7 +13,6 @@ from tests.engine import kept_states, llama4, multimodal
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, started
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = [
     pytest.mark.engine,
@@ -55,7 +54,7 @@ def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(
     answers = found()
     assert answers["preemptions"] > 0
     assert answers["cached"][0] >= 128
-    assert answers["layers"].count("ChunkedLocalAttention") == 3
+    assert [kind for kind, *_ in answers["poisoned"]].count("ChunkedLocalAttention") == 3
     assert [where for where in SAME if answers[where] != answers["alone"]] == []
 
 
@@ -99,18 +98,11 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
 ) -> None:
     first, other = str(checkpoint), str(llama4.written(tmp_path, seed=1))
 
-    def replaced(engine: Engine) -> dict[tuple[str, str], Any]:
-        answers = {}
-        for way in WAYS:
-            for folder in (other, first):
-                engine.call(f"tests.engine.reloads:{way}", folder)
-                answers[way, folder] = kept_states.alone(engine, f"{way} {folder}")
-        return answers
-
     fresh = {other: started(other, kept_states.alone, **DEFAULT), first: found()["alone"]}
     assert fresh[other] != fresh[first]
+    asked = partial(kept_states.replaced, folders=(other, first), ways=WAYS)
     more = DEFAULT | {"worker_extension_cls": EXTENSION, "weight_transfer_config": '{"backend": "files"}'}
-    answers = started(first, replaced, **more)
+    answers = started(first, asked, **more)
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
