@@ -9,6 +9,7 @@ Integers of rows on power-of-two grids, multiplied by digits: Ootomo et al., "DG
 unit" (arXiv:2306.11975). Nothing is dropped here, so digits, tiles and libraries are schedules.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 
@@ -457,11 +458,11 @@ def attention(
     return out
 
 
-def splits(keys: int) -> list[slice]:
-    """The positions of each split of so many keys, ascending."""
+def splits(keys: int, sizes: Sequence[tuple[int, int]] = SPLITS) -> list[slice]:
+    """The positions of each split of so many keys, ascending, of sizes by the first position that has them."""
     found, start = [], 0
     while start < keys:
-        size = max(split for split in SPLITS if split[0] <= start)[1]
+        size = max(split for split in sizes if split[0] <= start)[1]
         found.append(slice(start, min(start + size, keys)))
         start += size
     return found

@@ -16,7 +16,7 @@ from ..common.numba_exact_math import bits_of_float
 from ..common.numba_math import float_of_bits, fma
 from ..common.numba_rows import RowKernel, compiled
 from ..common.numba_simd import WIDTH, load, store
-from ..exact.definition import Floats, to_bits
+from ..exact.definition import Floats, splits, to_bits
 from . import definition
 from .cpu_simd import NO_NUMBER, ZERO, add_products, are_usual, largest_exponents
 from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
@@ -380,10 +380,10 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> 
     _exponents(q.size, mine.view(-1, size), exponents.view(-1, size))
     position = torch.arange(keys - rows, keys).repeat_interleave(group)
     ones = _panels(np.ones((1, WIDTH, KEY_TILE), np.float32))
-    splits = torch.tensor([[split.start, split.stop] for split in definition.splits(keys)])
+    bounds = torch.tensor([[split.start, split.stop] for split in splits(keys, definition.SPLITS)])
     found = torch.empty_like(mine)
     _attend(
-        q.size * keys, mine, exponents, position, *_panels(k), *_panels(tiles), *ones, splits, keys,
+        q.size * keys, mine, exponents, position, *_panels(k), *_panels(tiles), *ones, bounds, keys,
         np.float32(scale * math.log2(math.e)), torch.from_numpy(tables.exp2), torch.from_numpy(tables.rcp), found,
     )  # fmt: skip
     back = found.numpy().reshape(kv_heads, rows, group, size).transpose(1, 0, 2, 3)

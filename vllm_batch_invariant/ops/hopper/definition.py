@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..exact.definition import Floats, Integers, bf16, fp32
+from ..exact.definition import Floats, Integers, bf16, fp32, splits
 from ..exact.families import rope_type
 from .tables import Tables
 
@@ -414,16 +414,6 @@ def rotate(x: Floats, table: Floats) -> Floats:
 # Attention.
 
 
-def splits(keys: int) -> list[range]:
-    """The positions of each split of so many keys, ascending."""
-    found, start = [], 0
-    while start < keys:
-        size = max(split for split in SPLITS if split[0] <= start)[1]
-        found.append(range(start, min(start + size, keys)))
-        start += size
-    return found
-
-
 def _below(m: Floats) -> Floats:
     return np.where(np.isneginf(m), fp32(0), m)
 
@@ -452,7 +442,7 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> 
         mine = np.ascontiguousarray(q[:, heads].reshape(rows * group, size))
         whole_m, whole_l = np.full(len(mine), -np.inf, fp32), np.zeros(len(mine), fp32)
         whole = np.zeros((len(mine), size), fp32)
-        for split in splits(keys):
+        for split in splits(keys, SPLITS):
             m, l = np.full(len(mine), -np.inf, fp32), np.zeros(len(mine), fp32)
             acc = np.zeros((len(mine), size), fp32)
             for start in range(split.start, split.stop, KEY_TILE):
