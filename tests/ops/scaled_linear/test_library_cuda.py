@@ -6,11 +6,11 @@ import torch
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import cuda as gemms
+from vllm_batch_invariant.ops.quantise import cuda as quantising
 from vllm_batch_invariant.ops.quantise import quantise
 from vllm_batch_invariant.ops.scaled_linear import GROUP, WGMMA, ScaledLinearReduction, cuda, prepare, scaled_linear
 from vllm_batch_invariant.ops.scaled_linear import library as library_module
 from vllm_batch_invariant.ops.scaled_linear.library import (
-    STEP_M,
     ScaledTuner,
     library,
     operand_sets,
@@ -108,7 +108,7 @@ def test_another_scale_of_one_group_of_one_row_is_refused() -> None:
 
     tuner = ScaledTuner(problem, cublaslt.Matmul(problem), 512, own)
     ms = tuner.ms_to_verify(512, ())
-    assert all(m % STEP_M == 0 for m in ms)
+    assert all(m % quantising.ROWS == 0 for m in ms)
     assert tuner.verify_bitwise(tuner.run_base, ms)
 
     def planted(rows):

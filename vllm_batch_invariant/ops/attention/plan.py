@@ -129,12 +129,15 @@ class Plan:
     """Whether CTAs may share the splits of prefill-like blocks: if there are few of them on the GPU."""
     partial_rows: int
     """Rows of a decode-like block in its partial results."""
-    cta_shares: int
-    """CTAs for decode-like requests."""
 
     @property
     def reduction(self) -> AttentionReduction:
         return self.planner.shape.reduction
+
+    @property
+    def cta_shares(self) -> int:
+        """CTAs for decode-like requests."""
+        return self.planner.cta_shares(self.partial_rows)
 
 
 class Planner:
@@ -248,7 +251,6 @@ class Planner:
         has_decode = shape.queries_per_kv <= self.decode_rows
         has_prefill = most_tokens * shape.queries_per_kv > self.decode_rows
         partial_rows = self._kernels.partial_rows(shape, most_tokens)
-        cta_shares = self.cta_shares(partial_rows)
         blocks = self._max_prefill_blocks(tokens, requests) if has_prefill else 0
         # With the kernels for Hopper it costs nothing that they may.
         may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
@@ -268,7 +270,7 @@ class Planner:
                     len(self.semaphores),
                     self._decode_workspace(partial_rows),
                     self._prefill_workspace if may_share else -1,
-                    cta_shares,
+                    self.cta_shares(partial_rows),
                     self._prefill_ctas,
                 ),
                 on=self.semaphores,
@@ -283,4 +285,4 @@ class Planner:
         prefill_ctas = blocks * shape.kv_heads
         if prefill_ctas and may_share:
             prefill_ctas = max(prefill_ctas, 2 * self.num_sms)
-        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows, cta_shares)
+        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows)

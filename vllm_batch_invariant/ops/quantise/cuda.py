@@ -26,6 +26,11 @@ _STORED = {E4M3: torch.uint8}
 """What codes are to a kernel, where Triton has not their dtype on every GPU."""
 
 
+def filled_up(rows: int) -> int:
+    """The next multiple of :data:`ROWS`."""
+    return -(-rows // ROWS) * ROWS
+
+
 class QuantiseNumbers(NamedTuple):
     """Of a :class:`QuantiseReduction`, what the kernel takes as one constant."""
 
@@ -102,8 +107,7 @@ def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, 
     counts = reduction.scales_of(x.shape[-1])
     rows = x.shape[:-1].numel()
     dtype = _STORED.get(reduction.codes, reduction.codes)
-    filled_up = torch.empty(-(-rows // ROWS) * ROWS, x.shape[-1], dtype=dtype, device=x.device)
-    codes = filled_up[:rows].view(x.shape)
+    codes = torch.empty(filled_up(rows), x.shape[-1], dtype=dtype, device=x.device)[:rows].view(x.shape)
     shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
     return codes, torch.empty(shape, dtype=torch.float32, device=x.device)
 

@@ -24,6 +24,7 @@ from ..linear import autotune, autotune_cache
 from ..linear import cuda as gemms
 from ..linear.autotune import M_BUCKETS, TunedSchedule, Tuner, m_bucket
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE, ScaledProblem
+from ..quantise.cuda import ROWS, filled_up
 from .reduction import E4M3, GROUP
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ LEAST_M = 256
 """Rows from which the library is asked: on an H100 the tiles here took 0.94 of CUTLASS's time with 256, and more than
 all of it with 1024.
 """
-STEP_M = 4
 STEP_K = 4 * GROUP
 _STEP_N = 16
 _LARGEST_M = 8192
@@ -56,17 +56,13 @@ def problem_of(n: int, k: int, dtype: torch.dtype, device: torch.device, has_bia
 
 def side_by_side(scale: torch.Tensor) -> torch.Tensor:
     """Memory for scales [M, groups] with rows side by side: [groups, M], packed, M filled up to a multiple of 4."""
-    return scale.new_empty(scale.shape[1], _filled_up(len(scale)))
-
-
-def _filled_up(rows: int) -> int:
-    return -(-rows // STEP_M) * STEP_M
+    return scale.new_empty(scale.shape[1], filled_up(len(scale)))
 
 
 def _with_rows_behind(codes: torch.Tensor) -> torch.Tensor | None:
     """Packed codes [M, K] and what is theirs in memory behind them, up to a multiple of 4 rows; None if it is less."""
     m, k = codes.shape
-    rows = _filled_up(m)
+    rows = filled_up(m)
     if codes.storage_offset() + rows * k > codes.untyped_storage().nbytes():
         return None
     return codes.as_strided((rows, k), (k, 1))
@@ -88,7 +84,7 @@ class ScaledTuner(Tuner):
         self._sets = [(*one, own(*one, self._new_out(one[0]))) for one in given]
 
     def step_of_m(self) -> int:
-        return STEP_M
+        return ROWS
 
     def cases(self, m: int, finishes: bool) -> Iterator[tuple[Any, torch.Tensor]]:  # noqa: ARG002 - it has no epilogue
         for codes, scale, weight, weight_scale, expected in self._sets:
@@ -218,22 +214,21 @@ class Library:
         are_packed = all(one.is_contiguous() for one in (codes, weight, weight_scale))
         if not tuned or not are_packed or weight.data_ptr() % ALIGNMENT:
             return None
-        filled_up = _with_rows_behind(codes)
-        if filled_up is None:
+        codes = _with_rows_behind(codes)
+        if codes is None:
             return None
-        part = _filled_up(-(-m // -(-m // _LARGEST_M)))
-        starts = range(0, m, part)
-        chosen = [tuned.get(m_bucket(len(filled_up[start : start + part]))) for start in starts]
+        most = filled_up(-(-m // -(-m // _LARGEST_M)))
+        parts = [slice(start, min(start + most, len(codes))) for start in range(0, m, most)]
+        chosen = [tuned.get(m_bucket(part.stop - part.start)) for part in parts]
         if not all(one is not None and one.algorithm is not None for one in chosen):
             return None
         from ..linear import cublaslt
 
         try:
-            out = torch.empty(len(filled_up), problem.n, dtype=dtype, device=codes.device)
-            for start, one in zip(starts, chosen, strict=True):
-                rows = slice(start, start + part)
-                given = filled_up[rows], scale[rows], weight, weight_scale, out[rows]
-                run_library(_matmul_of(problem), one.algorithm, *given, side_by_side(scale[rows]))
+            out = torch.empty(len(codes), problem.n, dtype=dtype, device=codes.device)
+            for part, one in zip(parts, chosen, strict=True):
+                given = codes[part], scale[part], weight, weight_scale, out[part]
+                run_library(_matmul_of(problem), one.algorithm, *given, side_by_side(scale[part]))
             return out[:m]
         except cublaslt.Error:
             logger.debug("cuBLASLt refused %d rows of the product %s", m, problem)

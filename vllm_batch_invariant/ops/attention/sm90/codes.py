@@ -21,15 +21,9 @@ _GROUP = gl.constexpr(16)
 
 
 @gluon.constexpr_function
-def pairs_smem_layout(HEAD_DIM):
+def _pairs_smem_layout(HEAD_DIM):
     """Of a tile of codes, two as one element of 16 bits."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, HEAD_DIM), element_bitwidth=16, rank=2)
-
-
-@gluon.constexpr_function
-def _keys_layout(acc_layout):
-    """Of pairs of codes [BLOCK_N, HEAD_DIM / 2]."""
-    return gl.DotOperandLayout(0, acc_layout, 2)
 
 
 @gluon.constexpr_function
@@ -79,7 +73,7 @@ def _loaded(smem, stage, TRANSPOSED: gl.constexpr, layout: gl.constexpr):
     """Pairs of codes of a tile, as registers have them."""
     HEAD_DIM: gl.constexpr = smem.shape[4]
     STAGES: gl.constexpr = smem.shape[0]
-    pairs = reinterpret(smem, gl.int16, [STAGES, BLOCK_N, HEAD_DIM // 2], pairs_smem_layout(HEAD_DIM)).index(stage)
+    pairs = reinterpret(smem, gl.int16, [STAGES, BLOCK_N, HEAD_DIM // 2], _pairs_smem_layout(HEAD_DIM)).index(stage)
     if TRANSPOSED:
         pairs = pairs.permute([1, 0])
     return pairs.load(layout)
@@ -91,9 +85,10 @@ def load_keys(k_smem, stage, acc_layout: gl.constexpr, DTYPE: gl.constexpr):
     layout; elements as of :func:`by_halves`.
     """
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
-    even, odd = _decoded(_loaded(k_smem, stage, False, _keys_layout(acc_layout)), DTYPE)
-    k = gl.join(even, odd).reshape([BLOCK_N, HEAD_DIM // _GROUP, _GROUP // 2, 2]).permute([0, 1, 3, 2])
-    return gl.convert_layout(k.reshape([BLOCK_N, HEAD_DIM]), gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)  # also of pairs of codes
+    even, odd = _decoded(_loaded(k_smem, stage, False, operand), DTYPE)
+    k = by_halves(gl.join(even, odd).reshape([BLOCK_N, HEAD_DIM]))
+    return gl.convert_layout(k, operand, assert_trivial=True)
 
 
 @gluon.jit
