@@ -330,6 +330,9 @@ DRAFT_MODEL = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculat
 DRAFT_INPUTS = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",), "prepare_prefill_inputs")
 """Writes what that model reads of a verify step."""
 SLOTS_BY_LAYER = PatchPoint(("vllm.v1.worker.gpu.attn_utils",), "build_slot_mappings_by_layer")
+DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "fp8_gemm_nt")
+"""Products of e4m3 in blocks, by DeepGEMM where that is installed."""
+HAS_DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "is_deep_gemm_supported")
 COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}
