@@ -119,7 +119,8 @@ def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, 
     rows = x.shape[:-1].numel()
     dtype = _STORED.get(reduction.codes, reduction.codes)
     codes = torch.empty(filled_up(rows), x.shape[-1], dtype=dtype, device=x.device)[:rows].view(x.shape)
-    scales = torch.empty(counts or 1, filled_up(rows), dtype=torch.float32, device=x.device)[:, :rows].t()
+    groups = 1 if counts is None else counts
+    scales = torch.empty(groups, filled_up(rows), dtype=torch.float32, device=x.device)[:, :rows].t()
     return codes, scales.view(x.shape[:-1] if counts is None else (*x.shape[:-1], counts))
 
 

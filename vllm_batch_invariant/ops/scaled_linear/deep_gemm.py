@@ -22,8 +22,8 @@ from .reduction import GROUP
 logger = logging.getLogger("vllm.batch_invariant")
 
 _LEAST_M = 32
-"""Rows from which it is asked: with fewer the tiles here took less of an H200's time at every shape of an 8B model."""
-_SECONDS = 10.0
+"""Rows from which it is asked: fewer are 16 to the tiles here, which are the bytes of the weight then."""
+_SECONDS = 20.0
 """After which no more numbers of rows of a problem are tried in one start; the next goes on with them."""
 _STEP_N = 64
 Library = Callable[[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], torch.Tensor], Any]

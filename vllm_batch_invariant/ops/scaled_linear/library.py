@@ -303,9 +303,9 @@ class Library:
 library = Library()
 
 
-def _rank(size: int) -> tuple[int, int]:
-    """By which sizes of graphs are tried: powers of two first, others from the largest on."""
-    return (0, size) if size.bit_count() == 1 else (1, -size)
+def _rank(size: int) -> tuple[bool, int]:
+    """By which sizes of graphs are tried: powers of two first, and of each the largest."""
+    return size.bit_count() > 1, -size
 
 
 def _ways(
