@@ -27,11 +27,11 @@ import triton.language as tl
 
 from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
 from vllm_batch_invariant.ops.hopper import confirmed, definition, known_answers, sampling
-from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.tables import ENTRIES, Tables, ideal, packed, recorded
 from vllm_batch_invariant.provenance import installed
 
-ALL = (*OPERATIONS, *OF_SEEDS)
+ALL = (*OPERATIONS, *OF_SEEDS, *OF_CODES)
 _SHOWN = 3
 _MOST_SAMPLES = 1_900_000
 """Bytes."""
@@ -404,6 +404,38 @@ def _attend(gpu: Gpu, paged_attention: Callable, reduction: object, q: Floats, k
     )  # fmt: skip
 
 
+def products_of_codes(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """Of e4m3 in blocks: rows that are quantised, and every kind of product that a layer may be served by."""
+    from vllm_batch_invariant.ops.linear.problem import ScaledProblem
+    from vllm_batch_invariant.ops.quantise import quantise
+    from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction, cuda, scaled_linear
+    from vllm_batch_invariant.ops.scaled_linear.library import operand_sets
+    from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import SM90_SCHEDULES
+
+    x = numbers(rng, 300, 1152) * np.exp2(rng.integers(-30, 30, (300, 1))).astype(fp32)
+    x[0], x[1, 5], x[2, ::128], x[3] = 0, 1e30, 1e-38, bf16(x[3] * fp32(2.0**-110))
+    x[4, 130], x[5, 600], x[6, :128] = np.inf, np.nan, -0.0
+    given = torch.from_numpy(bf16(x)).to(torch.bfloat16)
+    found, defined = quantise(given.to(gpu.device), codes=E4M3, group=GROUP), quantise(given, codes=E4M3, group=GROUP)
+    of_bits = [one[0].view(torch.uint8).float() for one in (found, defined)]
+    yield Comparison("quantise", "codes", of_bits[0], of_bits[1].numpy())
+    yield Comparison("quantise", "scales", found[1], defined[1].numpy())
+    for m, n, k in ((5, 144, 640), (64, 256, 1024), (300, 272, 4096)):
+        reduction = ScaledLinearReduction.of(k, torch.bfloat16, E4M3, True, WGMMA)
+        sets = operand_sets(ScaledProblem(n, k, torch.bfloat16, 0), m, torch.device("cpu"))
+        for kind, operands in zip(("cancelling", "normal", "one sign"), sets, strict=True):
+            on = [one.to(gpu.device) for one in operands]
+            bias = torch.from_numpy(numbers(rng, n)).to(torch.bfloat16)
+            for own, name in ((None, ""), (bias, " and a bias")):
+                made = scaled_linear(*operands, own, torch.bfloat16, mma=WGMMA).float().numpy()
+                there = None if own is None else own.to(gpu.device)
+                found = scaled_linear(*on, there, torch.bfloat16)
+                yield Comparison("scaled_linear", f"{kind}{name}, as chosen, {m}x{n}x{k}", found, made)
+                for number in (0, len(SM90_SCHEDULES) // 2, len(SM90_SCHEDULES) - 1):
+                    found = cuda.scaled_linear(*on, there, reduction, SM90_SCHEDULES[number])
+                    yield Comparison("scaled_linear", f"{kind}{name}, tile {number}, {m}x{n}x{k}", found, made)
+
+
 def as_fp32(found: torch.Tensor) -> Floats:
     return found.detach().float().cpu().numpy()
 
@@ -494,6 +526,7 @@ PARTS = {
     norms: ("rms_norm",),
     rotations: ("rotary_table", "rotate"),
     attentions: ("attention",),
+    products_of_codes: OF_CODES,
 }
 """What is compared, and the operations that it is of."""
 

@@ -4,11 +4,11 @@ usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
        python -m scripts.hopper_receipts FOLDER --only 0.6b       one of the shape of Qwen3-0.6B, made alone
        python -m scripts.hopper_receipts FOLDER --model-of 0.6b   its weights alone, to verify it elsewhere
 
-FOLDER gets a small model whose weights are made of integers, in two architectures, and for each the receipts of a
-greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer that differs is
-named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Of the larger shape
-200 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not verified. Exit status 0:
-every bit is equal.
+FOLDER gets a small model whose weights are made of integers, in two architectures, also in FP8, and for each the
+receipts of a greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer
+that differs is named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Of the
+larger shape 200 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not verified. Exit
+status 0: every bit is equal.
 """
 
 import argparse
@@ -27,14 +27,16 @@ from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.exact.known_answers import checkpoint
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS
 from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.quantised_model import quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
 from vllm_batch_invariant.verify.receipt.recompute import recompute
 from vllm_batch_invariant.verify.receipt.record import Receipt, Sampling
 
-MODELS = {"qwen3": {}, "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
-"""Changes to the configuration of the known model; the others have no norms of heads."""
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": _LLAMA, "qwen3-fp8": {}, "llama-fp8": _LLAMA}
+"""Changes to the configuration of the known model; those that have some have no norms of heads."""
 SHAPES = {
     "0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -57,6 +59,8 @@ def save_model(folder: Path, name: str) -> Path:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
     bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
     save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
+    if name.endswith("-fp8"):
+        quantise(folder, "w8a8-fp8-block")
     return folder
 
 
@@ -122,11 +126,10 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
 
 def known(path: Path) -> Hopper:
     """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
-    here = Hopper.here()
-    if not here.confirmed.missing():
+    here, every = Hopper.here(), (*OPERATIONS, *OF_SEEDS, *OF_CODES)
+    if not here.confirmed.missing(every):
         return here
     recorded = here.tables or tables.recorded(path)
-    every = (*OPERATIONS, *OF_SEEDS)
     machine = {"vllm": patch_points.installed_version()}
     answers = known_answers.digest(recorded)
     taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0))

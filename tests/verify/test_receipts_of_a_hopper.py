@@ -30,7 +30,7 @@ def receipt(name: str) -> Receipt:
 def test_every_bit_of_an_engine_on_a_gpu_is_computed_again(name: str, models: dict[str, Path]) -> None:
     made = receipt(name)
     assert made.environment.device["name"] == "NVIDIA H200"
-    verdict = recompute(made, str(models[name.partition("-")[0]]))
+    verdict = recompute(made, str(models[name.rpartition("-")[0]]))
     assert verdict, verdict
     assert verdict.promised
 

@@ -1,6 +1,7 @@
 """A receipt in a Hopper's usual arithmetic is computed again without an engine, once a GPU has confirmed how."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from tests.known_model import save_known_model
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
 from vllm_batch_invariant.provenance import Environment
 from vllm_batch_invariant.verify.outcome import NoTestError
-from vllm_batch_invariant.verify.receipt.hopper import Hopper, attention
+from vllm_batch_invariant.verify.quantised_model import quantise
+from vllm_batch_invariant.verify.receipt.hopper import Hopper, attention, codes
 from vllm_batch_invariant.verify.receipt.model_files import model_at
 from vllm_batch_invariant.verify.receipt.recompute import config_of, recompute, weights_of
 from vllm_batch_invariant.verify.receipt.record import Completion, Prompt, Receipt, Sampling
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def receipt_of(folder: Path, tables_of_gpu: tables.Tables, sampling: Sampling) -> Receipt:
     """Of tokens that the plain definition takes one after the other."""
-    decoder = HopperDecoder(config_of(folder), dict(weights_of(folder)), tables_of_gpu, kernels=PLAIN)
+    decoder = HopperDecoder(config_of(folder), weights_of(folder, Hopper.dtypes), tables_of_gpu, kernels=PLAIN)
     tokens, positions = [*PROMPT], []
     for _ in range(sampling.max_tokens):
         [logits] = decoder.logits(tokens, slice(len(tokens) - 1, None))
@@ -164,6 +166,28 @@ def test_what_is_not_computed_here_refuses(greedy: Receipt, hopper: Hopper, chan
     [(part, fields)] = changes.items()
     with pytest.raises(NoTestError, match=said):
         recompute(replace(greedy, **{part: replace(getattr(greedy, part), **fields)}), "nowhere", hopper=hopper)
+
+
+def test_receipts_of_codes_are_computed_where_a_gpu_has_confirmed_them(
+    folder: Path, ideal: tables.Tables, hopper: Hopper, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "fp8")
+    quantise(tmp_path / "fp8", "w8a8-fp8-block")
+    environment = replace(ENVIRONMENT, reductions=ENVIRONMENT.reductions | codes())
+    made = replace(receipt_of(tmp_path / "fp8", ideal, Sampling(max_tokens=3, logprobs=2)), environment=environment)
+    with pytest.raises(NoTestError, match="no GPU has confirmed quantise, scaled_linear"):
+        recompute(made, str(tmp_path / "fp8"), hopper=hopper)
+    counts = dict.fromkeys(OF_CODES, 1), dict.fromkeys(OF_CODES, 0)
+    values, different = (
+        of | more for of, more in zip((hopper.confirmed.values, hopper.confirmed.different), counts, strict=True)
+    )
+    known = Hopper(replace(hopper.confirmed, values=values, different=different), hopper.tables)
+    assert recompute(made, str(tmp_path / "fp8"), hopper=known)
+    assert not recompute(replace(made, model=model_at(folder, "known")), str(folder), hopper=known), "of the matrices"
+    other = {"linear (FP8 by block)": codes()["linear (FP8 by block)"] | {"mma": "exact"}}
+    environment = replace(environment, reductions=environment.reductions | other)
+    with pytest.raises(NoTestError, match=r"linear .FP8 by block. with"):
+        recompute(replace(made, environment=environment), str(tmp_path / "fp8"), hopper=known)
 
 
 def test_what_this_package_has_confirmed_is_of_its_tables_and_its_definition() -> None:

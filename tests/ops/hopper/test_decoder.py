@@ -1,17 +1,21 @@
 """A whole model in a Hopper's arithmetic: near Hugging Face's, by the plain definition and the fast one alike."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from scripts.hopper_receipts import save_model
 from tests.ops.exact.families import FAMILIES, save
 from tests.ops.hopper.cases import same
 from tests.ops.hopper.test_definition import ideal
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.exact import known_answers
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder, fast
+from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantise
+from vllm_batch_invariant.verify.receipt.hopper import Hopper
 from vllm_batch_invariant.verify.receipt.recompute import config_of, weights_of
 
 TOKENS = np.random.default_rng(0).integers(3, 4096, 90).tolist()
@@ -25,7 +29,7 @@ DEFINED = (
 
 
 def decoder(folder: Path, **how: object) -> HopperDecoder:
-    return HopperDecoder(config_of(folder), dict(weights_of(folder)), ideal(), **how)
+    return HopperDecoder(config_of(folder), weights_of(folder, Hopper.dtypes), ideal(), **how)
 
 
 @pytest.mark.parametrize("family", DEFINED)
@@ -59,3 +63,24 @@ def test_a_configuration_without_a_definition_is_refused(changes: dict, said: st
     config, _ = known_answers.checkpoint()
     with pytest.raises(NotCovered, match=said):
         HopperDecoder(config | changes, {}, ideal())
+
+
+@pytest.mark.parametrize("name", ["qwen3-fp8", "llama-fp8"])
+def test_codes_are_near_the_matrices_that_they_stand_for(name: str, tmp_path: Path) -> None:
+    """And each row has its own: what is quantised does not follow from the rows beside it."""
+    plain = save_model(tmp_path / name, name.removesuffix("-fp8"))
+    shutil.copytree(plain, packed := tmp_path / "packed")
+    quantise(packed, "w8a8-fp8-block", tmp_path / "unpacked")
+    found, right = (decoder(folder).logits(TOKENS) for folder in (packed, tmp_path / "unpacked"))
+    assert 0.01 < np.linalg.norm(found - right) / np.linalg.norm(right) < 0.15
+    assert same(found[:FEW], decoder(packed).logits(TOKENS[:FEW]))
+    with pytest.raises(NotCovered, match="a tree of products of codes"):
+        decoder(packed, k_slices=2).logits(TOKENS[:FEW])
+
+
+@pytest.mark.parametrize("form", ["w8a8-fp8-block-ct", "w8a8-fp8-tensor", "w4a16-g128"])
+def test_other_quantised_weights_are_refused(form: str, tmp_path: Path) -> None:
+    config, _ = known_answers.checkpoint()
+    config |= {"quantization_config": CHECKPOINT_FORMATS[form].config}
+    with pytest.raises(NotCovered, match="quantised weights of"):
+        HopperDecoder(config, {}, ideal())

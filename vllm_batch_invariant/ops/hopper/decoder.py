@@ -1,4 +1,6 @@
-"""A whole dense model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from the weights."""
+"""A whole dense model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from the weights, of 16
+bits or codes of e4m3 in blocks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from ..exact.decoder import Decoder
 from ..exact.definition import Floats
 from ..exact.families import FULL, rope_type, rotary_embedding
 from ..norm.reduction import NormReduction
+from ..quantise import quantise
+from ..scaled_linear import E4M3, GROUP, WGMMA, scaled_linear
 from ..softmax.reduction import SoftmaxReduction
 from . import definition, sampling
 from .tables import Tables
@@ -21,6 +25,8 @@ from .tables import Tables
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 HEAD_SIZES = (64, 128)
 """Of the kernels for Hopper."""
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
+"""Of a checkpoint whose linear layers are codes of e4m3 in blocks."""
 _REMEDY = "verify with an engine"
 _COLUMNS = 4096
 """Rows of a weight that are fp32 at a time."""
@@ -57,7 +63,7 @@ class HopperDecoder(Decoder):
 
     Args:
         config: as in its checkpoint's config.json.
-        weights: the bits of each weight, uint16, by its name in the checkpoint.
+        weights: the bits of each weight, uint16, by its name in the checkpoint; of codes uint8, and their scales.
         tables: the special functions of the GPU.
         k_slices: parts of K in layers that tensor-parallel workers may share.
         kernels: what computes.
@@ -71,7 +77,7 @@ class HopperDecoder(Decoder):
     def __init__(
         self,
         config: dict[str, Any],
-        weights: dict[str, NDArray[np.uint16]],
+        weights: dict[str, NDArray[Any]],
         tables: Tables,
         k_slices: int = 1,
         kernels: Kernels | None = None,
@@ -92,10 +98,17 @@ class HopperDecoder(Decoder):
             return f"a rotary embedding of type {rope_type(rope)}"
         if self.config.get("sliding_window") and architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
             return "a sliding window"
+        quantised = self.config.get("quantization_config")
+        if quantised and {name: quantised.get(name) for name in FP8_BLOCKS} != FP8_BLOCKS:
+            return (
+                f"quantised weights of {quantised.get('quant_method')} that are no FP8 in blocks of {GROUP} x {GROUP}"
+            )
         return super()._problem_of(architecture)
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
         bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
+        if bits.dtype == np.uint8:
+            return self._of_codes(x, name, bits, bias, self._k_slices if shared else 1)
         out = np.empty((len(x), len(bits)), np.float32)
         slices = self._k_slices if shared else 1
         for start in range(0, len(bits), _COLUMNS):
@@ -103,6 +116,18 @@ class HopperDecoder(Decoder):
             own = None if bias is None else bias[part]
             out[:, part] = definition.linear(x, self._kernels.weight(bits[part]), own, slices, self._kernels.mma)
         return out
+
+    def _of_codes(self, x: Floats, name: str, bits: NDArray[np.uint8], bias: Floats | None, k_slices: int) -> Floats:
+        """A layer whose weight is codes: by the integer model of the tensor core."""
+        if k_slices > 1:
+            raise NotCovered("a tree of products of codes", "it has no definition here", _REMEDY)
+        codes, scales = quantise(_bf16(x), codes=E4M3, group=GROUP)
+        weight = torch.from_numpy(np.array(bits)).view(E4M3)
+        weight_scale = torch.from_numpy(np.array(self._weights[f"{name}.weight_scale_inv"]))
+        of_weight = weight_scale if weight_scale.dtype == torch.float32 else _of_bits(weight_scale)
+        own = None if bias is None else _bf16(bias)
+        made = scaled_linear(codes, scales, weight, of_weight, own, torch.bfloat16, mma=WGMMA)
+        return made.float().numpy()
 
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
         reduction = NormReduction.of_device("cuda", x.shape[-1], torch.bfloat16)
@@ -136,3 +161,13 @@ class HopperDecoder(Decoder):
         """
         how = np.float32(request.temperature), request.top_k, request.top_p, request.seed
         return sampling.draw(logits, *how, position, self._tables_of_gpu)
+
+
+def _bf16(x: Floats) -> torch.Tensor:
+    """bf16 values that are held in fp32."""
+    return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16)
+
+
+def _of_bits(bits: torch.Tensor) -> torch.Tensor:
+    """fp32 of the bits of bf16, as vLLM widens the scales of a checkpoint in 16 bits."""
+    return bits.view(torch.bfloat16).float()

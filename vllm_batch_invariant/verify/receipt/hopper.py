@@ -41,6 +41,7 @@ class Hopper:
     confirmed: confirmed.Confirmed
     tables: tables.Tables | None
     name = "the usual arithmetic of a Hopper"
+    dtypes = ("BF16", "F8_E4M3", "F32")
 
     @classmethod
     def here(cls) -> "Hopper":
@@ -67,7 +68,7 @@ class Hopper:
                 f"without an engine receipts in {self.name} are not verified: of its definition no GPU has confirmed "
                 f"{', '.join(missing)}; verify with an engine, or make receipts in exact arithmetic"
             )
-        _check_engine(environment)
+        _check_engine(environment, self.confirmed)
         _check_sampling(receipt, self.confirmed)
 
     def _missing(self) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ class Hopper:
         return (Note(text, promised=False),) if different else ()
 
     def decoder(
-        self, config: dict[str, Any], weights: Mapping[str, NDArray[np.uint16]], environment: Environment
+        self, config: dict[str, Any], weights: Mapping[str, NDArray[Any]], environment: Environment
     ) -> "HopperDecoder":
         """The decoder of a checkpoint."""
         from ...ops.hopper.decoder import HopperDecoder
@@ -114,15 +115,21 @@ class Hopper:
             yield token, listed[token], sorted(listed.items())
 
 
-def _check_engine(environment: Environment) -> None:
+def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
     for name, value in environment.engine.items():
         if name not in _ANY_VALUE and value not in _SETTINGS.get(name, ()):
             raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
+    defined = {"attention": attention(), **codes()}
     for name, reduction in environment.reductions.items():
-        if name not in _REDUCTIONS:
+        if name not in (*_REDUCTIONS, *defined):
             raise NoTestError(f"without an engine a receipt of an engine with {name} is not computed again")
-        if name == "attention" and reduction != attention():
-            raise NoTestError(f"the definition has attention with {attention()}, and the receipt's engine {reduction}")
+        if name in defined and reduction != defined[name]:
+            raise NoTestError(f"the definition has {name} with {defined[name]}, and the receipt's engine {reduction}")
+    if environment.reductions.keys() & codes().keys() and (missing := known.missing(confirmed.OF_CODES)):
+        raise NoTestError(
+            "without an engine receipts of FP8 in blocks are not computed again: no GPU has confirmed "
+            f"{', '.join(missing)}"
+        )
 
 
 def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
@@ -153,3 +160,18 @@ def attention() -> dict[str, str | int]:
     from ...provenance import plain
 
     return {"implementation": "triton", **plain(AttentionReduction.of_device("cuda"))}
+
+
+def codes() -> dict[str, dict[str, str | int]]:
+    """The reductions of layers in FP8 by blocks, as the environment of an engine has them."""
+    import torch
+
+    from ...ops.quantise import E4M3, QuantiseReduction
+    from ...ops.scaled_linear import GROUP, WGMMA, ScaledLinearReduction
+    from ...provenance import plain
+
+    product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
+    return {
+        "quantise (FP8 by block)": plain(QuantiseReduction.of_dtype(torch.bfloat16, E4M3, GROUP)),
+        "linear (FP8 by block)": plain(product),
+    }

@@ -20,6 +20,8 @@ from .hopper import Hopper
 from .model_files import local_folder, model_at
 from .record import Completion, EngineInfo, Environment, Receipt, TracedStep
 
+_STORED = {"BF16": "<u2", "F8_E4M3": "u1", "F32": "<f4"}
+"""What weights are read as, by the names of safetensors."""
 _ROWS = 64
 """Of logits whose logprobs are held at a time."""
 
@@ -61,7 +63,8 @@ def recompute(
     before(notes)
     ids = receipt.completion.token_ids
     trace = _Trace(receipt.trace)
-    decoder: Any = arithmetic.decoder(config_of(folder), weights_of(folder), receipt.environment)
+    weights = weights_of(folder, arithmetic.dtypes)
+    decoder: Any = arithmetic.decoder(config_of(folder), weights, receipt.environment)
     logits = decoder.logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None), trace.compare)
     parts = (slice(start, start + _ROWS) for start in range(0, len(ids), _ROWS))
     got = Completion.of(
@@ -122,6 +125,7 @@ class _Exact:
     """Exact arithmetic, in the format that is defined here."""
 
     name = f"exact arithmetic {FORMAT}"
+    dtypes = ("BF16",)
 
     def check(self, receipt: Receipt) -> None:
         """Refuse what has no definition."""
@@ -180,21 +184,24 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def weights_of(folder: Path) -> dict[str, NDArray[np.uint16]]:
-    """The bits of every weight of a checkpoint, uint16 by name, which stay in their files until they are read: a model
-    may be larger than memory.
+def weights_of(folder: Path, dtypes: Sequence[str] = ("BF16",)) -> dict[str, NDArray[Any]]:
+    """The bits of every weight of a checkpoint by name, uint16 of bf16 and uint8 of e4m3, or fp32, which stay in their
+    files until they are read: a model may be larger than memory.
+
+    Args:
+        dtypes: of :data:`_STORED`, those that have a definition.
 
     Raises:
-        NotCovered: there is none in safetensors, or one in another dtype than bf16.
+        NotCovered: there is none in safetensors, or one in another dtype.
         NoTestError: a file is not whole.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotCovered("a checkpoint without safetensors", "its weights are read from these alone", "convert it")
-    return dict(chain.from_iterable(map(_weights_of, files)))
+    return dict(chain.from_iterable(_weights_of(file, dtypes) for file in files))
 
 
-def _weights_of(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
+def _weights_of(file: Path, dtypes: Sequence[str]) -> Iterator[tuple[str, NDArray[Any]]]:
     """The names and bits of one file: eight bytes, the length of the JSON that follows; then the weights, where it says
     (https://huggingface.co/docs/safetensors).
     """
@@ -204,10 +211,13 @@ def _weights_of(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
         for name, tensor in json.loads(content[8:start].tobytes()).items():
             if name == "__metadata__":
                 continue
-            if tensor["dtype"] != "BF16":
+            if tensor["dtype"] not in dtypes:
                 raise NotCovered(
-                    f"the weight {name} in {tensor['dtype']}", "exact arithmetic is defined for bf16", "convert it"
+                    f"the weight {name} in {tensor['dtype']}",
+                    f"this arithmetic is defined for {' and '.join(dtypes)}",
+                    "verify with an engine",
                 )
-            yield name, np.ndarray(tensor["shape"], "<u2", content, start + tensor["data_offsets"][0])
+            stored = _STORED[tensor["dtype"]]
+            yield name, np.ndarray(tensor["shape"], stored, content, start + tensor["data_offsets"][0])
     except (ValueError, TypeError, KeyError) as error:  # empty, no JSON, or too short
         raise NoTestError(f"{file.name} is no whole file of safetensors") from error
