@@ -4,7 +4,7 @@ usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
        python -m scripts.hopper_receipts FOLDER --only 0.6b       one of the shape of Qwen3-0.6B, made alone
        python -m scripts.hopper_receipts FOLDER --model-of 0.6b   its weights alone, to verify it elsewhere
 
-FOLDER gets a small model whose weights are made of integers, in two architectures, also in FP8, and for each the
+FOLDER gets a small model whose weights are made of integers, in several architectures, also in FP8, and for each the
 receipts of a greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer
 that differs is named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Of the
 larger shape 200 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not verified. Exit
@@ -13,10 +13,12 @@ status 0: every bit is equal.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from safetensors.torch import save_file
 
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.ops.exact.known_answers import checkpoint
+from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
+from vllm_batch_invariant.ops.exact.known_answers import checkpoint, normal
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.quantised_model import quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
@@ -35,8 +38,15 @@ from vllm_batch_invariant.verify.receipt.recompute import recompute
 from vllm_batch_invariant.verify.receipt.record import Receipt, Sampling
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": _LLAMA, "qwen3-fp8": {}, "llama-fp8": _LLAMA}
-"""Changes to the configuration of the known model; those that have some have no norms of heads."""
+_MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {}, "llama": _LLAMA, "qwen3-fp8": {}, "llama-fp8": _LLAMA, "qwen3-moe": _MIXTURE,
+    "qwen3-moe-fp8": _MIXTURE,
+}  # fmt: skip
+"""Changes to the configuration of the known model."""
 SHAPES = {
     "0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -55,13 +65,32 @@ def save_model(folder: Path, name: str) -> Path:
     config, weights = checkpoint(**SHAPES.get(name, {}))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | MODELS.get(name, {})))
-    if MODELS.get(name):
+    changes = MODELS.get(name, {})
+    if changes is _LLAMA:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
+    if changes is _MIXTURE:
+        weights = dict(_with_experts(weights, config["hidden_size"]))
     bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
     save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
     if name.endswith("-fp8"):
         quantise(folder, "w8a8-fp8-block")
     return folder
+
+
+def _with_experts(weights: dict[str, Floats], hidden: int) -> Iterator[tuple[str, Floats]]:
+    """The weights with a mixture of experts in the place of each MLP."""
+    inner, count = _MIXTURE["moe_intermediate_size"], _MIXTURE["num_experts"]
+    for number, (name, weight) in enumerate(weights.items(), 1):
+        if ".mlp." not in name:
+            yield name, weight
+            continue
+        layer, _, part = name.partition(".mlp.")
+        shape = (hidden, inner) if part.startswith("down") else (inner, hidden)
+        for expert in range(count):
+            drawn = normal(10_000 + 100 * number + expert, *shape)
+            yield f"{layer}.mlp.experts.{expert}.{part}", bf16(drawn / fp32(math.sqrt(shape[1])))
+        if part.startswith("down"):
+            yield f"{layer}.mlp.gate.weight", bf16(normal(5000 + number, count, hidden) / fp32(math.sqrt(hidden)))
 
 
 def make(folder: Path, name: str) -> dict[str, Receipt]:
@@ -126,7 +155,7 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
 
 def known(path: Path) -> Hopper:
     """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
-    here, every = Hopper.here(), (*OPERATIONS, *OF_SEEDS, *OF_CODES)
+    here, every = Hopper.here(), (*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS)
     if not here.confirmed.missing(every):
         return here
     recorded = here.tables or tables.recorded(path)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.known_model import save_known_model
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
 from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
-from vllm_batch_invariant.provenance import Environment
+from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.scaled_linear import E4M3, WGMMA, ScaledLinearReduction
+from vllm_batch_invariant.provenance import Environment, plain
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.quantised_model import quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper, attention, codes
@@ -188,6 +191,24 @@ def test_receipts_of_codes_are_computed_where_a_gpu_has_confirmed_them(
     environment = replace(environment, reductions=environment.reductions | other)
     with pytest.raises(NoTestError, match=r"linear .FP8 by block. with"):
         recompute(replace(made, environment=environment), str(tmp_path / "fp8"), hopper=known)
+
+
+def test_receipts_of_experts_are_computed_where_a_gpu_has_confirmed_them(greedy: Receipt, hopper: Hopper) -> None:
+    of = plain(MoeReduction(16, 4, torch.bfloat16))
+    environment = replace(ENVIRONMENT, reductions=ENVIRONMENT.reductions | {"experts 1": of})
+    for changes, said in (
+        ({}, "no GPU has confirmed route, experts"),
+        ({"reductions": {"experts 1": of | {"scoring": "sigmoid"}}}, "the definition has experts 1 with"),
+        ({"reductions": {"experts 1": plain(fp8_experts())}}, "no GPU has confirmed quantise, scaled_linear"),
+        ({"engine": environment.engine | {"tensor_parallel_tree": "2"}}, "experts with a tree"),
+    ):
+        with pytest.raises(NoTestError, match=said):
+            recompute(replace(greedy, environment=replace(environment, **changes)), "nowhere", hopper=hopper)
+
+
+def fp8_experts() -> MoeReduction:
+    product = ScaledLinearReduction.of(128, torch.bfloat16, E4M3, True, WGMMA)
+    return MoeReduction(16, 4, torch.bfloat16, renormalise=False, products=product)
 
 
 def test_what_this_package_has_confirmed_is_of_its_tables_and_its_definition() -> None:

@@ -1,5 +1,5 @@
-"""A whole dense model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from the weights, of 16
-bits or codes of e4m3 in blocks.
+"""A whole model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from weights of 16 bits or
+codes of e4m3 in blocks.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,9 @@ from ..softmax.reduction import SoftmaxReduction
 from . import definition, sampling
 from .tables import Tables
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 HEAD_SIZES = (64, 128)
 """Of the kernels for Hopper."""
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
@@ -96,7 +98,7 @@ class HopperDecoder(Decoder):
         _, rope = rotary_embedding(self.config.get, FULL)
         if rope_type(rope) not in ("default", "llama3"):
             return f"a rotary embedding of type {rope_type(rope)}"
-        if self.config.get("sliding_window") and architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        if self.config.get("sliding_window") and not architecture.startswith("Qwen"):
             return "a sliding window"
         quantised = self.config.get("quantization_config")
         if quantised and {name: quantised.get(name) for name in FP8_BLOCKS} != FP8_BLOCKS:
@@ -143,6 +145,13 @@ class HopperDecoder(Decoder):
 
     def _activated(self, gate_up: Floats) -> Floats:
         return self._kernels.silu_and_mul(gate_up, self._tables_of_gpu)
+
+    def _routed(self, logits: Floats, top_k: int, renormalise: bool) -> tuple[Floats, exact.Integers]:
+        reduction = SoftmaxReduction.of_device("cuda", logits.shape[-1], torch.float32)
+        return definition.route(logits, top_k, renormalise, reduction, self._tables_of_gpu)
+
+    def _of_expert(self, hidden: Floats, name: str) -> Floats:
+        return self._linear(hidden, name)
 
     def _attended(self, query: Floats, key: Floats, value: Floats, _: int | None) -> Floats:
         return self._kernels.attention(query, key, value, self._scale, self._tables_of_gpu)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ...ops.exact import FORMAT
 from ...ops.exact.definition import Floats
 from ...ops.hopper import confirmed, tables
+from ...provenance import OF_EXPERTS
 from ..outcome import NoTestError
 from .comparison import Note
 from .record import Environment, Receipt
@@ -119,17 +120,24 @@ def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
     for name, value in environment.engine.items():
         if name not in _ANY_VALUE and value not in _SETTINGS.get(name, ()):
             raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
-    defined = {"attention": attention(), **codes()}
+    defined: dict[str, Any] = {"attention": attention(), **codes()}
+    defined |= {name: experts(of) for name, of in environment.reductions.items() if name.startswith(OF_EXPERTS)}
     for name, reduction in environment.reductions.items():
-        if name not in (*_REDUCTIONS, *defined):
+        if name not in (*_REDUCTIONS, *defined) or defined.get(name, {}) is None:
             raise NoTestError(f"without an engine a receipt of an engine with {name} is not computed again")
         if name in defined and reduction != defined[name]:
             raise NoTestError(f"the definition has {name} with {defined[name]}, and the receipt's engine {reduction}")
-    if environment.reductions.keys() & codes().keys() and (missing := known.missing(confirmed.OF_CODES)):
-        raise NoTestError(
-            "without an engine receipts of FP8 in blocks are not computed again: no GPU has confirmed "
-            f"{', '.join(missing)}"
-        )
+    has_codes = any(name in codes() or "products mma" in of for name, of in environment.reductions.items())
+    has_experts = any(name.startswith(OF_EXPERTS) for name in environment.reductions)
+    if has_experts and environment.engine.get(TREE, "1") != "1":
+        raise NoTestError("without an engine a receipt of experts with a tree is not computed again")
+    kinds = {"FP8 in blocks": (has_codes, confirmed.OF_CODES), "experts": (has_experts, confirmed.OF_EXPERTS)}
+    for kind, (is_there, operations) in kinds.items():
+        if is_there and (missing := known.missing(operations)):
+            raise NoTestError(
+                f"without an engine receipts of {kind} are not computed again: no GPU has confirmed "
+                f"{', '.join(missing)}"
+            )
 
 
 def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
@@ -160,6 +168,24 @@ def attention() -> dict[str, str | int]:
     from ...provenance import plain
 
     return {"implementation": "triton", **plain(AttentionReduction.of_device("cuda"))}
+
+
+def experts(of: Mapping[str, str | int]) -> dict[str, str | int] | None:
+    """The reduction of experts that has a definition, with the numbers of one of an engine's environment; None where
+    these are missing.
+    """
+    import torch
+
+    from ...ops.moe import MoeReduction
+    from ...ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction
+    from ...provenance import plain
+
+    product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA) if "products mma" in of else None
+    try:
+        numbers = int(of["num_experts"]), int(of["top_k"]), torch.bfloat16
+        return plain(MoeReduction(*numbers, renormalise=str(of["renormalise"]) == "True", products=product))
+    except (KeyError, ValueError):
+        return None
 
 
 def codes() -> dict[str, dict[str, str | int]]:
