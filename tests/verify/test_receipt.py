@@ -379,6 +379,11 @@ def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
         ({"stages": 2}, {}),
         ({"stages": 2, "workers": 4}, {"tensor_parallel_size": "4"}),
         ({"hf_overrides": {"b": {"x": 1}, "a": 2}}, {"hf_overrides": '{"a": 2, "b": {"x": 1}}'}),
+        ({"model_class_overrides": {"A": "b:C"}}, {"model_class_overrides": '{"A": "b:C"}'}),
+        ({"model_impl": "vllm"}, {}),
+        ({"model_impl": "transformers"}, {"model_impl": "transformers"}),
+        ({"quantization": "experts_int8"}, {"quantization": "int8 experts"}),
+        ({"hf_config_path": "a/folder"}, {"hf_config_path": "f9d86028c6e0d64e"}),
         ({"rope_parameters": {"rope_type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"rope_type": "yarn"}}, {}),
@@ -386,7 +391,11 @@ def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
 )
 def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: dict[str, str]) -> None:
     rope = {name: change[name] for name in ("rope_parameters", "rope_scaling") if name in change}
+    of_model = ("model_class_overrides", "model_impl", "quantization", "hf_config_path")
     model = SimpleNamespace(
+        **{name: change[name] for name in of_model if name in change},
+        architecture="A",
+        hf_config=SimpleNamespace(to_dict=lambda: {"a": 1}),
         dtype=torch.bfloat16,
         logprobs_mode="raw_logprobs",
         hf_overrides=change.get("hf_overrides", {}),
@@ -396,6 +405,7 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
     config = SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        quant_config=object(),
         device_config=SimpleNamespace(device_type=change.get("device_type", "cpu")),
         use_v2_model_runner=change.get("use_v2_model_runner"),
         parallel_config=SimpleNamespace(
@@ -406,6 +416,15 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
     )
     usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
     assert endpoint.settings(config, devices.of_config(config)) == usual | info
+
+
+def test_what_a_model_has_taken_of_settings_is_reported() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    assert endpoint.taken(model) == {}
+    model[0].attn_temperature_tuning = model[1].attn_temperature_tuning = False
+    assert endpoint.taken(model) == {"attn_temperature_tuning": "False"}
+    model[1].attn_temperature_tuning, model._suppress_token_ids = True, [7, 8]
+    assert endpoint.taken(model) == {"attn_temperature_tuning": "True", "suppress_tokens": "[7, 8]"}
 
 
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:

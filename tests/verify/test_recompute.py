@@ -113,7 +113,10 @@ def test_a_receipt_without_a_trace_has_the_hash_that_it_had_before_there_were_an
         ({"environment": {"reductions": {EXACT: {"format": "X17"}}}}, "not in X17"),
         ({"environment": {"engine": {"logprobs_mode": "processed_logprobs"}}}, "only raw logprobs"),
         ({"sampling": {"min_tokens": 2}}, "min_tokens is not known"),
-        ({"environment": {"engine": {"hf_overrides": '{"rope_theta": 5}'}}}, "the receipt has {.rope_theta"),
+        (
+            {"environment": {"engine": {"hf_overrides": '{"rope_theta": 5}'}}},
+            "with hf_overrides {.rope_theta",
+        ),
         ({"environment": {"reductions": {EXACT: {}}}}, "not in another arithmetic"),
         ({"completion": {"token_ids": (3, 5, 7, 4096)}}, "the token 4096, and the model a vocabulary of 4096"),
     ],
