@@ -868,13 +868,17 @@ def two_head_sizes(
     sizes |= {"enable_expert_parallel": False}
     model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
     model |= {"enable_prompt_embeds": False, "is_moe": False}
+    text = SimpleNamespace(attention_chunk_size=changes.pop("attention_chunk_size", None))
+    pages = {"cache_dtype": "auto", "block_size": None}
     one_group = changes.pop("disable_hybrid_kv_cache_manager", None)
     others = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(**{name: changes.pop(name, size) for name, size in sizes.items()}),
-        model_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in model.items()}),
-        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        model_config=SimpleNamespace(
+            hf_text_config=text, **{name: changes.pop(name, value) for name, value in model.items()}
+        ),
+        cache_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in pages.items()}),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_group),
         **others | changes,
     )
@@ -936,6 +940,8 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({"tensor_parallel_size": 2}, "attention in chunks with tensor parallelism 2"),
         ({"quantization": "fp8"}, "attention in chunks with quantisation fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, "attention in chunks with --disable-hybrid-kv-cache-manager"),
+        ({"attention_chunk_size": 8192, "block_size": 128}, None),
+        ({"attention_chunk_size": 64, "block_size": 128}, "attention in chunks of 64 tokens with --block-size 128"),
     ],
 )
 def test_what_has_not_run_with_attention_in_chunks_is_found(

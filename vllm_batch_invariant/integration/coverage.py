@@ -709,7 +709,12 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
-    return _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {})
+    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}):
+        return found
+    chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
+    page = getattr(config.cache_config, "block_size", None)
+    # vLLM, which makes a request of each chunk, ends at the first one
+    return _when(chunk and page and chunk % page, f"attention in chunks of {chunk} tokens with --block-size {page}")
 
 
 def _beside_layers(
@@ -1731,10 +1736,10 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Attention in chunks (Llama 4) elsewhere, by several workers or engines, whole experts, stages, drafts, "
-        "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "Attention in chunks (Llama 4) elsewhere, of no whole pages, by several workers or engines, whole experts, "
+        "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
-        "serve Llama 4 by one worker on a CPU with vLLM 0.32",
+        "serve Llama 4 by one worker on a CPU with vLLM 0.32, a chunk of whole pages",
         _chunks_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),

@@ -50,7 +50,14 @@ class Decoder:
         self.kv_heads = self._get("num_key_value_heads") or self.heads
         self.head_size = self._get("head_dim") or config["hidden_size"] // self.heads
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        return len(self._weights["model.embed_tokens.weight"])
+
     def _problem_of(self, architecture: str) -> str | None:
+        if self.config.get("quantization_config"):
+            return "a quantised checkpoint"
         return problem_of(architecture, self.config.get)
 
     def _get(self, name: str, default: Any = None) -> Any:

@@ -25,6 +25,7 @@ from ..arguments import (
     check_reports,
     choose_mode,
     not_negative,
+    seed_of_a_request,
 )
 from ..outcome import NoTestError, Status
 from ..printing import consoles, note, printable, waiting
@@ -229,7 +230,7 @@ def add_arguments(parser: OneLineParser) -> None:
     making.add_argument(
         "--min-p", type=not_negative, default=0.0, metavar="P", help="least share of the largest probability"
     )
-    making.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the request")
+    making.add_argument("--seed", type=seed_of_a_request, default=0, metavar="N", help="seed of the request")
     making.add_argument("--logprobs", type=at_least(0), default=5, metavar="N", help="candidates at each position")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     making.add_argument(

@@ -196,10 +196,7 @@ def _token(completion: Completion, position: int) -> str:
 
 
 def _logprob_that_differs(expected: Completion, got: Completion, position: int) -> str:
-    wanted, found = (
-        {side.token_ids[position]: side.logprobs[position]} | dict(side.top_logprobs[position])
-        for side in (expected, got)
-    )
+    wanted, found = (dict(side.top_logprobs[position]) for side in (expected, got))
     chosen = expected.token_ids[position]
     if expected.logprobs[position] != got.logprobs[position]:
         return _instead(chosen, got.logprobs[position], expected.logprobs[position])

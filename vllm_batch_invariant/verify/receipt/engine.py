@@ -303,8 +303,8 @@ def complete(
         given = {"prompt_token_ids": list(token_ids)}
         try:
             add_request(engine, name, given, _vllm_sampling(sampling), lora_request=lora_request)
-        except ValueError as error:
-            raise NoTestError(f"the engine refuses the request: {' '.join(str(error).split())}") from error
+        except Exception as error:  # vLLM refuses a request by any exception
+            raise NoTestError(f"the engine refuses the request: {one_line(error)}") from error
         return name
 
     def arrive() -> bool:

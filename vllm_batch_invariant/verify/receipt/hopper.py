@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...envs import TP_TREE
 from ...ops.exact import FORMAT
 from ...ops.exact.definition import Floats
 from ...ops.hopper import confirmed, tables
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 
 CAPABILITY = "9.0"
 """Of a Hopper."""
-_SETTINGS = {"dtype": ("bfloat16",), "kv_cache_dtype": ("auto", "bfloat16"), "logprobs_mode": ("raw_logprobs",)}
-"""Of an engine, with the values that the definition is of."""
 TREE = "tensor_parallel_tree"
 _RUNNER, _SECOND = "model_runner", "second"
-_ANY_VALUE = (_RUNNER, TREE)
-"""Settings that the definition takes."""
+_SETTINGS = {
+    "dtype": ("bfloat16",),
+    "kv_cache_dtype": ("auto", "bfloat16"),
+    "logprobs_mode": ("raw_logprobs",),
+    _RUNNER: ("first", _SECOND),
+    TREE: TP_TREE.values,
+}
+"""Of an engine, with the values that the definition is of."""
 _REDUCTIONS = ("attention", "linear (output head)", "norm", "softmax (logprobs)", "top-p")
 """Of a dense model. Those but attention's follow from its sizes."""
 
@@ -118,7 +123,7 @@ class Hopper:
 
 def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
     for name, value in environment.engine.items():
-        if name not in _ANY_VALUE and value not in _SETTINGS.get(name, ()):
+        if value not in _SETTINGS.get(name, ()):
             raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
     defined: dict[str, Any] = {"attention": attention(), **codes()}
     defined |= {name: experts(of) for name, of in environment.reductions.items() if name.startswith(OF_EXPERTS)}
