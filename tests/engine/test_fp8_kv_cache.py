@@ -1,23 +1,36 @@
 """An engine whose KV cache is in fp8 gives a request the same bits alone and among others, from chunks of any size and
-from the prefix cache: those of an engine whose cache has the numbers of the codes in bf16.
+from the prefix cache: those of an engine whose cache has the numbers of the codes in bf16. A layer has one scale, or
+each of its heads has its own.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, concurrent_requests, request, run, tokens
+from tests.engine.engines import (
+    EAGER_ON_GPU,
+    OF_DEVICE,
+    UNTRIED_THERE,
+    concurrent_requests,
+    request,
+    run,
+    some_exhaustive,
+    tokens,
+)
 from tests.engine.fp8_caches import with_scales
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 ON_GPU = torch.cuda.is_available()
-COVERED = reviews.ran().fp8_kv_cache["cuda" if ON_GPU else "cpu"]
+DEVICE = "cuda" if ON_GPU else "cpu"
+COVERED = reviews.ran().fp8_kv_cache[DEVICE]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
@@ -37,9 +50,19 @@ LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 96
 LIMITS |= OF_DEVICE | EAGER_ON_GPU
 
 
+SCALES = {"tensor": ([0.5], [0.25]), "attn_head": ([0.5, 0.125], [0.25, 2.0])}
+"""Of keys and of values in the first layer, by what has one of its own."""
+
+
+@pytest.fixture(scope="module", params=some_exhaustive(SCALES, ("tensor",)))
+def kind(request: pytest.FixtureRequest) -> str:
+    """What has a scale of its own."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return with_scales(make_checkpoint(tmp_path_factory.mktemp("fp8-kv") / "model", SHAPE), 0.5, 0.25)
+def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return with_scales(make_checkpoint(tmp_path_factory.mktemp("fp8-kv") / "model", SHAPE), *SCALES[kind])
 
 
 def seen(answers: list[dict[str, Any]]) -> list[Any]:
@@ -59,8 +82,14 @@ def ask(engine: Engine) -> dict[str, Any]:
     }
 
 
-def started(model: str, afterwards: Callable[[Engine], dict[str, Any]] = ask, **more: object) -> dict[str, Any]:
-    return run({"model": model, **LIMITS, **more}, [], "1", afterwards=afterwards).afterwards
+def started(
+    model: str,
+    afterwards: Callable[[Engine], dict[str, Any]] = ask,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **more: object,
+) -> dict[str, Any]:
+    settings = {"model": model, **LIMITS, **more}
+    return run(settings, [], "1", afterwards=afterwards, **UNTRIED_THERE, **environment).afterwards
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +112,10 @@ def test_a_cache_in_fp8_moves_no_bit_with_the_batch_the_chunks_or_the_prefix_cac
     assert found["alone"] == found["among others"] == found["warm"]
 
 
-def test_a_cache_in_fp8_has_the_bits_of_one_of_its_numbers_in_bf16(found: dict[str, Any]) -> None:
+def test_a_cache_in_fp8_has_the_bits_of_one_of_its_numbers_in_bf16(found: dict[str, Any], kind: str) -> None:
     """With the scales of the checkpoint, which are powers of two."""
-    assert found["scales"] == [[0.5, 0.25], [0.25, 0.5]]
+    keys, values = SCALES[kind]
+    assert found["scales"] == [[keys, values], [[0.5 * one for one in keys], [2.0 * one for one in values]]]
     assert found["alone"] == found["numbers of the codes"]
     assert found["alone"] != found["exact numbers"], "so the comparison sees what codes lose"
 
@@ -111,3 +141,20 @@ def test_preemption_leaves_the_bits_of_a_cache_in_fp8(found: dict[str, Any], che
     answers = started(checkpoint, **few)
     assert answers["preemptions"] > 0
     assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
+
+
+@pytest.mark.exhaustive
+def test_one_request_at_a_time_in_odd_chunks_leaves_the_bits_of_a_cache_in_fp8(
+    found: dict[str, Any], checkpoint: str
+) -> None:
+    answers = started(checkpoint, max_num_seqs=1, max_num_batched_tokens=37)
+    assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="two workers need as many GPUs")
+def test_workers_that_share_heads_have_the_bits_of_one(checkpoint: str) -> None:
+    """Each reads the scales of its own."""
+    tree = {TP_TREE.name: "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    one, two = (started(checkpoint, environment=tree, tensor_parallel_size=size) for size in (1, 2))
+    assert two["alone"] == two["among others"] == two["warm"] == one["alone"]

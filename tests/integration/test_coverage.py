@@ -799,6 +799,29 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
     assert found_of_convolutions(device="cuda", **asked) is None
 
 
+def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("A KV cache in fp8 in exact arithmetic")]
+
+    def found_of_cache(device: str, strategy: str) -> str | None:
+        version = {"cpu": "0.32.0", "cuda": "0.33.0"}[device]
+        monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+        config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type=device),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            quant_config=SimpleNamespace(kv_cache_scheme={"strategy": strategy}),
+        )
+        return row.found(config)
+
+    assert found_of_cache("cpu", "tensor") is found_of_cache("cpu", "attn_head") is None
+    assert found_of_cache("cuda", "tensor") is None
+    assert found_of_cache("cuda", "attn_head") == "a KV cache in fp8 with one scale a head on a GPU"
+    of_heads = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions(quant_config=of_heads) == "short convolutions with a KV cache in fp8"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_cache("cuda", "attn_head") is None
+
+
 def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_rules(mamba_ssm_cache_dtype="float32") is None

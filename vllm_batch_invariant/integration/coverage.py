@@ -263,9 +263,15 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _cache_scales(config: Config) -> str:
+    """What has a scale of its own in a KV cache in e4m3."""
+    return schemes.scales_of_cache(getattr(config, "quant_config", None))
+
+
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
-    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none has been."""
-    return _cache_dtype(config) in FP8_CACHES and beside not in RAN.fp8_kv_cache_beside.get(ran_on, ())
+    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none such has been."""
+    has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) and _cache_scales(config) == schemes.ONE_SCALE
+    return _cache_dtype(config) in FP8_CACHES and not has_run
 
 
 def _kv_cache(config: Config) -> str | None:
@@ -284,9 +290,12 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
     if dtype not in FP8_CACHES:
         return None
     device, version, named = devices.of_config(config), patch_points.installed_version(), f"a KV cache in {dtype}"
+    scales = _cache_scales(config)
     if device.ops.type not in RAN.fp8_kv_cache:
         return f"{named} on {device.ops.name}"
     found = {
+        f"with {schemes.CACHE_SCALES.get(scales, scales)} on {device.ops.name}": scales
+        not in RAN.fp8_kv_cache_scales.get(_ran_on(device.ops.type), ()),
         f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
         "by FlexAttention": envs.ATTENTION.read() == "flex",
@@ -1143,7 +1152,7 @@ COVERED = (
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
         "layer and one for its values, those of the checkpoint or 1; queries and weights of attention are not "
-        "quantised; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        "quantised; on a CPU with vLLM 0.32, also with one scale a head; on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -1421,9 +1430,10 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with one scale a head "
+        "on a GPU",
         "no kernel reads it, or it has not been run",
-        "leave --kv-cache-dtype out",
+        "pass --kv-cache-dtype with the model's dtype",
         _fp8_kv_cache_elsewhere,
         arguments=(KV_CACHE,),
     ),

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def newest(length: int, count: int, seed: int = 1) -> Chunk:
     return Chunk(Request(HEADS, length, seed), length - count, length)
 
 
-def attend(chunks: list[Chunk], codes: tuple[float, float] | None = None, **options: object) -> torch.Tensor:
+def attend(chunks: list[Chunk], codes: tuple[Any, Any] | None = None, **options: object) -> torch.Tensor:
     """Over numbers, or over codes with these scales."""
     tensors = paged(chunks, 16, 0, math.nan)
     if codes:
@@ -255,6 +256,23 @@ def test_codes_have_the_bits_of_their_numbers(options, scales):
         scales = (1.0, 2.0)
     other = attend([of_codes(one, *reversed(scales)) for one in chunks], **options)
     assert not torch.equal(got, other), "with the scales exchanged"
+
+
+OF_HEADS = [0.013, 0.4], [0.021, 0.0007]
+"""Scales of keys and of values, no powers of two."""
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
+def test_a_head_with_scales_of_its_own_has_the_bits_of_these_for_all(options):
+    heads = Heads(4, 2, 64, torch.float16)
+    lengths = (150, 150), (600, 7), (2100, 1)
+    chunks = [Chunk(Request(heads, length, 1), length - count, length) for length, count in lengths]
+    got, group = attend(chunks, OF_HEADS, **options), heads.query // heads.kv
+    for head, scales in enumerate(zip(*OF_HEADS, strict=True)):
+        rows = slice(head * group, (head + 1) * group)
+        for_all = attend(chunks, scales, **options)
+        assert_same_bits(got[:, rows], for_all[:, rows], f"head {head}")
+        assert not torch.equal(got, for_all), "of the other head"
 
 
 def test_codes_of_the_newest_tokens_have_the_bits_of_a_prefill():

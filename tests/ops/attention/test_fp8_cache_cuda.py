@@ -25,6 +25,7 @@ SHAPES = [
     Heads(4, 1, 256, torch.bfloat16),
     Heads(4, 2, 64, torch.float32),
 ]
+Scales = float | list[float]
 heads_of = pytest.mark.parametrize("heads", SHAPES, ids=str)
 
 
@@ -34,7 +35,13 @@ def mixed(heads: Heads) -> list[Chunk]:
     return [Chunk(Request(heads, length, seed), length - count, length) for seed, (length, count) in enumerate(ends)]
 
 
-def coded(chunks: list[Chunk], k_scale: float, v_scale: float, page_size: int = 64, **spec: object) -> PagedAttention:
+def scales_of(heads: Heads, of_heads: bool) -> tuple[Scales, Scales]:
+    """Of keys and of values, no powers of two: one for all heads, or for each its own."""
+    of_all = 0.013, 0.021
+    return tuple([scale * (1 + head % 5) for head in range(heads.kv)] for scale in of_all) if of_heads else of_all
+
+
+def coded(chunks: list[Chunk], k_scale: Scales, v_scale: Scales, page_size: int = 64, **spec: object) -> PagedAttention:
     """A call on the GPU over codes that lie as an engine's, keys and values side by side; the rest is NaN."""
     size = chunks[0].request.heads.size
     tensors = [tensor.cuda() for tensor in paged(chunks, page_size, filler=math.nan)]
@@ -94,8 +101,22 @@ def test_codes_with_powers_of_two_have_the_bits_of_numbers_times_them(heads):
 
 
 @heads_of
-def test_a_row_has_the_same_bits_alone_among_others_by_chunks_and_by_decode(heads):
-    request, scales = Request(heads, 2600, 3), (0.013, 0.021)
+def test_a_head_with_scales_of_its_own_has_the_bits_of_these_for_all(heads):
+    scales, group = scales_of(heads, of_heads=True), heads.query // heads.kv
+    call = coded(mixed(heads), *scales)
+    for kernels in Kernels.candidates(AttentionShape.of(call), call.query.device):
+        got = attend(call, kernels)
+        for head, of_head in enumerate(zip(*scales, strict=True)):
+            rows = slice(head * group, (head + 1) * group)
+            for_all = attend(coded(mixed(heads), *of_head), kernels)
+            assert_same_bits(got[:, rows], for_all[:, rows], f"{kernels}, head {head}")
+            assert heads.kv == 1 or not torch.equal(got, for_all), "of the other heads"
+
+
+@pytest.mark.parametrize("of_heads", [False, True], ids=["of all", "of heads"])
+@heads_of
+def test_a_row_has_the_same_bits_alone_among_others_by_chunks_and_by_decode(heads, of_heads):
+    request, scales = Request(heads, 2600, 3), scales_of(heads, of_heads)
     newest = attend(coded([Chunk(request, 2000, 2600)], *scales))
     for count in (1, 2, 7, 64, 200):
         chunk = Chunk(request, 2600 - count, 2600)
@@ -112,13 +133,14 @@ def in_float64(call: PagedAttention) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize("of_heads", [False, True], ids=["of all", "of heads"])
 @heads_of
-def test_any_scales_are_near_float64(heads):
+def test_any_scales_are_near_float64(heads, of_heads):
     """A weight w is rounded before it meets its value v and the sum that divides: with u half a step of the dtype at 1
     that moves a result o by at most u sum(w |v - o|), and its own rounding by u |o|. Dots, powers and sums in fp32 move
     weights by 2^-12 at most, where tensor cores add; else by 2^-16.
     """
-    call = coded(mixed(heads), 0.013, 0.021)
+    call = coded(mixed(heads), *scales_of(heads, of_heads))
     cache = call.cache
     expected, got = in_float64(call), attend(call).double()
     sizes = (cache.values.view(torch.uint8) & 127).view(E4M3)

@@ -19,7 +19,10 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
     return torch.nn.functional.pad(near, (0, -len(near) % (KV_HEADS * SIZE))).view(-1, KV_HEADS, SIZE)
 
 
-def empty(tokens: int, k_scale: float, v_scale: float, device: str = "cpu") -> CacheSlots:
+Scales = float | list[float]
+
+
+def empty(tokens: int, k_scale: Scales, v_scale: Scales, device: str = "cpu") -> CacheSlots:
     """A cache with room for so many tokens, in an order of its own and with bytes of 7 in it; strided as an engine's:
     keys and values side by side.
     """

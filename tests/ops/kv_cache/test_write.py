@@ -32,6 +32,19 @@ def test_a_scale_divides_by_one_rounding():
         assert not torch.equal(codes.view(E4M3).double(), number_of_code(x, 1.0))
 
 
+def test_a_head_is_divided_by_a_scale_of_its_own():
+    x = torch.randn(64, KV_HEADS, SIZE) * 30
+    scales = [0.3, 1.7], [0.7, 0.01]
+    cache = empty(64, *scales)
+    kv_cache.write(x, x, cache)
+    for head, of_head in enumerate(zip(*scales, strict=True)):
+        for_all = empty(64, *of_head)
+        kv_cache.write(x, x, for_all)
+        for codes, expected in zip(written(cache), written(for_all), strict=True):
+            assert torch.equal(codes[:, head], expected[:, head])
+            assert not torch.equal(codes[:, 1 - head], expected[:, 1 - head])
+
+
 def test_padding_is_not_written_and_numbers_go_as_they_are():
     key, value = torch.randn(2, 5, KV_HEADS, SIZE).bfloat16()
     slots = torch.tensor([9, -1, 2, -1])
@@ -55,7 +68,8 @@ def test_scales_are_asked_for_with_codes_and_refused_without():
     numbers = torch.zeros(2, 3, KV_HEADS, PAGE, SIZE)
     for wrong in (
         CacheSlots(codes.keys, codes.values, codes.slots),
-        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(2), torch.ones(2)),
+        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(3), torch.ones(3)),
+        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(2), torch.ones(1)),
         CacheSlots(*numbers, codes.slots, codes.k_scale, codes.v_scale),
     ):
         with pytest.raises(ValueError, match="no cache is written"):

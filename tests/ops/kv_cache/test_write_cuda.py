@@ -12,7 +12,7 @@ from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.0), (0.0123, 71.0)])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.0), (0.0123, 71.0), ([0.3, 0.07], [2.0, 1.3])])
 def test_codes_are_those_of_a_cpu(dtype, scales):
     key = every_number(dtype)
     value = key.flip(0)

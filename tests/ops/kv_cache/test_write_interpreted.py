@@ -23,10 +23,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
 
 
+@pytest.mark.parametrize("scales", [(0.3, 2.0), ([0.3, 0.07], [2.0, 1.3])], ids=["of all", "of heads"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_writes_the_bytes_of_a_cpu(dtype):
+def test_the_kernel_writes_the_bytes_of_a_cpu(dtype, scales):
     key = every_number(dtype)[:: 16 if dtype.itemsize == 2 else 1]
-    value, caches = key.flip(0), [empty(len(key), 0.3, 2.0) for _ in range(2)]
+    value, caches = key.flip(0), [empty(len(key), *scales) for _ in range(2)]
     for module, cache in zip((cuda, cpu), caches, strict=True):
         module.write(key, value, cache)
     for got, expected in zip(*map(written, caches), strict=True):

@@ -220,8 +220,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return self.kv_cache_dtype in FP8_CACHES
 
     def scales_of(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Those of the keys' codes and of the values', one fp32 number each, in memory that stays: a CUDA graph reads
-        it. New weights may come with new tensors, whose numbers are copied. None of a cache without codes.
+        """Those of the keys' codes and of the values', fp32, one number each or one a head, in memory that stays: a
+        CUDA graph reads it. New weights may come with new tensors, whose numbers are copied. None of a cache without
+        codes.
         """
         if not self.holds_codes:
             return None, None
@@ -340,6 +341,10 @@ class FixedSplitBackendMixin:
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True  # where they have run is asked before
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -9,7 +9,10 @@ from enum import Enum
 from typing import Any
 
 FP8_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of a KV cache in e4m3, with one scale for the keys of a layer and one for its values."""
+"""vLLM's names of a KV cache in e4m3, whose scales are those of the checkpoint, or 1."""
+ONE_SCALE = "tensor"
+CACHE_SCALES = {ONE_SCALE: "one scale", "attn_head": "one scale a head"}
+"""What has one for its keys and one for its values in such a cache: as compressed-tensors calls it, and in words."""
 PLAIN_ACTIVATIONS = ""
 """Activations that are not quantised."""
 _METHODS = {
@@ -238,11 +241,22 @@ def _follows_batch(scheme: Scheme) -> bool:
     return scheme.activations.endswith(_OF_THE_BATCH)
 
 
+def scales_of_cache(config: Any) -> str:
+    """What has a scale of its own in the KV cache of a quantised model, as compressed-tensors calls it.
+
+    Args:
+        config: vLLM's configuration of its quantisation; None if there is none.
+    """
+    of_cache = getattr(config, "kv_cache_scheme", None) or {}
+    return _word(of_cache.get("strategy", ONE_SCALE))
+
+
 def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
-    """Whether a cache has codes in e4m3 and one scale for the keys of a layer, and one for its values."""
+    """Whether a cache has codes in e4m3 and given scales, of a layer or of each head."""
     of = {name: of_cache.get(name) for name in ("type", "num_bits", "strategy", "dynamic", "symmetric")}
-    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
-    return {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()} == wanted
+    found = {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()}
+    wanted = {"type": "float", "num_bits": 8, "dynamic": False, "symmetric": True}
+    return found.pop("strategy") in CACHE_SCALES and found == wanted
 
 
 def device_multiplies_fp4() -> bool:

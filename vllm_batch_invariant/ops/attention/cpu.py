@@ -24,16 +24,17 @@ _NO_PAGES = 1 << 40
 
 
 def _cache(cache: torch.Tensor, scale: torch.Tensor | None, packed: bool) -> cpu_kernel.Cache:
+    kv_heads = cache.shape[1]
     if cache.stride(3) != 1:
         cache = cache.contiguous()
     strides = cache.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, strides, strict=True))
     data = cache.detach().as_strided((span,), (1,)).view(torch.uint8).numpy()
-    factor = np.float32(1.0 if scale is None else scale.item())
+    scales = torch.ones(kv_heads) if scale is None else scale.detach().reshape(-1).expand(kv_heads).contiguous()
     steps = np.array(strides[:3])
     if packed:  # a page is a row, and the next slot is in the next row
         steps[2] = steps[0]
-    return cpu_kernel.Cache(data, steps, cache.element_size(), cache.dtype == torch.float16, factor)
+    return cpu_kernel.Cache(data, steps, cache.element_size(), cache.dtype == torch.float16, scales.numpy())
 
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
@@ -43,7 +44,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     tile_tokens = max(1, BLOCK_M // queries_per_kv)
     cache, packed = params.cache, isinstance(params.cache, PackedKeys)
     keys, values = _cache(cache.keys, cache.k_scale, packed), _cache(cache.values, cache.v_scale, packed)
-    score_mod = cpu_kernel.ScoreMod.of(params.spec, heads, keys)
+    score_mod = cpu_kernel.ScoreMod.of(params.spec, heads)
     work = cpu_kernel.deal(
         params.starts,
         params.lengths,

@@ -9,7 +9,7 @@ A row, a token and one of its query heads, sees keys k. Over the splits of keys 
 
 and at the end ``out = acc / l``. A sink is one more split: ``m_split = sink``, ``l_split = 1``, ``acc_split = 0``.
 Where keys and values are codes, q, k and v are still numbers, those of the codes: ``qk_scale`` has the scale of the
-keys as a factor, and ``out`` that of the values.
+keys as a factor, and ``out`` that of the values, of all heads or of the row's own.
 
 The order of every sum is written out (see :mod:`..common.numba_simd`), so tiles, rows that share a tile, threads and
 vector width move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows
@@ -57,15 +57,15 @@ class Cache(NamedTuple):
     """1 of codes in e4m3."""
     is_half: bool
     """fp16, when the element size is 2; else bf16."""
-    scale: np.float32
-    """Of all numbers; 1 of those that are no codes."""
+    scales: np.ndarray
+    """[kv_heads] fp32; 1 of numbers that are no codes."""
 
 
 class ScoreMod(NamedTuple):
     """What makes a score of the dot of a query and a key, and which scores a row has."""
 
     qk_scale: np.float32
-    """Times that of the keys' codes."""
+    """Without that of the keys' codes."""
     soft_cap: np.float32
     """0 for none."""
     alibi_slopes: np.ndarray
@@ -78,12 +78,12 @@ class ScoreMod(NamedTuple):
     """Else a window reaches as far after a position as before it."""
 
     @classmethod
-    def of(cls, spec: AttentionSpec, heads: int, keys: Cache) -> "ScoreMod":
+    def of(cls, spec: AttentionSpec, heads: int) -> "ScoreMod":
         """That of a layer of so many query heads."""
         alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
         return cls(
-            np.float32(spec.scale) * keys.scale,
+            np.float32(spec.scale),
             np.float32(spec.logits_soft_cap or 0.0),
             alibi_slopes.numpy(),
             spec.sliding_window or 0,
@@ -177,7 +177,7 @@ def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
 
 
 @njit
-def _softmax(p, low, high, score_mod, alibi_slope, distance):
+def _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance):
     """Turn the dots ``p`` [split_size] into weights exp(s - m) in place; returns (m, l).
 
     Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``distance`` is
@@ -185,7 +185,7 @@ def _softmax(p, low, high, score_mod, alibi_slope, distance):
     """
     seen = p[low:high]
     for key in range(seen.size):
-        seen[key] *= score_mod.qk_scale
+        seen[key] *= qk_scale
     soft_cap = score_mod.soft_cap
     if soft_cap > np.float32(0.0):
         for key in range(seen.size):
@@ -316,6 +316,7 @@ def _attend_item(
     query_start, query_len, q_pos, kv_head, kv_end = item
     head_size, width = query.shape[2], scratch.width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
+    qk_scale = score_mod.qk_scale * keys.scales[kv_head]
     rows = query_len * queries_per_kv
     even_rows = rows + rows % 2
     window = score_mod.window
@@ -362,7 +363,7 @@ def _attend_item(
                 p = scratch.p[row * split_size : (row + 1) * split_size]
                 alibi_slope = score_mod.alibi_slopes[kv_head * queries_per_kv + row % queries_per_kv]
                 distance = start - (q_pos + row // queries_per_kv)
-                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, score_mod, alibi_slope, distance)
+                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance)
 
         scratch.split_acc[: even_rows * width] = np.float32(0.0)
         for tile_start in range(first_tile, split_end, block_n):
@@ -384,7 +385,7 @@ def _attend_item(
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(head_size):
-            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * values.scale
+            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * values.scales[kv_head]
 
 
 @njit

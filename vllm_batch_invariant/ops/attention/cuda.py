@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.kv_cache import is_aligned
+from ..common.kv_cache import head_stride, is_aligned
 from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
 from . import sm90
@@ -122,6 +122,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             sinks,
             cache.k_scale,
             cache.v_scale,
+            head_stride(cache.k_scale),
             None if call.ranges is None else call.ranges.contiguous(),
             spec.scale * _LOG2_E,
             (spec.logits_soft_cap or 0.0) * _LOG2_E,

@@ -139,7 +139,8 @@ class PagedCache:
         block_table: [requests, max_pages] int32 or int64, the physical pages of each request.
         stored: keys and values in a format of an implementation's own, as :class:`..exact.cuda.Cache`, where ``keys``
             and ``values`` only have the shape; None where they are what is read.
-        k_scale: one fp32 number on the device of codes, above 0: a key is ``code * k_scale``. None of numbers.
+        k_scale: of codes, fp32 on their device, above 0: one number or [kv_heads], packed, one a head. A key is
+            ``code * k_scale``. None of numbers.
         v_scale: the same of values.
     """
 
@@ -172,11 +173,11 @@ class PagedCache:
         """[requests, max_pages], on the host."""
         return self.block_table.cpu().numpy().astype(np.int32, copy=False)
 
-    def coded(self, k_scale: float = 1.0, v_scale: float = 1.0) -> "PagedCache":
+    def coded(self, k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> "PagedCache":
         """The same keys and values as codes with these scales, packed; for certificates and tests."""
         device, parts = self.keys.device, (self.keys, self.values)
         scales = [torch.tensor(scale, dtype=torch.float32, device=device) for scale in (k_scale, v_scale)]
-        codes = [codes_of(one, scale).contiguous() for one, scale in zip(parts, scales, strict=True)]
+        codes = [codes_of(one, of.view(-1, 1, 1)).contiguous() for one, of in zip(parts, scales, strict=True)]
         return replace(self, keys=codes[0], values=codes[1], k_scale=scales[0], v_scale=scales[1])
 
     def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -369,15 +370,22 @@ class PagedAttention:
                 )
 
     def _check_scales(self) -> None:
-        cache, expected = self.cache, (torch.float32, 1, self.cache.keys.device)
+        cache = self.cache
+        wanted = f"fp32 on their device, one number or [{cache.kv_heads}], packed" if cache.holds_codes else "None"
         for name in ("k_scale", "v_scale"):
             scale = getattr(cache, name)
-            found = None if scale is None else (scale.dtype, scale.numel(), scale.device)
-            if found != (expected if cache.holds_codes else None):
-                raise ValueError(
-                    f"{name} of keys and values in {cache.keys.dtype} must be "
-                    f"{'one fp32 number on their device' if cache.holds_codes else 'None'}, got {scale}"
-                )
+            fits = (
+                scale is not None
+                and scale.dtype == torch.float32
+                and scale.device == cache.keys.device
+                and scale.is_contiguous()
+                and scale.numel() in (1, cache.kv_heads)
+            )
+            if fits if cache.holds_codes else scale is None:
+                continue
+            raise ValueError(f"{name} of keys and values in {cache.keys.dtype} must be {wanted}, got {scale}")
+        if cache.k_scale is not None and cache.v_scale is not None and cache.k_scale.numel() != cache.v_scale.numel():
+            raise ValueError("k_scale and v_scale must be one number both, or one a head both")
 
     def _check_heads(self) -> None:
         for name in ("alibi_slopes", "sinks"):

@@ -33,8 +33,15 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
         outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
         merged = merge_splits(outputs, lses).transpose(0, 1)
         if call.cache.v_scale is not None:
-            merged = merged * call.cache.v_scale.to(merged)
+            merged = merged * _of_rows(call, call.cache.v_scale).to(merged)
         out[rows] = merged.to(out.dtype)
+
+
+def _of_rows(call: PagedAttention, scale: torch.Tensor) -> torch.Tensor:
+    """[query heads or 1, 1] of the scale of their KV head."""
+    queries_per_kv = call.query.shape[1] // call.cache.kv_heads
+    of_heads = scale if scale.numel() == 1 else scale.repeat_interleave(queries_per_kv)
+    return of_heads.view(-1, 1)
 
 
 def _attend_split(
@@ -56,7 +63,7 @@ def _attend_split(
     visible = (k_pos >= first[:, None]) & (k_pos <= last[:, None])
     qk = spec.scale * (query @ key.transpose(1, 2))
     if call.cache.k_scale is not None:
-        qk = qk * call.cache.k_scale.to(qk)
+        qk = qk * _of_rows(call, call.cache.k_scale)[:, None].to(qk)
     if spec.logits_soft_cap is not None:
         qk = spec.logits_soft_cap * torch.tanh(qk / spec.logits_soft_cap)
     if spec.alibi_slopes is not None:

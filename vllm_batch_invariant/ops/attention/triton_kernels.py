@@ -337,7 +337,7 @@ def store_result(state, out, work, token, head, mask):
         sink = tl.load(out.sinks_ptr + head)
     result = normalize(state.m, state.l, state.acc, sink, out.USE_SINKS)
     if out.SCALES_VALUES:
-        result = result * out.v_scale
+        result = result * tl.load(out.v_scale_ptr + work.kv_head * out.stride_scale)
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
     row = (work.query_start + token).to(tl.int64)
     tl.store(
@@ -402,7 +402,7 @@ def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr
     store_result(state, out, work, token, head, mask[:, None] & mask_d)
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@triton.jit(do_not_specialize=["stride_scale", "stride_table", "window"])
 def attention_kernel(
     q_ptr,
     k_cache,
@@ -419,6 +419,7 @@ def attention_kernel(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    stride_scale,
     ranges_ptr,
     qk_scale_log2,
     soft_cap,
@@ -462,7 +463,7 @@ def attention_kernel(
     Args:
         k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors; uint8 with HOLDS_CODES.
             Without PAGED pages of one key, those of the tokens of the query.
-        k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
+        k_scale_ptr, v_scale_ptr: fp32, of each KV head, ``stride_scale`` apart, with HOLDS_CODES, and None without.
         ranges_ptr: [tokens, 2] int32 of causal attention, or None: a token sees these positions, too.
         block_table_ptr: [requests, pages], ``stride_table`` apart; None without PAGED.
         work_indptr: the first item of each CTA, and the end; for prefill-like work the number of items, each of them
@@ -475,19 +476,13 @@ def attention_kernel(
         MAY_SHARE: some block is shared.
     """
     offs_d = tl.arange(0, PADDED_HEAD_DIM)
-    v_scale = 1.0
-    if HOLDS_CODES:
-        # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
-        qk_scale_log2 = qk_scale_log2 * tl.load(k_scale_ptr)
-        v_scale = tl.load(v_scale_ptr)
     USE_RANGES: tl.constexpr = ranges_ptr is not None
-    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL, USE_RANGES)
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
     )
     out = Output(
-        out_ptr, stride_o_token, stride_o_head, sinks_ptr, v_scale, USE_SINKS, HOLDS_CODES, QUERIES_PER_KV, HEAD_DIM,
-        PADDED_HEAD_DIM,
+        out_ptr, stride_o_token, stride_o_head, sinks_ptr, v_scale_ptr, stride_scale, USE_SINKS, HOLDS_CODES,
+        QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM,
     )  # fmt: skip
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
@@ -520,6 +515,11 @@ def attention_kernel(
             range_first = tl.load(ranges_ptr + row * 2, mask=token < work.query_len, other=0)
             range_last = tl.load(ranges_ptr + row * 2 + 1, mask=token < work.query_len, other=-1)
         rows = Rows(q, q_pos, slope, stored, range_first, range_last)
+        own_scale = qk_scale_log2
+        if HOLDS_CODES:
+            # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
+            own_scale = qk_scale_log2 * tl.load(k_scale_ptr + work.kv_head * stride_scale)
+        mod = ScoreMod(own_scale, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL, USE_RANGES)
         kv = KVCache(
             k_cache, v_cache, own_table_ptr, work.query_start, stride_k_page, stride_k_head, stride_k_slot,
             stride_v_page, stride_v_head, stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, PAGED,

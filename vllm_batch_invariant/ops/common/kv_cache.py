@@ -19,7 +19,8 @@ class CacheSlots:
         keys, values: [pages, kv_heads, page_size, head_size], of the same strides, aligned as :func:`is_aligned` says.
         slots: [tokens or fewer] int64, page * page_size + place in it of the first tokens. The other tokens are
             padding, as those with a negative one.
-        k_scale, v_scale: one fp32 number of keys, and one of values, where these are codes in e4m3; else None.
+        k_scale, v_scale: of keys and of values that are codes in e4m3, fp32: one number, or [kv_heads], packed; else
+            None.
     """
 
     keys: torch.Tensor
@@ -32,12 +33,30 @@ class CacheSlots:
     def page_size(self) -> int:
         return self.keys.shape[2]
 
+    @property
+    def scales_fit(self) -> bool:
+        """Whether there are scales where codes ask for them, as many of keys as of values, and else none."""
+        scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
+        counts = {scale.numel() for scale in scales}
+        return (
+            len(scales) == (2 if self.keys.dtype == E4M3 else 0)
+            and len(counts) <= 1
+            and counts <= {1, self.keys.shape[1]}
+            and all(scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales)
+        )
+
+
+def head_stride(scale: torch.Tensor | None) -> int:
+    """From the scale of a head to that of the next: 0 where all have one."""
+    return 0 if scale is None or scale.numel() == 1 else 1
+
 
 def codes_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Codes in e4m3 of keys or values, by PyTorch: ``round(min(max(x / scale, -448), 448))``, the division in fp32 and
-    rounded, of two nearest numbers the one with the even code; 0x7f of any NaN.
+    rounded, of two nearest numbers the one with the even code; 0x7f of any NaN. Scales are as many as x has, or one for
+    all along an axis.
     """
-    numbers = (x.float() / scale.reshape(())).clamp(-LARGEST, LARGEST)
+    numbers = (x.float() / scale).clamp(-LARGEST, LARGEST)
     # A NaN's sign follows the processor: an x86 keeps it in arithmetic, an NVIDIA GPU clears it.
     return torch.where(numbers.isnan(), math.nan, numbers).to(E4M3)
 

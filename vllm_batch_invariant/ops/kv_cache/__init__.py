@@ -2,7 +2,7 @@
 
 import torch
 
-from ..common.kv_cache import E4M3, CacheSlots
+from ..common.kv_cache import CacheSlots
 from ..dispatch import implementation
 
 __all__ = ["write"]
@@ -10,7 +10,7 @@ __all__ = ["write"]
 
 def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
     """Write keys and values to their slots. A code is a function of its number alone: with s the scale of the keys, or
-    that of the values, in fp32::
+    that of the values, of all heads or of its own, in fp32::
 
         code = round(min(max(x / s, -448), 448))
 
@@ -28,7 +28,6 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
         NotCovered: a device without an implementation.
     """
     keys, values, slots = cache.keys, cache.values, cache.slots
-    scales = [scale for scale in (cache.k_scale, cache.v_scale) if scale is not None]
     fits = (
         key.shape == value.shape
         and key.dtype == value.dtype
@@ -36,10 +35,11 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
         and key.shape[1:] == (keys.shape[1], keys.shape[3])
         and slots.dim() == 1
         and len(slots) <= len(key)
-        and len(scales) == (2 if keys.dtype == E4M3 else 0)
-        and all(scale.numel() == 1 and scale.dtype == torch.float32 for scale in scales)
+        and cache.scales_fit
     )
     if not fits:
         given = ", ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in (key, value, keys, values, slots))
-        raise ValueError(f"no cache is written with {given} and {len(scales)} scales")
+        scales = [None if scale is None else list(scale.shape) for scale in (cache.k_scale, cache.v_scale)]
+        raise ValueError(f"no cache is written with {given} and scales {scales[0]} and {scales[1]}")
+    scales = [scale for scale in (cache.k_scale, cache.v_scale) if scale is not None]
     implementation("kv_cache", key, value, keys, values, slots, *scales).write(key, value, cache)

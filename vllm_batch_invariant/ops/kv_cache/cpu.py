@@ -18,4 +18,4 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
             held[page, :, slot] = x.to(held.dtype)
         else:
             # PyTorch has no such indices of e4m3.
-            held.view(torch.uint8)[page, :, slot] = codes_of(x, scale).view(torch.uint8)
+            held.view(torch.uint8)[page, :, slot] = codes_of(x, scale.view(-1, 1)).view(torch.uint8)

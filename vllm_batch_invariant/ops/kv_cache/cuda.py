@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from ..common.kv_cache import CacheSlots
+from ..common.kv_cache import CacheSlots, head_stride
 from ..common.launch import launch
 from .triton_kernels import write_kernel
 
@@ -26,6 +26,7 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
                 cache.slots,
                 cache.k_scale,
                 cache.v_scale,
+                head_stride(cache.k_scale),
                 key.stride(0),
                 value.stride(0),
                 *cache.keys.stride(),

@@ -12,15 +12,15 @@ _LARGEST = tl.constexpr(LARGEST)
 
 @triton.jit
 def codes_of(x, scale):
-    """Codes uint8 in e4m3 of numbers."""
-    n = tl.div_rn(x.to(tl.float32), tl.full(x.shape, scale, tl.float32))
+    """Codes uint8 in e4m3 of numbers, with a scale each."""
+    n = tl.div_rn(x.to(tl.float32), scale)
     # A comparison with NaN is false.
     n = tl.where(n < -_LARGEST, -_LARGEST, n)
     return to_e4m3(tl.where(n > _LARGEST, _LARGEST, n))
 
 
 @triton.jit
-def _write(x_ptr, held_ptr, scale_ptr, slot, stride_page, stride_head, stride_slot, stride_element,
+def _write(x_ptr, held_ptr, scale_ptr, stride_scale, slot, stride_page, stride_head, stride_slot, stride_element,
            HOLDS_CODES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
     offs = tl.arange(0, BLOCK)
@@ -29,13 +29,14 @@ def _write(x_ptr, held_ptr, scale_ptr, slot, stride_page, stride_head, stride_sl
     held_ptr += slot // PAGE_SIZE * stride_page + slot % PAGE_SIZE * stride_slot
     held_ptrs = held_ptr + offs // HEAD_DIM * stride_head + offs % HEAD_DIM * stride_element
     if HOLDS_CODES:
-        tl.store(held_ptrs, codes_of(x, tl.load(scale_ptr)), mask=mask)
+        scale = tl.load(scale_ptr + offs // HEAD_DIM * stride_scale, mask=mask, other=1.0)
+        tl.store(held_ptrs, codes_of(x, scale), mask=mask)
     else:
         tl.store(held_ptrs, x.to(held_ptr.dtype.element_ty), mask=mask)
 
 
-# 18 parameters: a kernel takes no structure of pointers.
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+# 19 parameters: a kernel takes no structure of pointers.
+@triton.jit(do_not_specialize=["stride_scale"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_kernel(
     key_ptr,
     value_ptr,
@@ -44,6 +45,7 @@ def write_kernel(
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    stride_scale,
     stride_key,
     stride_value,
     stride_k_page,
@@ -66,15 +68,17 @@ def write_kernel(
     Args:
         key_ptr, value_ptr: [tokens, NUM_KV_HEADS * HEAD_DIM], so many elements apart.
         keys_ptr, values_ptr: [pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]; codes are uint8.
-        k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
+        k_scale_ptr, v_scale_ptr: fp32, of each head, ``stride_scale`` apart, with HOLDS_CODES, and None without.
     """
     wait_for_kernel_before(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         if tl.program_id(1) == 0:
-            _write(key_ptr + token * stride_key, keys_ptr, k_scale_ptr, slot, stride_k_page, stride_k_head,
-                   stride_k_slot, stride_k_element, HOLDS_CODES, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK)  # fmt: skip
+            _write(key_ptr + token * stride_key, keys_ptr, k_scale_ptr, stride_scale, slot, stride_k_page,
+                   stride_k_head, stride_k_slot, stride_k_element, HOLDS_CODES, NUM_KV_HEADS, HEAD_DIM,
+                   PAGE_SIZE, BLOCK)  # fmt: skip
         else:
-            _write(value_ptr + token * stride_value, values_ptr, v_scale_ptr, slot, stride_v_page, stride_v_head,
-                   stride_v_slot, stride_v_element, HOLDS_CODES, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK)  # fmt: skip
+            _write(value_ptr + token * stride_value, values_ptr, v_scale_ptr, stride_scale, slot, stride_v_page,
+                   stride_v_head, stride_v_slot, stride_v_element, HOLDS_CODES, NUM_KV_HEADS, HEAD_DIM,
+                   PAGE_SIZE, BLOCK)  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
-from ...common.kv_cache import is_aligned
+from ...common.kv_cache import head_stride, is_aligned
 from ...common.launch import launch
 from ..params import AttentionSpec, PagedAttention, PagedCache
 from ..reduction import AttentionReduction
@@ -288,6 +288,7 @@ def launch_decode(
             work.semaphores,
             call.cache.k_scale,
             call.cache.v_scale,
+            head_stride(call.cache.k_scale),
             call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],
