@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.attention.cases import Chunk, Heads, Request, call_of, features, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, by_tokens, call_of, features, paged, with_powers_of_two
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
@@ -19,18 +19,23 @@ MIXED.append(Chunk(Request(HEADS, 20, 3), 0, 20))
 REDUCTION = AttentionReduction()
 
 
-Scales = float | list[float]
-OF_ALL, OF_HEADS = (0.013, 0.021), ([0.013, 0.4], [0.021, 0.0007])
-"""Of keys and of values, no powers of two."""
+Scales = float | list[float] | None
+OF_ALL, OF_HEADS, OF_TOKENS = (0.013, 0.021), ([0.013, 0.4], [0.021, 0.0007]), (None, None)
+"""Of keys and of values, no powers of two; the last are of what they scale."""
+kinds = pytest.mark.parametrize("scales", [OF_ALL, OF_HEADS, OF_TOKENS], ids=["of all", "of heads", "of tokens"])
 
 
 def coded(chunks: list[Chunk], k_scale: Scales, v_scale: Scales, **spec: object) -> PagedAttention:
-    """A call over codes; what no chunk has written is NaN."""
+    """A call over codes, each with a scale of its token where None is given; what no chunk has written is NaN."""
     call = call_of(paged(chunks, filler=math.nan), REDUCTION, **{"scale": HEADS.size**-0.5} | spec)
-    return replace(call, cache=call.cache.coded(k_scale, v_scale))
+    if k_scale is not None:
+        return replace(call, cache=call.cache.coded(k_scale, v_scale))
+    return replace(call, cache=by_tokens(call.cache))
 
 
-def upcast(call: PagedAttention, k_factor: float = 1.0, v_factor: float = 1.0) -> PagedAttention:
+def upcast(
+    call: PagedAttention, k_factor: float | torch.Tensor = 1.0, v_factor: float | torch.Tensor = 1.0
+) -> PagedAttention:
     """The same over the numbers of its codes times these factors, exactly, in the query's dtype."""
     cache = call.cache
     numbers = [
@@ -74,7 +79,21 @@ def test_a_head_with_scales_of_its_own_has_the_bits_of_these_for_all(options):
 
 
 @features
-@pytest.mark.parametrize("scales", [OF_ALL, OF_HEADS], ids=["of all", "of heads"])
+def test_tokens_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
+    call = coded(with_powers_of_two(MIXED), None, None, **options)
+    cache = call.cache
+    written = cache.k_scale[~cache.k_scale.isnan()]
+    assert len(written.unique()) > 3
+    assert torch.equal(torch.exp2(torch.log2(written).round()), written)
+    got = attend(call)
+    assert_same_bits(got, attend(upcast(call, cache.k_scale[..., None], cache.v_scale[..., None])), "codes")
+    for wrong in ({"k_scale": cache.v_scale, "v_scale": cache.k_scale}, {"k_scale": cache.k_scale.roll(1, 2)}):
+        other = replace(cache, **{name: torch.where(scale.isnan(), 1.0, scale) for name, scale in wrong.items()})
+        assert not torch.equal(got, attend(replace(call, cache=other))), wrong.keys()
+
+
+@features
+@kinds
 def test_codes_with_any_scales_are_near_float64(options, scales):
     call = coded(MIXED, *scales, **options)
     expected = torch.empty_like(call.query, dtype=torch.float64)
@@ -98,7 +117,7 @@ def test_every_code_is_read_exactly():
             assert torch.equal(got.view(torch.int32), (values.float() + 0.0).view(1, 1, 16).view(torch.int32))
 
 
-@pytest.mark.parametrize("scales", [OF_ALL, OF_HEADS], ids=["of all", "of heads"])
+@kinds
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_chunks_equal_prefill_alone_and_among_others(size, scales):
     request = Request(HEADS, 330, 4)
@@ -118,7 +137,10 @@ def test_scales_are_asked_for_with_codes_and_refused_without():
     for wrong in ({"k_scale": None}, {"v_scale": three}, {"k_scale": one.double()}, {"k_scale": apart}):
         with pytest.raises(ValueError, match=r"must be fp32 on their device, one number or \[2\]"):
             attend(replace(call, cache=replace(call.cache, **wrong)))
-    with pytest.raises(ValueError, match="one number both, or one a head both"):
+    tokens = torch.ones(call.cache.keys.shape[:3])
+    with pytest.raises(ValueError, match="must both be one number, one a head, or one a token"):
+        attend(replace(call, cache=replace(call.cache, k_scale=tokens, v_scale=tokens.transpose(1, 2).contiguous().mT)))
+    with pytest.raises(ValueError, match="must both be one number, one a head, or one a token"):
         attend(replace(call, cache=replace(call.cache, k_scale=torch.ones(2))))
     plain = upcast(call)
     with pytest.raises(ValueError, match=r"v_scale of keys and values in torch\.bfloat16 must be None"):

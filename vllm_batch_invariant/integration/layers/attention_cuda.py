@@ -81,6 +81,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
             model.dtype if holds_codes else spec.dtype,
             AttentionReduction.of_device("cuda"),
             E4M3 if holds_codes else None,
+            layers[0].scales_tokens,
         )
         keys = scheduler.max_num_seqs * model.max_model_len
         if blocks := self._config.cache_config.num_gpu_blocks:

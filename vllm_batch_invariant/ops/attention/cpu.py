@@ -4,6 +4,7 @@ import numba
 import numpy as np
 import torch
 
+from ..common.kv_cache import of_tokens, scale_strides
 from ..common.numba_rows import threads
 from . import cpu_kernel
 from .cpu_kernel import READS_E4M3, READS_PACKED, SEES_RANGES, SERVES
@@ -24,17 +25,21 @@ _NO_PAGES = 1 << 40
 
 
 def _cache(cache: torch.Tensor, scale: torch.Tensor | None, packed: bool) -> cpu_kernel.Cache:
-    kv_heads = cache.shape[1]
     if cache.stride(3) != 1:
         cache = cache.contiguous()
-    strides = cache.stride()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, strides, strict=True))
-    data = cache.detach().as_strided((span,), (1,)).view(torch.uint8).numpy()
-    scales = torch.ones(kv_heads) if scale is None else scale.detach().reshape(-1).expand(kv_heads).contiguous()
-    steps = np.array(strides[:3])
+    data = _flat(cache).view(torch.uint8).numpy()
+    scales, scale_steps = torch.ones(1) if scale is None else _flat(scale), np.array(scale_strides(scale))
+    steps = np.array(cache.stride()[:3])
     if packed:  # a page is a row, and the next slot is in the next row
         steps[2] = steps[0]
-    return cpu_kernel.Cache(data, steps, cache.element_size(), cache.dtype == torch.float16, scales.numpy())
+    is_half, of_each = cache.dtype == torch.float16, of_tokens(scale)
+    return cpu_kernel.Cache(data, steps, cache.element_size(), is_half, scales.numpy(), scale_steps, of_each)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies between the first and the last element of a tensor, in the order of memory."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((span,), (1,))
 
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:

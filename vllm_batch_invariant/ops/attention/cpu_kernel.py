@@ -9,7 +9,8 @@ A row, a token and one of its query heads, sees keys k. Over the splits of keys 
 
 and at the end ``out = acc / l``. A sink is one more split: ``m_split = sink``, ``l_split = 1``, ``acc_split = 0``.
 Where keys and values are codes, q, k and v are still numbers, those of the codes: ``qk_scale`` has the scale of the
-keys as a factor, and ``out`` that of the values, of all heads or of the row's own.
+keys as a factor, and ``out`` that of the values, of all heads or of the row's own. Where each token has a scale in each
+head, ``qk_scale`` of a key has that of its own as a factor, and ``acc_split = sum((p * scale) * v)``.
 
 The order of every sum is written out (see :mod:`..common.numba_simd`), so tiles, rows that share a tile, threads and
 vector width move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows
@@ -58,7 +59,10 @@ class Cache(NamedTuple):
     is_half: bool
     """fp16, when the element size is 2; else bf16."""
     scales: np.ndarray
-    """[kv_heads] fp32; 1 of numbers that are no codes."""
+    """fp32, as they lie in memory; 1 of numbers that are no codes."""
+    scale_strides: np.ndarray
+    """[3] of page, KV head and slot; 0 along what has one."""
+    has_scales_of_tokens: bool
 
 
 class ScoreMod(NamedTuple):
@@ -123,6 +127,10 @@ class _Scratch(NamedTuple):
     """[rows, 2]: maximum of the scores and sum of the weights of the split."""
     ml: np.ndarray
     """[rows, 2]: of all splits so far."""
+    k_factors: np.ndarray
+    """[split_size], of the dots with each key."""
+    v_factors: np.ndarray
+    """[split_size], of the weights of each key's values."""
 
 
 @njit
@@ -152,6 +160,27 @@ def _load_rows(cache, head, pages, page_size, begin, end, head_size, scratch, fi
 
 
 @njit
+def _scale_of(cache, page, head, slot):
+    return cache.scales[page * cache.scale_strides[0] + head * cache.scale_strides[1] + slot * cache.scale_strides[2]]
+
+
+@njit
+def _load_factors(cache, head, pages, page_size, begin, end, factor, factors, first):
+    """``factor`` times the scales of positions begin to end - 1 of a KV head, from ``factors[first]`` on."""
+    if cache.has_scales_of_tokens:
+        page = begin // page_size
+        slot = begin - page * page_size
+        for key in range(first, first + end - begin):
+            factors[key] = factor * _scale_of(cache, pages[page], head, slot)
+            slot += 1
+            if slot == page_size:
+                slot = 0
+                page += 1
+    else:
+        factors[first : first + end - begin] = factor * _scale_of(cache, 0, head, 0)
+
+
+@njit
 def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
     """Dots of two rows with the keys of a tile: lane i sums d = i, i + 16, ... in order, then lanes by halving."""
     zero = splat(np.float32(0.0))
@@ -177,15 +206,15 @@ def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
 
 
 @njit
-def _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance):
+def _softmax(p, low, high, factors, score_mod, alibi_slope, distance):
     """Turn the dots ``p`` [split_size] into weights exp(s - m) in place; returns (m, l).
 
-    Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``distance`` is
-    the position of key 0 minus that of the query.
+    Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``factors``
+    [split_size] are of the dots. ``distance`` is the position of key 0 minus that of the query.
     """
     seen = p[low:high]
     for key in range(seen.size):
-        seen[key] *= qk_scale
+        seen[key] *= factors[low + key]
     soft_cap = score_mod.soft_cap
     if soft_cap > np.float32(0.0):
         for key in range(seen.size):
@@ -316,7 +345,6 @@ def _attend_item(
     query_start, query_len, q_pos, kv_head, kv_end = item
     head_size, width = query.shape[2], scratch.width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
-    qk_scale = score_mod.qk_scale * keys.scales[kv_head]
     rows = query_len * queries_per_kv
     even_rows = rows + rows % 2
     window = score_mod.window
@@ -349,6 +377,16 @@ def _attend_item(
             visible[row, 0] = _clip(row_first - start, 0, split_end - start)
             visible[row, 1] = _clip(row_end - start, 0, split_end - start)
         first_tile = start + max(0, first_key - start) // block_n * block_n
+        first_seen = max(start, first_key)
+        _load_factors(
+            keys, kv_head, pages, page_size, first_seen, split_end, score_mod.qk_scale, scratch.k_factors,
+            first_seen - start,
+        )  # fmt: skip
+        if values.has_scales_of_tokens:
+            _load_factors(
+                values, kv_head, pages, page_size, first_seen, split_end, np.float32(1.0), scratch.v_factors,
+                first_seen - start,
+            )  # fmt: skip
 
         for tile_start in range(first_tile, split_end, block_n):
             # Pages before the first visible key may be gone.
@@ -363,7 +401,12 @@ def _attend_item(
                 p = scratch.p[row * split_size : (row + 1) * split_size]
                 alibi_slope = score_mod.alibi_slopes[kv_head * queries_per_kv + row % queries_per_kv]
                 distance = start - (q_pos + row // queries_per_kv)
-                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance)
+                split_ml[row, 0], split_ml[row, 1] = _softmax(
+                    p, low, high, scratch.k_factors, score_mod, alibi_slope, distance
+                )
+                if values.has_scales_of_tokens:
+                    for key in range(low, high):
+                        p[key] *= scratch.v_factors[key]
 
         scratch.split_acc[: even_rows * width] = np.float32(0.0)
         for tile_start in range(first_tile, split_end, block_n):
@@ -382,10 +425,11 @@ def _attend_item(
                 scratch.acc, row, width, ml[row], score_mod.sinks[kv_head * queries_per_kv + row % queries_per_kv]
             )
 
+    v_scale = np.float32(1.0) if values.has_scales_of_tokens else _scale_of(values, 0, kv_head, 0)
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(head_size):
-            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * values.scales[kv_head]
+            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * v_scale
 
 
 @njit
@@ -401,6 +445,8 @@ def _new_scratch(block_m, head_size, block_n, split_size):
         np.zeros((block_m, 2), dtype=np.int64),
         np.zeros((block_m, 2), dtype=np.float32),
         np.zeros((block_m, 2), dtype=np.float32),
+        np.zeros(split_size, dtype=np.float32),
+        np.zeros(split_size, dtype=np.float32),
     )
 
 

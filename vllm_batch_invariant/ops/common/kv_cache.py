@@ -9,6 +9,8 @@ from .dtypes import E4M3
 
 LARGEST = 448.0
 """E4M3's largest number."""
+LEAST_SCALE = 1e-6
+"""That a token is given, as vLLM has it."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class CacheSlots:
         keys, values: [pages, kv_heads, page_size, head_size], of the same strides, aligned as :func:`is_aligned` says.
         slots: [tokens or fewer] int64, page * page_size + place in it of the first tokens. The other tokens are
             padding, as those with a negative one.
-        k_scale, v_scale: of keys and of values that are codes in e4m3, fp32: one number, or [kv_heads], packed; else
+        k_scale, v_scale: of keys and of values that are codes in e4m3, fp32: one number, or [kv_heads], packed; or
+            those of tokens and heads, [pages, kv_heads, page_size] of the same strides, which are written, too. Else
             None.
     """
 
@@ -35,20 +38,37 @@ class CacheSlots:
 
     @property
     def scales_fit(self) -> bool:
-        """Whether there are scales where codes ask for them, as many of keys as of values, and else none."""
-        scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
-        counts = {scale.numel() for scale in scales}
-        return (
-            len(scales) == (2 if self.keys.dtype == E4M3 else 0)
-            and len(counts) <= 1
-            and counts <= {1, self.keys.shape[1]}
-            and all(scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales)
-        )
+        """Whether there are scales where codes ask for them, of keys and of values alike, and else none."""
+        if self.k_scale is None or self.v_scale is None or self.keys.dtype != E4M3:
+            return self.k_scale is self.v_scale and self.keys.dtype != E4M3
+        strides = [scale_strides(scale) for scale in (self.k_scale, self.v_scale)]
+        return strides[0] == strides[1] and all(scale_fits(one, self.keys) for one in (self.k_scale, self.v_scale))
 
 
-def head_stride(scale: torch.Tensor | None) -> int:
-    """From the scale of a head to that of the next: 0 where all have one."""
-    return 0 if scale is None or scale.numel() == 1 else 1
+def of_tokens(scale: torch.Tensor | None) -> bool:
+    """Whether each token has one in each head."""
+    return scale is not None and scale.dim() == 3
+
+
+def scale_fits(scale: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether a scale can be that of codes [pages, kv_heads, page_size, head_size]."""
+    given = scale.dim() <= 1 and scale.is_contiguous() and scale.numel() in (1, codes.shape[1])
+    return scale.dtype == torch.float32 and (given or scale.shape == codes.shape[:3])
+
+
+def scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
+    """From the scale of a page, of a KV head and of a slot to that of the next: 0 where they have one."""
+    if scale is not None and of_tokens(scale):
+        return scale.stride()
+    return 0, 0 if scale is None or scale.numel() == 1 else 1, 0
+
+
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """Scales fp32 [...] of keys or values [..., head_size] of a token and head, by PyTorch: ``max(max(|x|) / 448,
+    1e-6)``, the division in fp32 and rounded; NaN counts as 0.
+    """
+    x = x.float()
+    return (torch.where(x.isnan(), 0.0, x.abs()).amax(-1) / LARGEST).clamp(min=LEAST_SCALE)
 
 
 def codes_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
 
     where the division is rounded, and ``round`` is to the nearest number of e4m3, of two the even one. The code of NaN
     is 0x7f, whatever its sign. That is what vLLM's kernels compute, but for the last bit of a division that is not
-    IEEE 754's.
+    IEEE 754's. Where each token has a scale in each head, it is written beside the codes, and is of what it scales,
+    ``s = max(max(|x|) / 448, 1e-6)`` with a rounded division, in which NaN counts as 0.
 
     Args:
         key: [tokens, kv_heads, head_size] fp32, bf16 or fp16, heads packed; tokens may be any stride apart.

@@ -3,7 +3,7 @@
 import torch
 
 from ...errors import NotCovered
-from ..common.kv_cache import E4M3, CacheSlots, is_aligned
+from ..common.kv_cache import E4M3, CacheSlots, is_aligned, of_tokens
 from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
 from .reduction import NormRotaryReduction
@@ -89,6 +89,7 @@ def _check_cache(cache: CacheSlots, qkv: torch.Tensor, kv_heads: int, size: int)
         and is_aligned(values)
         and keys.dtype == values.dtype == (qkv.dtype if cache.k_scale is None else E4M3)
         and cache.scales_fit
+        and not of_tokens(cache.k_scale)
         and keys.device == values.device == slots.device == qkv.device
         and slots.dtype == torch.int64
         and slots.dim() == 1

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.dependent_launch import wait_for_kernel_before
-from ..common.kv_cache import CacheSlots, head_stride
+from ..common.kv_cache import CacheSlots, scale_strides
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..kv_cache.triton_kernels import codes_of
@@ -153,7 +153,7 @@ def norm_rotary(
         keys, held, strides = None, (cache.keys, cache.values), cache.keys.stride()[:3]
         if cache.k_scale is not None:
             held = cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
-        scales = cache.k_scale, cache.v_scale, head_stride(cache.k_scale)
+        scales = cache.k_scale, cache.v_scale, scale_strides(cache.k_scale)[1]
         outputs = (*held, cache.slots, *scales, len(cache.slots))
     if num_tokens:
         kinds = (heads, kv_heads) if cache is None else (heads, kv_heads, kv_heads)
