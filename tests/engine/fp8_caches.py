@@ -46,7 +46,9 @@ def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[list[float], li
             impl.kv_cache_dtype = "auto"
             for name in ("do_kv_cache_update", "slots_of_step"):
                 vars(impl).pop(name, None)
-            layer.kv_cache = torch.zeros(cache_of(layer).shape, dtype=torch.bfloat16, device=cache_of(layer).device)
+            held = cache_of(layer)
+            shape = (*held.shape[:3], 2 * impl.head_size)
+            layer.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=held.device)
             found.append((layer._k_scale.tolist(), layer._v_scale.tolist()))
             if rounds:
                 impl.do_kv_cache_update = partial(_write_rounded, impl.do_kv_cache_update)

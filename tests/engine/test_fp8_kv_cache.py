@@ -1,6 +1,6 @@
 """An engine whose KV cache is in fp8 gives a request the same bits alone and among others, from chunks of any size and
 from the prefix cache: those of an engine whose cache has the numbers of the codes in bf16. A layer has one scale, or
-each of its heads has its own.
+each of its heads has its own, or each of their tokens.
 """
 
 import json
@@ -50,8 +50,9 @@ LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 96
 LIMITS |= OF_DEVICE | EAGER_ON_GPU
 
 
-SCALES = {"tensor": ([0.5], [0.25]), "attn_head": ([0.5, 0.125], [0.25, 2.0])}
-"""Of keys and of values in the first layer, by what has one of its own."""
+SCALES = {"tensor": ([0.5], [0.25]), "attn_head": ([0.5, 0.125], [0.25, 2.0]), "token_head": ([0.5], [0.25])}
+"""Of keys and of values in the first layer of the checkpoint, by what has one of its own; the last are not read."""
+OF_KIND = {"token_head": {"kv_cache_dtype": "fp8_per_token_head"}}
 
 
 @pytest.fixture(scope="module", params=some_exhaustive(SCALES, ("tensor",)))
@@ -63,6 +64,24 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return with_scales(make_checkpoint(tmp_path_factory.mktemp("fp8-kv") / "model", SHAPE), *SCALES[kind])
+
+
+Start = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def started(kind: str, checkpoint: str) -> Start:
+    """What is asked of an engine of the checkpoint with other settings."""
+
+    def start(
+        afterwards: Callable[[Engine], dict[str, Any]] = ask,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **more: object,
+    ) -> dict[str, Any]:
+        settings = {"model": checkpoint, **LIMITS, **OF_KIND.get(kind, {}), **more}
+        return run(settings, [], "1", afterwards=afterwards, **UNTRIED_THERE, **environment).afterwards
+
+    return start
 
 
 def seen(answers: list[dict[str, Any]]) -> list[Any]:
@@ -82,28 +101,19 @@ def ask(engine: Engine) -> dict[str, Any]:
     }
 
 
-def started(
-    model: str,
-    afterwards: Callable[[Engine], dict[str, Any]] = ask,
-    environment: Mapping[str, str] = MappingProxyType({}),
-    **more: object,
-) -> dict[str, Any]:
-    settings = {"model": model, **LIMITS, **more}
-    return run(settings, [], "1", afterwards=afterwards, **UNTRIED_THERE, **environment).afterwards
-
-
 @pytest.fixture(scope="module")
-def found(checkpoint: str) -> dict[str, Any]:
+def found(started: Start, kind: str) -> dict[str, Any]:
     def asked(engine: Engine) -> dict[str, Any]:
         made = ask(engine)
         made["bytes"] = engine.call(f"{CACHES}:bytes_of_caches")
-        made["scales"] = engine.call(f"{CACHES}:in_numbers", True)
-        made["numbers of the codes"] = seen(engine.step("numbers of the codes", TARGETS, True).requests)
+        if kind != "token_head":
+            made["scales"] = engine.call(f"{CACHES}:in_numbers", True)
+            made["numbers of the codes"] = seen(engine.step("numbers of the codes", TARGETS, True).requests)
         engine.call(f"{CACHES}:in_numbers", False)
         made["exact numbers"] = seen(engine.step("exact numbers", TARGETS, True).requests)
         return made
 
-    return started(checkpoint, asked)
+    return started(asked)
 
 
 def test_a_cache_in_fp8_moves_no_bit_with_the_batch_the_chunks_or_the_prefix_cache(found: dict[str, Any]) -> None:
@@ -113,11 +123,12 @@ def test_a_cache_in_fp8_moves_no_bit_with_the_batch_the_chunks_or_the_prefix_cac
 
 
 def test_a_cache_in_fp8_has_the_bits_of_one_of_its_numbers_in_bf16(found: dict[str, Any], kind: str) -> None:
-    """With the scales of the checkpoint, which are powers of two."""
-    keys, values = SCALES[kind]
-    assert found["scales"] == [[keys, values], [[0.5 * one for one in keys], [2.0 * one for one in values]]]
-    assert found["alone"] == found["numbers of the codes"]
+    """With the scales of the checkpoint, which are powers of two; those of tokens are none."""
     assert found["alone"] != found["exact numbers"], "so the comparison sees what codes lose"
+    if kind != "token_head":
+        keys, values = SCALES[kind]
+        assert found["scales"] == [[keys, values], [[0.5 * one for one in keys], [2.0 * one for one in values]]]
+        assert found["alone"] == found["numbers of the codes"]
 
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -127,34 +138,34 @@ DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3}
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("speculation", [NGRAMS, DRAFTS], ids=["ngram", "draft_model"])
 def test_drafts_leave_the_bits_of_a_cache_in_fp8(
-    found: dict[str, Any], checkpoint: str, speculation: dict[str, Any]
+    found: dict[str, Any], started: Start, checkpoint: str, speculation: dict[str, Any]
 ) -> None:
     drafter = speculation | ({"model": checkpoint} if speculation is DRAFTS else {})
-    answers = started(checkpoint, speculative_config=json.dumps(drafter))
+    answers = started(speculative_config=json.dumps(drafter))
     assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
 
 
 @pytest.mark.exhaustive
-def test_preemption_leaves_the_bits_of_a_cache_in_fp8(found: dict[str, Any], checkpoint: str) -> None:
+def test_preemption_leaves_the_bits_of_a_cache_in_fp8(found: dict[str, Any], started: Start) -> None:
     """And steps and pages of other sizes."""
     few = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 256}
-    answers = started(checkpoint, **few)
+    answers = started(**few)
     assert answers["preemptions"] > 0
     assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
 
 
 @pytest.mark.exhaustive
 def test_one_request_at_a_time_in_odd_chunks_leaves_the_bits_of_a_cache_in_fp8(
-    found: dict[str, Any], checkpoint: str
+    found: dict[str, Any], started: Start
 ) -> None:
-    answers = started(checkpoint, max_num_seqs=1, max_num_batched_tokens=37)
+    answers = started(max_num_seqs=1, max_num_batched_tokens=37)
     assert answers["alone"] == answers["among others"] == answers["warm"] == found["alone"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(ON_GPU, reason="two workers need as many GPUs")
-def test_workers_that_share_heads_have_the_bits_of_one(checkpoint: str) -> None:
+def test_workers_that_share_heads_have_the_bits_of_one(started: Start) -> None:
     """Each reads the scales of its own."""
     tree = {TP_TREE.name: "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    one, two = (started(checkpoint, environment=tree, tensor_parallel_size=size) for size in (1, 2))
+    one, two = (started(environment=tree, tensor_parallel_size=size) for size in (1, 2))
     assert two["alone"] == two["among others"] == two["warm"] == one["alone"]

@@ -86,7 +86,7 @@ def test_what_has_run_beside_other_layers_is_what_checkpoints_are(name: str) -> 
 OTHER_CACHES = {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}, {"strategy": "token"}
 
 
-@pytest.mark.parametrize("strategy", schemes.CACHE_SCALES)
+@pytest.mark.parametrize("strategy", schemes.GIVEN_SCALES)
 @pytest.mark.parametrize("change", [{}, *OTHER_CACHES])
 def test_a_cache_with_given_scales_of_a_layer_or_its_heads_passes_and_no_other(
     change: dict[str, Any], strategy: str

@@ -265,7 +265,7 @@ def _ran_on(device_type: str) -> str:
 
 def _cache_scales(config: Config) -> str:
     """What has a scale of its own in a KV cache in e4m3."""
-    return schemes.scales_of_cache(getattr(config, "quant_config", None))
+    return schemes.scales_of_cache(_cache_dtype(config), getattr(config, "quant_config", None))
 
 
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
@@ -299,6 +299,8 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
         f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
         "by FlexAttention": envs.ATTENTION.read() == "flex",
+        "of a model in float16": scales == schemes.OF_TOKENS
+        and str(config.model_config.dtype).removeprefix("torch.") == "float16",
     }
     first = _first(found)
     return _when(first, f"{named} {first}")
@@ -1151,8 +1153,8 @@ COVERED = (
     Feature(
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
-        "layer and one for its values, those of the checkpoint or 1; queries and weights of attention are not "
-        "quantised; on a CPU with vLLM 0.32, also with one scale a head; on a GPU with 0.33",
+        "layer and one for its values, those of the checkpoint or 1; on a CPU with vLLM 0.32, also one scale a head, "
+        "or with `fp8_per_token_head` one a token and head; on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -1424,15 +1426,15 @@ REFUSED = (
         _quantisation_elsewhere,
     ),
     Feature(
-        "Other quantised KV caches (fp8_e5m2, scales a token and head, int8, int4, nvfp4, turboquant and the like)",
+        "Other quantised KV caches (fp8_e5m2, int8, int4, nvfp4, turboquant and the like)",
         "the kernels of attention do not read them",
         "pass --kv-cache-dtype fp8 or auto",
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with one scale a head "
-        "on a GPU",
-        "no kernel reads it, or it has not been run",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with one scale a head, "
+        "or a token and head, on a GPU, the latter in float16 anywhere",
+        "no kernel reads it, or it has not been run, or fp16 has too little range for weights times scales",
         "pass --kv-cache-dtype with the model's dtype",
         _fp8_kv_cache_elsewhere,
         arguments=(KV_CACHE,),

@@ -157,6 +157,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         if layer.impl.kv_cache_dtype.startswith("fp8"):
             if getattr(layer, "query_quant", None) is not None:
                 return "its queries are quantised"
+            if layer.impl.scales_tokens:
+                return None
             scales = layer._k_scale, layer._v_scale
             if any(scale.numel() not in (1, layer.num_kv_heads) for scale in scales):
                 return f"its KV cache has {scales[0].numel()} and {scales[1].numel()} scales"

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-FP8_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of a KV cache in e4m3, whose scales are those of the checkpoint, or 1."""
-ONE_SCALE = "tensor"
-CACHE_SCALES = {ONE_SCALE: "one scale", "attn_head": "one scale a head"}
-"""What has one for its keys and one for its values in such a cache: as compressed-tensors calls it, and in words."""
+TOKEN_CACHE = "fp8_per_token_head"
+FP8_CACHES = ("fp8", "fp8_e4m3", TOKEN_CACHE)
+"""vLLM's names of a KV cache in e4m3: scales of the last are of what is written, others of the checkpoint, or 1."""
+ONE_SCALE, OF_HEADS, OF_TOKENS = "tensor", "attn_head", "token_head"
+GIVEN_SCALES = {ONE_SCALE: "one scale", OF_HEADS: "one scale a head"}
+"""What has one for its keys and one for its values in a checkpoint: as compressed-tensors calls it, and in words."""
+CACHE_SCALES = GIVEN_SCALES | {OF_TOKENS: "one scale a token and head"}
+"""The same in a cache."""
 PLAIN_ACTIVATIONS = ""
 """Activations that are not quantised."""
 _METHODS = {
@@ -241,12 +244,15 @@ def _follows_batch(scheme: Scheme) -> bool:
     return scheme.activations.endswith(_OF_THE_BATCH)
 
 
-def scales_of_cache(config: Any) -> str:
-    """What has a scale of its own in the KV cache of a quantised model, as compressed-tensors calls it.
+def scales_of_cache(dtype: str, config: Any) -> str:
+    """What has a scale of its own in a KV cache in e4m3, of :data:`CACHE_SCALES`.
 
     Args:
-        config: vLLM's configuration of its quantisation; None if there is none.
+        dtype: vLLM's name of the cache's.
+        config: vLLM's configuration of the model's quantisation; None if there is none.
     """
+    if dtype == TOKEN_CACHE:
+        return OF_TOKENS
     of_cache = getattr(config, "kv_cache_scheme", None) or {}
     return _word(of_cache.get("strategy", ONE_SCALE))
 
@@ -256,7 +262,7 @@ def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
     of = {name: of_cache.get(name) for name in ("type", "num_bits", "strategy", "dynamic", "symmetric")}
     found = {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()}
     wanted = {"type": "float", "num_bits": 8, "dynamic": False, "symmetric": True}
-    return found.pop("strategy") in CACHE_SCALES and found == wanted
+    return found.pop("strategy") in GIVEN_SCALES and found == wanted
 
 
 def device_multiplies_fp4() -> bool:
