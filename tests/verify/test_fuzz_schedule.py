@@ -214,6 +214,10 @@ def test_a_cache_in_fp8_is_drawn_where_one_has_run_and_not_in_exact_arithmetic(m
     in_fp8 = [one for one in drawn if one.options.get("cache")]
     assert len(in_fp8) > 2
     assert all("--kv-cache-dtype" in one.arguments("model") for one in in_fp8)
+    assert {one.options["cache"] for one in in_fp8} == {"fp8", "fp8_per_token_head"}
+    monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, fp8_kv_cache_scales={"cpu": ("tensor",)}))
+    drawn_before = [draw_settings(0, number, CONTEXT, place) for number in range(24)]
+    assert {one.options.get("cache", NONE) for one in drawn_before} == {NONE, "fp8"}
     assert any(one.exact for one in drawn)
     assert not any(one.exact for one in in_fp8)
 

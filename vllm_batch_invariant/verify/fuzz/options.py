@@ -16,6 +16,7 @@ from typing import Any
 from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
+from ...integration.reviews.schemes import OF_TOKENS, TOKEN_CACHE
 from ...ops.exact.definition import segments
 from ..harness import adapters
 from ..harness.engine import argument_of, text_config
@@ -437,6 +438,11 @@ def _has_fp8_caches(place: Place) -> bool:
     return _has_run(coverage.RAN.fp8_kv_cache, place) and not says
 
 
+def _scales_tokens(place: Place) -> bool:
+    """Whether one with a scale a token and head has run on such a device."""
+    return OF_TOKENS in coverage.RAN.fp8_kv_cache_scales.get(place.device, ())
+
+
 _ADAPTERS = (
     *(coverage.ADAPTERS, "--max-lora-rank", str(adapters.MOST_RANK)),
     *("--max-loras", "2", "--max-cpu-loras", "2"),  # fewer than there are
@@ -463,7 +469,13 @@ OPTIONS = (
         "cache",
         {"fp8": (coverage.KV_CACHE, "fp8")},
         (NONE, "fp8", NONE),
-        _has_fp8_caches,
+        lambda place: _has_fp8_caches(place) and not _scales_tokens(place),
+    ),
+    Option(
+        "cache",
+        {name: (coverage.KV_CACHE, name) for name in ("fp8", TOKEN_CACHE)},
+        (NONE, "fp8", NONE, TOKEN_CACHE),
+        lambda place: _has_fp8_caches(place) and _scales_tokens(place),
     ),
     *(
         Option(name, values, (NONE, *values), of_pooling=True)
