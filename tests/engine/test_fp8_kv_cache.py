@@ -5,6 +5,7 @@ each of its heads has its own, or each of their tokens.
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -169,3 +170,25 @@ def test_workers_that_share_heads_have_the_bits_of_one(started: Start) -> None:
     tree = {TP_TREE.name: "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     one, two = (started(environment=tree, tensor_parallel_size=size) for size in (1, 2))
     assert two["alone"] == two["among others"] == two["warm"] == one["alone"]
+
+
+@pytest.mark.exhaustive
+def test_weights_that_are_replaced_bring_their_scales(
+    kind: str, found: dict[str, Any], started: Start, checkpoint: str, tmp_path: Path
+) -> None:
+    """The same weights with other scales, and back; those of tokens are of what is written."""
+    halved = [[0.5 * scale for scale in scales] for scales in SCALES[kind]]
+    other = with_scales(make_checkpoint(tmp_path / "other", SHAPE), *halved)
+
+    def asked(engine: Engine) -> dict[str, Any]:
+        made = {}
+        for name, folder in (("other", other), ("back", checkpoint)):
+            engine.call("tests.engine.reloads:by_reload_weights", folder)
+            steps = [engine.step(f"{name} {number}", [one], True) for number, one in enumerate(TARGETS)]
+            made[name] = seen([step.requests[0] for step in steps])
+        return made
+
+    replaced = started(asked)
+    assert replaced["back"] == found["alone"]
+    assert (replaced["other"] == found["alone"]) == (kind == "token_head")
+    assert replaced["other"] == started(model=other)["alone"]
