@@ -879,11 +879,12 @@ def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> lis
     return [one for one in found if one.name == "attention_kernel"]
 
 
-def check_attention_over_codes(gpu: int, heads: Heads, page: int) -> None:
+def check_attention_over_codes(gpu: int, heads: Heads, page: int, **codes: bool) -> None:
     """Tensor cores add the same products in a step as over numbers, else no bits would be those of the cache's numbers,
     and decode's not those of prefill.
     """
-    over_numbers, over_codes = (check_attention(gpu, heads, page, **options) for options in ({}, {"in_codes": True}))
+    both = ({}, {"in_codes": True, **codes})
+    over_numbers, over_codes = (check_attention(gpu, heads, page, **options) for options in both)
     wanted, found = ([one.dot_operands for one in made] for made in (over_numbers, over_codes))
     what = f"attention on sm_{gpu}, {heads}, pages of {page}, multiplies codes in the order of numbers"
     check(f"{what}{[*zip(wanted, found, strict=True)] * (wanted != found)}", wanted == found and all(wanted))
@@ -935,7 +936,8 @@ def check_some(more: bool) -> None:
     check_attention_over_codes(120, Heads(8, 2, 256, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 64, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 80, torch.float16), 16)
-    check_attention(90, Heads(8, 2, 128, torch.bfloat16), 64, in_codes=True, of_tokens=True)
+    check_attention_over_codes(90, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
+    check_attention_over_codes(120, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
     check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
     check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
