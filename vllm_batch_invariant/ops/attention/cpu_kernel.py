@@ -58,11 +58,18 @@ class Cache(NamedTuple):
     """1 of codes in e4m3."""
     is_half: bool
     """fp16, when the element size is 2; else bf16."""
-    scales: np.ndarray
+
+
+class Scales(NamedTuple):
+    """Of the keys' codes, or of the values'."""
+
+    data: np.ndarray
     """fp32, as they lie in memory; 1 of numbers that are no codes."""
-    scale_strides: np.ndarray
-    """[3] of page, KV head and slot; 0 along what has one."""
-    has_scales_of_tokens: bool
+    stride_page: int
+    """0 along what has one, and so the next ones."""
+    stride_head: int
+    stride_slot: int
+    of_tokens: bool
 
 
 class ScoreMod(NamedTuple):
@@ -160,24 +167,29 @@ def _load_rows(cache, head, pages, page_size, begin, end, head_size, scratch, fi
 
 
 @njit
-def _scale_of(cache, page, head, slot):
-    return cache.scales[page * cache.scale_strides[0] + head * cache.scale_strides[1] + slot * cache.scale_strides[2]]
+def _scale_of(scales, page, head, slot):
+    return scales.data[page * scales.stride_page + head * scales.stride_head + slot * scales.stride_slot]
 
 
 @njit
-def _load_factors(cache, head, pages, page_size, begin, end, factor, factors, first):
-    """``factor`` times the scales of positions begin to end - 1 of a KV head, from ``factors[first]`` on."""
-    if cache.has_scales_of_tokens:
-        page = begin // page_size
-        slot = begin - page * page_size
-        for key in range(first, first + end - begin):
-            factors[key] = factor * _scale_of(cache, pages[page], head, slot)
-            slot += 1
-            if slot == page_size:
-                slot = 0
-                page += 1
-    else:
-        factors[first : first + end - begin] = factor * _scale_of(cache, 0, head, 0)
+def _load_factors(scales, head, pages, page_size, begin, end, factor, factors, first):
+    """``factor`` times the scales of tokens at positions begin to end - 1, from ``factors[first]`` on."""
+    page = begin // page_size
+    slot = begin - page * page_size
+    for key in range(first, first + end - begin):
+        factors[key] = factor * _scale_of(scales, pages[page], head, slot)
+        slot += 1
+        if slot == page_size:
+            slot = 0
+            page += 1
+
+
+@njit
+def _multiply(p, factors, low, high):
+    """What keys low to high - 1 have, in place."""
+    seen, own = p[low:high], factors[low:high]
+    for key in range(seen.size):
+        seen[key] *= own[key]
 
 
 @njit
@@ -206,15 +218,15 @@ def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
 
 
 @njit
-def _softmax(p, low, high, factors, score_mod, alibi_slope, distance):
+def _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance):
     """Turn the dots ``p`` [split_size] into weights exp(s - m) in place; returns (m, l).
 
-    Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``factors``
-    [split_size] are of the dots. ``distance`` is the position of key 0 minus that of the query.
+    Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``distance`` is
+    the position of key 0 minus that of the query.
     """
     seen = p[low:high]
     for key in range(seen.size):
-        seen[key] *= factors[low + key]
+        seen[key] *= qk_scale
     soft_cap = score_mod.soft_cap
     if soft_cap > np.float32(0.0):
         for key in range(seen.size):
@@ -339,12 +351,18 @@ def _add_values_rows(scratch, first, keys, rows, split_size):
 
 @njit
 def _attend_item(
-    query, out, keys, values, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv, scratch
-):
+    query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv,
+    scratch,
+):  # fmt: skip
     """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
     query_start, query_len, q_pos, kv_head, kv_end = item
     head_size, width = query.shape[2], scratch.width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
+    one, of_tokens = np.float32(1.0), k_scales.of_tokens
+    qk_scale, v_scale = one, one  # where each token has its own, dots and weights are multiplied before
+    if not of_tokens:
+        qk_scale = score_mod.qk_scale * _scale_of(k_scales, 0, kv_head, 0)
+        v_scale = _scale_of(v_scales, 0, kv_head, 0)
     rows = query_len * queries_per_kv
     even_rows = rows + rows % 2
     window = score_mod.window
@@ -377,16 +395,13 @@ def _attend_item(
             visible[row, 0] = _clip(row_first - start, 0, split_end - start)
             visible[row, 1] = _clip(row_end - start, 0, split_end - start)
         first_tile = start + max(0, first_key - start) // block_n * block_n
-        first_seen = max(start, first_key)
-        _load_factors(
-            keys, kv_head, pages, page_size, first_seen, split_end, score_mod.qk_scale, scratch.k_factors,
-            first_seen - start,
-        )  # fmt: skip
-        if values.has_scales_of_tokens:
+        if of_tokens:
+            first_seen = max(start, first_key)
+            first = first_seen - start
             _load_factors(
-                values, kv_head, pages, page_size, first_seen, split_end, np.float32(1.0), scratch.v_factors,
-                first_seen - start,
-            )  # fmt: skip
+                k_scales, kv_head, pages, page_size, first_seen, split_end, score_mod.qk_scale, scratch.k_factors, first
+            )
+            _load_factors(v_scales, kv_head, pages, page_size, first_seen, split_end, one, scratch.v_factors, first)
 
         for tile_start in range(first_tile, split_end, block_n):
             # Pages before the first visible key may be gone.
@@ -401,12 +416,11 @@ def _attend_item(
                 p = scratch.p[row * split_size : (row + 1) * split_size]
                 alibi_slope = score_mod.alibi_slopes[kv_head * queries_per_kv + row % queries_per_kv]
                 distance = start - (q_pos + row // queries_per_kv)
-                split_ml[row, 0], split_ml[row, 1] = _softmax(
-                    p, low, high, scratch.k_factors, score_mod, alibi_slope, distance
-                )
-                if values.has_scales_of_tokens:
-                    for key in range(low, high):
-                        p[key] *= scratch.v_factors[key]
+                if of_tokens:
+                    _multiply(p, scratch.k_factors, low, high)
+                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance)
+                if of_tokens:
+                    _multiply(p, scratch.v_factors, low, high)
 
         scratch.split_acc[: even_rows * width] = np.float32(0.0)
         for tile_start in range(first_tile, split_end, block_n):
@@ -425,7 +439,6 @@ def _attend_item(
                 scratch.acc, row, width, ml[row], score_mod.sinks[kv_head * queries_per_kv + row % queries_per_kv]
             )
 
-    v_scale = np.float32(1.0) if values.has_scales_of_tokens else _scale_of(values, 0, kv_head, 0)
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(head_size):
@@ -451,8 +464,8 @@ def _new_scratch(block_m, head_size, block_n, split_size):
 
 
 def _attend(
-    query, out, keys, values, block_table, page_size, score_mod, ranges, split_size, queries_per_kv, block_m, block_n,
-    work,
+    query, out, keys, values, k_scales, v_scales, block_table, page_size, score_mod, ranges, split_size,
+    queries_per_kv, block_m, block_n, work,
 ):  # fmt: skip
     """Each thread works through its share of the work items with scratch of its own.
 
@@ -466,8 +479,9 @@ def _attend(
             pages = block_table[request]
             item = query_start, query_len, q_pos, kv_head, kv_end
             _attend_item(
-                query, out, keys, values, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv, scratch
-            )
+                query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item,
+                queries_per_kv, scratch,
+            )  # fmt: skip
 
 
 def _deal(starts, lengths, ranges, kv_heads, tile_tokens, window, causal, threads, serial_below):
