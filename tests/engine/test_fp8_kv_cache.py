@@ -23,6 +23,8 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.fp8_caches import with_scales
+from tests.engine.test_models import MODELS
+from tests.engine.test_models import checkpoint as model_of
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -192,3 +194,19 @@ def test_weights_that_are_replaced_bring_their_scales(
     assert replaced["back"] == found["alone"]
     assert (replaced["other"] == found["alone"]) == (kind == "token_head")
     assert replaced["other"] == started(model=other)["alone"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gemma2 with soft-caps", "granite with sinks and a sliding window"])
+def test_windows_sinks_and_soft_caps_leave_the_bits_of_a_cache_with_a_scale_a_token_and_head(
+    name: str, tmp_path: Path
+) -> None:
+    config, dtype = MODELS[name]
+    model_of(config, dtype).save_pretrained(tmp_path / "model")
+    cache, chunks = OF_KIND["token_head"], {"max_num_seqs": 1, "max_num_batched_tokens": 37}
+    whole, in_chunks, plain = (
+        run({"model": str(tmp_path / "model"), **LIMITS, **more}, [], "1", afterwards=ask, **UNTRIED_THERE).afterwards
+        for more in (cache, cache | chunks, {})
+    )
+    assert whole["alone"] == whole["among others"] == whole["warm"] == in_chunks["alone"]
+    assert plain["alone"] != whole["alone"], "so the comparison sees what codes lose"
