@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import envs
 from ...provenance import OF_EXPERTS, Environment, environment_here, versions
-from ..reviews import patch_points
+from ..reviews import patch_points, schemes
 
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
@@ -108,6 +108,9 @@ def settings(config: Any, device: Any) -> dict[str, str]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "logprobs_mode": str(model.logprobs_mode),
     }
+    scales = schemes.scales_of_cache(found["kv_cache_dtype"], getattr(config, "quant_config", None))
+    if scales == schemes.OF_HEADS and found["kv_cache_dtype"] in schemes.FP8_CACHES:  # the dtype names the others
+        found["kv_cache_scales"] = schemes.CACHE_SCALES[scales]
     found |= device.engine_settings(config)
     if overrides := model.hf_overrides:  # which no file of the model holds
         found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
