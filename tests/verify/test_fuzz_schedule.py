@@ -222,6 +222,18 @@ def test_a_cache_in_fp8_is_drawn_where_one_has_run_and_not_in_exact_arithmetic(m
     assert not any(one.exact for one in in_fp8)
 
 
+def test_a_checkpoint_whose_cache_is_in_fp8_is_drawn_in_no_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    scheme = {"quantization_config": {"kv_cache_scheme": {"strategy": "attn_head"}}}
+    drawn, of_numbers = (
+        [draw_settings(0, number, CONTEXT, Place("cpu", cores=2, model=model)) for number in range(24)]
+        for model in (DENSE | scheme, DENSE)
+    )
+    assert any(one.exact for one in of_numbers)
+    assert not any(one.exact or one.options.get("cache") for one in drawn)
+
+
 def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     pytest.importorskip("vllm")
     for device in ("cpu", "cuda"):

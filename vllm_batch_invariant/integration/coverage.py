@@ -1437,7 +1437,7 @@ REFUSED = (
         "no kernel reads it, or it has not been run, or fp16 has too little range for weights times scales",
         "pass --kv-cache-dtype with the model's dtype",
         _fp8_kv_cache_elsewhere,
-        arguments=(KV_CACHE,),
+        arguments=(KV_CACHE, envs.ARITHMETIC.name),
     ),
     Feature(
         "A KV cache in fp32, bf16 or fp16 of a model in another of these",

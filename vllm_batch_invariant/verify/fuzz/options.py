@@ -143,6 +143,11 @@ class Place:
         return bool(self.model.get("quantization_config")) or not self.is_open("--quantization")
 
     @property
+    def cache_scheme(self) -> Mapping[str, Any] | None:
+        """What a checkpoint says of its KV cache; None: nothing."""
+        return (self.model.get("quantization_config") or {}).get("kv_cache_scheme")
+
+    @property
     def is_divisible(self) -> bool:
         """Whether two workers can share the model's heads."""
         heads, of_rules = self.model.get("num_attention_heads") or 0, self.model.get("linear_num_key_heads") or 0
@@ -278,6 +283,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
         cache_config=SimpleNamespace(
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
+        quant_config=SimpleNamespace(kv_cache_scheme=place.cache_scheme),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
         lora_config=(
             SimpleNamespace(lora_dtype="auto", enable_mixed_moe_lora_format=False) if "adapters" in options else None
@@ -434,8 +440,7 @@ def _has_run(versions: Mapping[str, str], place: Place) -> bool:
 
 def _has_fp8_caches(place: Place) -> bool:
     """Whether a KV cache in fp8 has run there, and no checkpoint says what it is."""
-    says = (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
-    return _has_run(coverage.RAN.fp8_kv_cache, place) and not says
+    return _has_run(coverage.RAN.fp8_kv_cache, place) and not place.cache_scheme
 
 
 def _scales_tokens(place: Place) -> bool:
