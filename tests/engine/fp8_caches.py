@@ -20,21 +20,25 @@ CONFIG = {
 }
 
 
-def with_scales(folder: Path, k_scale: float, v_scale: float) -> str:
-    """Make a checkpoint in bf16 one whose KV cache is to be in fp8, with such scales: those of later layers are halved
-    and doubled.
+def with_scales(folder: Path, k_scale: list[float], v_scale: list[float]) -> str:
+    """Make a checkpoint in bf16 one whose KV cache is to be in fp8, with such scales, one or one for each head: those
+    of later layers are halved and doubled.
     """
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": CONFIG}
+    scheme = SCHEME | {"strategy": "tensor" if len(k_scale) == 1 else "attn_head"}
+    quantised = {"quantization_config": CONFIG | {"kv_cache_scheme": scheme}}
+    config = json.loads((folder / "config.json").read_text()) | quantised
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
-        for name, scale in (("k_scale", k_scale / 2**layer), ("v_scale", v_scale * 2**layer)):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+        for name, scale, factor in (("k_scale", k_scale, 0.5**layer), ("v_scale", v_scale, 2.0**layer)):
+            of_heads = factor * torch.tensor(scale)
+            shape = (1,) if len(scale) == 1 else (len(scale), 1, 1)  # as LLM Compressor stores them
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = of_heads.reshape(shape)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
-def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[float, float]]:
+def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[list[float], list[float]]]:
     found = []
     for layer in model.modules():
         impl = getattr(layer, "impl", None)
@@ -42,8 +46,10 @@ def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[float, float]]:
             impl.kv_cache_dtype = "auto"
             for name in ("do_kv_cache_update", "slots_of_step"):
                 vars(impl).pop(name, None)
-            layer.kv_cache = torch.zeros(cache_of(layer).shape, dtype=torch.bfloat16, device=cache_of(layer).device)
-            found.append((layer._k_scale.item(), layer._v_scale.item()))
+            held = cache_of(layer)
+            shape = (*held.shape[:3], 2 * impl.head_size)
+            layer.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=held.device)
+            found.append((layer._k_scale.tolist(), layer._v_scale.tolist()))
             if rounds:
                 impl.do_kv_cache_update = partial(_write_rounded, impl.do_kv_cache_update)
                 impl.slots_of_step = _none  # else a fused operation would write keys and values as they come
@@ -57,12 +63,13 @@ def _none(layer: Any) -> None:
 def _write_rounded(write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> None:
     numbers = []
     for x, scale in ((key, layer._k_scale), (value, layer._v_scale)):
-        codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        numbers.append((codes.float() * scale).to(x.dtype))
+        of_heads = scale.view(-1, 1)
+        codes = (x.float() / of_heads).clamp(-448, 448).to(torch.float8_e4m3fn)
+        numbers.append((codes.float() * of_heads).to(x.dtype))
     write(layer, *numbers, *more)
 
 
-def in_numbers(llm: Any, rounds: bool) -> list[list[float]]:
+def in_numbers(llm: Any, rounds: bool) -> list[list[list[float]]]:
     """From now on every layer has a cache in bf16, of the numbers of the codes that it would have had, times scales
     that are powers of two, or of keys and values as they come. Returns the scales of each layer.
     """

@@ -50,7 +50,10 @@ else:
 REFUSED = {
     "quantisation": ({"quantization": "fp8"}, "quantisation fp8"),
     "an fp8 KV cache of another kind": ({"kv_cache_dtype": "fp8_e5m2"}, "a KV cache in fp8_e5m2"),
-    "scales of each token and head": ({"kv_cache_dtype": "fp8_per_token_head"}, "a KV cache in fp8_per_token_head"),
+    "int8 with scales of each token and head": (
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "a KV cache in int8_per_token_head",
+    ),
     "a KV cache in four bits": ({"kv_cache_dtype": "nvfp4"}, "a KV cache in nvfp4"),
     "pipeline parallelism": ({"pipeline_parallel_size": 3}, "pipeline parallelism 3"),
     "context parallelism": ({"prefill_context_parallel_size": 2}, "prefill context parallelism 2"),

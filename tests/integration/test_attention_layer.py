@@ -1,14 +1,17 @@
 """What an attention layer of vLLM hands to the operation."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, attend, by_tokens, call_of, exact, paged
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata
-from vllm_batch_invariant.ops.attention import PagedAttention
+from vllm_batch_invariant.ops.attention import PagedAttention, PagedCache
+from vllm_batch_invariant.ops.attention import attend as attend_call
 from vllm_batch_invariant.ops.attention.certificate import _by_kind
 from vllm_batch_invariant.verify.check.operations import certify
 
@@ -48,41 +51,59 @@ def test_sinks_are_read_at_each_step_because_weights_come_after_layers() -> None
     assert not torch.equal(rows(loaded, chunks), before)
 
 
-def held(k_scale: float, v_scale: float) -> SimpleNamespace:
-    return SimpleNamespace(_k_scale=torch.tensor(k_scale), _v_scale=torch.tensor([v_scale]))
+def held(k_scale: float | list[float], v_scale: float | list[float]) -> SimpleNamespace:
+    return SimpleNamespace(_k_scale=torch.tensor(k_scale), _v_scale=torch.tensor(v_scale).view(-1))
 
 
-def test_a_cache_in_fp8_is_written_and_read_by_the_scales_of_its_layer() -> None:
+@pytest.mark.parametrize("scales", [(0.5, 4.0), ([0.5, 2.0], [4.0, 0.25])], ids=["of all", "of heads"])
+def test_a_cache_in_fp8_is_written_and_read_by_the_scales_of_its_layer(scales: tuple[Any, Any]) -> None:
     """And queries are not quantised: with powers of two it has the bits of the numbers of its codes."""
     heads = Heads(4, 2, 64, torch.bfloat16)
     request = Request(heads, 40, 1)
-    coded, holder = layer(None, kv_cache_dtype="fp8"), held(0.5, 4.0)
+    coded, holder = layer(None, kv_cache_dtype="fp8"), held(*scales)
     assert not coded.supports_quant_query_input
     cache = torch.zeros(4, 2, 16, 128, dtype=torch.uint8)
     slots = torch.arange(16, 56)
     coded.do_kv_cache_update(holder, request.key, request.value, cache, slots)
     rounded = Request(heads, 40, 1)
-    for name, scale in (("key", 0.5), ("value", 4.0)):
-        codes = (getattr(request, name).float() / scale).to(torch.float8_e4m3fn)
-        setattr(rounded, name, (codes.float() * scale).bfloat16())
+    for name, scale in zip(("key", "value"), scales, strict=True):
+        of_heads = torch.tensor(scale).view(-1, 1)
+        codes = (getattr(request, name).float() / of_heads).to(torch.float8_e4m3fn)
+        setattr(rounded, name, (codes.float() * of_heads).bfloat16())
     batch = Metadata(40, torch.tensor([0, 40]), torch.tensor([40]), torch.tensor([[1, 2, 3]]))
     got = coded.forward(holder, request.query, None, None, cache, batch, torch.empty_like(request.query))
     assert torch.equal(got, attend([Chunk(rounded, 0, 40)])[0])
     assert not torch.equal(got, attend([Chunk(request, 0, 40)])[0]), "the negative control"
 
 
+def test_a_cache_with_a_scale_a_token_and_head_is_written_beside_it_and_read() -> None:
+    request = Request(Heads(4, 2, 64, torch.bfloat16), 40, 1)
+    coded, holder = layer(None, kv_cache_dtype="fp8_per_token_head"), SimpleNamespace()
+    assert coded.scales_of(holder) == (None, None)
+    cache, slots = torch.zeros(4, 2, 16, 2 * (64 + 4), dtype=torch.uint8), torch.arange(16, 56)
+    coded.do_kv_cache_update(holder, request.key, request.value, cache, slots)
+    batch = Metadata(40, torch.tensor([0, 40]), torch.tensor([40]), torch.tensor([[1, 2, 3]]))
+    got = coded.forward(holder, request.query, None, None, cache, batch, torch.empty_like(request.query))
+    call = call_of(paged([Chunk(request, 0, 40)]), FixedSplitAttention.reduction, scale=64**-0.5)
+    assert torch.equal(got, attend_call(replace(call, cache=by_tokens(call.cache))))
+    assert not torch.equal(got, attend([Chunk(request, 0, 40)])[0]), "the negative control"
+
+
 def test_scales_that_weights_bring_go_where_a_graph_reads_them() -> None:
-    coded, holder = layer(None, kv_cache_dtype="fp8"), held(0.5, 4.0)
-    first = coded.scales_of(holder)
-    holder._k_scale = torch.tensor([0.25])
-    again = coded.scales_of(holder)
-    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
-    assert (again[0].item(), again[1].item()) == (0.25, 4.0)
-    assert holder._k_scale is first[0]
-    assert layer(None).scales_of(holder) == (None, None)
+    for k_scale, later, v_scale in ((0.5, [0.25], [4.0]), ([0.5, 2.0], [0.25, 8.0], [4.0, 1.0])):
+        coded, holder = layer(None, kv_cache_dtype="fp8"), held(k_scale, v_scale)
+        first = coded.scales_of(holder)
+        holder._k_scale = torch.tensor(later)
+        again = coded.scales_of(holder)
+        assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
+        assert [one.view(-1).tolist() for one in again] == [later, v_scale]
+        assert holder._k_scale is first[0]
+        assert layer(None).scales_of(holder) == (None, None)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4"])
+@pytest.mark.parametrize(
+    "dtype", ["fp8_e5m2", "int4_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4"]
+)
 def test_a_cache_in_another_format_is_refused_by_its_name(dtype: str) -> None:
     with pytest.raises(NotCovered, match=f"a KV cache in {dtype}"):
         layer(None, kv_cache_dtype=dtype)
@@ -150,6 +171,35 @@ def test_check_certifies_every_kind_of_layer_once(monkeypatch: pytest.MonkeyPatc
     layers.append(FixedSplitAttention(4, 64, 0.25, 2))
     found = certify(Model(*layers), "attention", (1,))
     assert [one.guarantee for one in found] == ["batch", "schedule"] * (len(kinds) + 1)
+
+
+SCALES = {
+    ("fp8", 1): ((1,), ""),
+    ("fp8", 2): ((2,), " with one scale a head"),
+    ("fp8_per_token_head", 1): (None, " with one scale a token and head"),
+}
+"""Of a layer's cache and the scales that it is given: those that check gives one, and in words."""
+
+
+@pytest.mark.parametrize(("cache", "given"), SCALES)
+def test_check_certifies_a_cache_in_fp8_with_such_scales_as_its_layer_has(
+    cache: str, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[PagedCache] = []
+
+    def noting(call: PagedAttention, implementation: str) -> torch.Tensor:
+        read.append(call.cache)
+        return attend_call(call, implementation)
+
+    monkeypatch.setattr("vllm_batch_invariant.ops.attention.attend", noting)
+    shape, words = SCALES[cache, given]
+    model = Model(layer(None, kv_cache_dtype=cache))
+    vars(model.get_submodule("0"))["_k_scale"] = torch.ones(given)
+    found = certify(model, "attention", (1, 3))
+    heads = "4 query heads, 2 KV heads of 64, float32"
+    assert [one.shape for one in found] == [f"{heads}, KV cache in e4m3{words}"] * 2
+    assert all(one.compared > 0 and one.difference == "" and not one.untested for one in found)
+    assert {one.k_scale.shape == (shape or one.keys.shape[:3]) for one in read} == {True}
 
 
 def test_the_planner_is_told_that_a_layer_with_sinks_is_not_plain() -> None:

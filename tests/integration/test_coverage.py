@@ -799,6 +799,37 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
     assert found_of_convolutions(device="cuda", **asked) is None
 
 
+def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("A KV cache in fp8 in exact arithmetic")]
+
+    def found_of_cache(device: str, strategy: str, cache_dtype: str = "auto", dtype: str = "bfloat16") -> str | None:
+        version = {"cpu": "0.32.0", "cuda": "0.33.0"}[device]
+        monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+        config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type=device),
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            quant_config=SimpleNamespace(kv_cache_scheme={"strategy": strategy}),
+            model_config=SimpleNamespace(dtype=f"torch.{dtype}"),
+        )
+        return row.found(config)
+
+    assert found_of_cache("cpu", "tensor") is found_of_cache("cpu", "attn_head") is None
+    assert found_of_cache("cuda", "tensor") is None
+    assert found_of_cache("cuda", "attn_head") == "a KV cache in fp8 with one scale a head on a GPU"
+    of_heads = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions(quant_config=of_heads) == "short convolutions with a KV cache in fp8"
+    tokens, scales = "fp8_per_token_head", "one scale a token and head"
+    assert found_of_cache("cpu", "tensor", tokens) is None
+    assert found_of_cache("cpu", "attn_head", tokens, "float16") == f"a KV cache in {tokens} of a model in float16"
+    assert found_of_cache("cpu", "attn_head", dtype="float16") is None
+    assert found_of_cache("cuda", "tensor", tokens) == f"a KV cache in {tokens} with {scales} on a GPU"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_convolutions(cache_dtype=tokens) == f"short convolutions with a KV cache in {tokens}"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_cache("cuda", "attn_head") is found_of_cache("cuda", "tensor", tokens) is None
+
+
 def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_rules(mamba_ssm_cache_dtype="float32") is None

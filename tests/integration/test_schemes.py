@@ -83,9 +83,15 @@ def test_what_has_run_beside_other_layers_is_what_checkpoints_are(name: str) -> 
     assert kind in {*coverage.RAN.delta_rule_quantised["cpu"], *beside_images}
 
 
-@pytest.mark.parametrize("change", [{}, {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}])
-def test_a_cache_with_a_given_scale_a_tensor_passes_and_no_other(change: dict[str, Any]) -> None:
-    scheme = FLOAT | {"strategy": "tensor", "dynamic": False} | change
+OTHER_CACHES = {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}, {"strategy": "token"}
+
+
+@pytest.mark.parametrize("strategy", schemes.GIVEN_SCALES)
+@pytest.mark.parametrize("change", [{}, *OTHER_CACHES])
+def test_a_cache_with_given_scales_of_a_layer_or_its_heads_passes_and_no_other(
+    change: dict[str, Any], strategy: str
+) -> None:
+    scheme = FLOAT | {"strategy": strategy, "dynamic": False} | change
     said = [f"{CT} with this scheme for the KV cache"] if change else []
     assert found(W4A16 | {"kv_cache_scheme": scheme}) == said
 
@@ -163,7 +169,7 @@ REFUSED = {
         f"{CT} with int3 weights (one scale a group 128)",
     ),
     "a KV cache": (
-        W4A16 | {"kv_cache_scheme": FLOAT | {"strategy": "attn_head", "dynamic": False}},
+        W4A16 | {"kv_cache_scheme": FLOAT | {"strategy": "channel", "dynamic": False}},
         f"{CT} with this scheme for the KV cache",
     ),
     "rotations": (

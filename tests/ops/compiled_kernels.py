@@ -316,16 +316,20 @@ def attend(
     count: int = 1,
     kernels: planning.Kernels | None = None,
     in_codes: bool = False,
+    of_tokens: bool = False,
     **options: object,
 ) -> None:
-    """Launch what ``count`` requests of so many keys and so many new tokens each need, over numbers or over codes."""
+    """Launch what ``count`` requests of so many keys and so many new tokens each need, over numbers or over codes, with
+    one scale or one a token and head.
+    """
     request = Request(heads, length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
     scales = ()
     if in_codes:
-        keys, values, scales = keys.to(E4M3), values.to(E4M3), (torch.ones(()), torch.ones(()))
+        scales = [torch.ones(keys.shape[:3] if of_tokens else ()) for _ in "kv"]
+        keys, values = keys.to(E4M3), values.to(E4M3)
     stored = E4M3 if in_codes else None
-    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored)
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored, of_tokens)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options, kernels)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
@@ -359,6 +363,9 @@ def written_caches(count: int) -> None:
     for dtype, scales in ((E4M3, (scale, scale)), (torch.bfloat16, ())):
         cache = torch.zeros(5, 8, 16, 256, dtype=torch.bfloat16).to(dtype).split(128, dim=-1)
         kv_cache.write(qkv[:, 1], qkv[:, 2], CacheSlots(*cache, torch.zeros(count, dtype=torch.int64), *scales))
+        if scales:
+            of_tokens = torch.ones(2, *cache[0].shape[:3])
+            kv_cache.write(qkv[:, 1], qkv[:, 2], CacheSlots(*cache, torch.zeros(count, dtype=torch.int64), *of_tokens))
 
 
 def convolutions(count: int) -> None:
@@ -872,11 +879,12 @@ def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> lis
     return [one for one in found if one.name == "attention_kernel"]
 
 
-def check_attention_over_codes(gpu: int, heads: Heads, page: int) -> None:
+def check_attention_over_codes(gpu: int, heads: Heads, page: int, **codes: bool) -> None:
     """Tensor cores add the same products in a step as over numbers, else no bits would be those of the cache's numbers,
     and decode's not those of prefill.
     """
-    over_numbers, over_codes = (check_attention(gpu, heads, page, **options) for options in ({}, {"in_codes": True}))
+    both = ({}, {"in_codes": True, **codes})
+    over_numbers, over_codes = (check_attention(gpu, heads, page, **options) for options in both)
     wanted, found = ([one.dot_operands for one in made] for made in (over_numbers, over_codes))
     what = f"attention on sm_{gpu}, {heads}, pages of {page}, multiplies codes in the order of numbers"
     check(f"{what}{[*zip(wanted, found, strict=True)] * (wanted != found)}", wanted == found and all(wanted))
@@ -928,6 +936,8 @@ def check_some(more: bool) -> None:
     check_attention_over_codes(120, Heads(8, 2, 256, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 64, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 80, torch.float16), 16)
+    check_attention_over_codes(90, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
+    check_attention_over_codes(120, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
     check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
     check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
@@ -1086,6 +1096,7 @@ def triton_attention_variants() -> None:
     for page, size in itertools.product((16, 64), (64, 128, 256)):
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True)
+        launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True, of_tokens=True)
     for name, value in every_option.items():
         launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)

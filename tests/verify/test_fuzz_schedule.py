@@ -214,8 +214,24 @@ def test_a_cache_in_fp8_is_drawn_where_one_has_run_and_not_in_exact_arithmetic(m
     in_fp8 = [one for one in drawn if one.options.get("cache")]
     assert len(in_fp8) > 2
     assert all("--kv-cache-dtype" in one.arguments("model") for one in in_fp8)
+    assert {one.options["cache"] for one in in_fp8} == {"fp8", "fp8_per_token_head"}
+    monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, fp8_kv_cache_scales={"cpu": ("tensor",)}))
+    drawn_before = [draw_settings(0, number, CONTEXT, place) for number in range(24)]
+    assert {one.options.get("cache", NONE) for one in drawn_before} == {NONE, "fp8"}
     assert any(one.exact for one in drawn)
     assert not any(one.exact for one in in_fp8)
+
+
+def test_a_checkpoint_whose_cache_is_in_fp8_is_drawn_in_no_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    scheme = {"quantization_config": {"kv_cache_scheme": {"strategy": "attn_head"}}}
+    drawn, of_numbers = (
+        [draw_settings(0, number, CONTEXT, Place("cpu", cores=2, model=model)) for number in range(24)]
+        for model in (DENSE | scheme, DENSE)
+    )
+    assert any(one.exact for one in of_numbers)
+    assert not any(one.exact or one.options.get("cache") for one in drawn)
 
 
 def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:

@@ -387,6 +387,16 @@ def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"rope_type": "yarn"}}, {}),
+        ({"strategy": "attn_head"}, {}),
+        ({"cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
+        (
+            {"cache_dtype": "fp8", "strategy": "attn_head"},
+            {"kv_cache_dtype": "fp8", "kv_cache_scales": "one scale a head"},
+        ),
+        (
+            {"cache_dtype": "fp8_per_token_head", "strategy": "attn_head"},
+            {"kv_cache_dtype": "fp8_per_token_head"},
+        ),
     ],
 )
 def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: dict[str, str]) -> None:
@@ -404,8 +414,8 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
     )
     config = SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        quant_config=object(),
+        cache_config=SimpleNamespace(cache_dtype=change.get("cache_dtype", "auto")),
+        quant_config=SimpleNamespace(kv_cache_scheme={"strategy": change.get("strategy", "tensor")}),
         device_config=SimpleNamespace(device_type=change.get("device_type", "cpu")),
         use_v2_model_runner=change.get("use_v2_model_runner"),
         parallel_config=SimpleNamespace(

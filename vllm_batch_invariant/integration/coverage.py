@@ -263,9 +263,15 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _cache_scales(config: Config) -> str:
+    """What has a scale of its own in a KV cache in e4m3."""
+    return schemes.scales_of_cache(_cache_dtype(config), getattr(config, "quant_config", None))
+
+
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
-    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none has been."""
-    return _cache_dtype(config) in FP8_CACHES and beside not in RAN.fp8_kv_cache_beside.get(ran_on, ())
+    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none such has been."""
+    has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) and _cache_scales(config) == schemes.ONE_SCALE
+    return _cache_dtype(config) in FP8_CACHES and not has_run
 
 
 def _kv_cache(config: Config) -> str | None:
@@ -284,12 +290,17 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
     if dtype not in FP8_CACHES:
         return None
     device, version, named = devices.of_config(config), patch_points.installed_version(), f"a KV cache in {dtype}"
+    scales = _cache_scales(config)
     if device.ops.type not in RAN.fp8_kv_cache:
         return f"{named} on {device.ops.name}"
     found = {
+        f"with {schemes.CACHE_SCALES.get(scales, scales)} on {device.ops.name}": scales
+        not in RAN.fp8_kv_cache_scales.get(_ran_on(device.ops.type), ()),
         f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
         "by FlexAttention": envs.ATTENTION.read() == "flex",
+        "of a model in float16": scales == schemes.OF_TOKENS
+        and str(config.model_config.dtype).removeprefix("torch.") == "float16",
     }
     first = _first(found)
     return _when(first, f"{named} {first}")
@@ -1147,8 +1158,8 @@ COVERED = (
     Feature(
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
-        "layer and one for its values, those of the checkpoint or 1; queries and weights of attention are not "
-        "quantised; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        "layer and one for its values, those of the checkpoint or 1; on a CPU with vLLM 0.32, also one scale a head, "
+        "or with `fp8_per_token_head` one a token and head; on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -1420,17 +1431,18 @@ REFUSED = (
         _quantisation_elsewhere,
     ),
     Feature(
-        "Other quantised KV caches (fp8_e5m2, scales a token and head, int8, int4, nvfp4, turboquant and the like)",
+        "Other quantised KV caches (fp8_e5m2, int8, int4, nvfp4, turboquant and the like)",
         "the kernels of attention do not read them",
         "pass --kv-cache-dtype fp8 or auto",
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device",
-        "no kernel reads it, or it has not been run",
-        "leave --kv-cache-dtype out",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with one scale a head, "
+        "or a token and head, on a GPU, the latter in float16 anywhere",
+        "no kernel reads it, or it has not been run, or fp16 has too little range for weights times scales",
+        "pass --kv-cache-dtype with the model's dtype",
         _fp8_kv_cache_elsewhere,
-        arguments=(KV_CACHE,),
+        arguments=(KV_CACHE, envs.ARITHMETIC.name),
     ),
     Feature(
         "A KV cache in fp32, bf16 or fp16 of a model in another of these",

@@ -1,6 +1,8 @@
 """Attention over requests whose keys and values are known, by any implementation and in float64."""
 
 import math
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +20,23 @@ from vllm_batch_invariant.ops.attention import (
 from vllm_batch_invariant.ops.attention import attend as attend_call
 from vllm_batch_invariant.ops.attention.params import causal_options
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
+from vllm_batch_invariant.ops.common.kv_cache import LARGEST
 from vllm_batch_invariant.verify.check.operations import Chunk, Heads, Request, paged
 
-__all__ = ["Chunk", "Heads", "Request", "attend", "call_of", "exact", "features", "in_chunks", "packed", "paged"]
+__all__ = [
+    "Chunk",
+    "Heads",
+    "Request",
+    "attend",
+    "by_tokens",
+    "call_of",
+    "exact",
+    "features",
+    "in_chunks",
+    "packed",
+    "paged",
+    "with_powers_of_two",
+]
 
 FEATURES = {
     "plain": {},
@@ -65,6 +81,29 @@ def call_of(tensors: tuple[torch.Tensor, ...], reduction: AttentionReduction, **
     """What an implementation is given, of the tensors of :func:`paged`."""
     query, keys, values, table, lengths, starts = tensors
     return PagedAttention(query, PagedCache(keys, values, table), lengths, starts, AttentionSpec(**spec), reduction)
+
+
+def by_tokens(cache: PagedCache) -> PagedCache:
+    """Codes with a scale of each token and head, of which those that no chunk has written are NaN."""
+    coded = cache.coded_by_tokens()
+    for scale, numbers in ((coded.k_scale, cache.keys), (coded.v_scale, cache.values)):
+        scale[numbers.isnan().all(-1)] = math.nan
+    return coded
+
+
+def with_powers_of_two(chunks: list[Chunk]) -> list[Chunk]:
+    """The same chunks, with keys and values whose scales of tokens are powers of two, of each head others."""
+    made = []
+    for chunk in chunks:
+        request = copy(chunk.request)
+        for number, name in enumerate(("key", "value")):
+            x = getattr(request, name).float()
+            exponents = (torch.arange(x[..., 0].numel()).view(x.shape[:-1]) * (5 + number) % 7).float() - 12
+            largest = (LARGEST * torch.exp2(exponents))[..., None]
+            scaled = (x / x.abs().amax(-1, keepdim=True) * largest).clamp(-largest, largest)
+            setattr(request, name, scaled.to(request.heads.dtype))
+        made.append(replace(chunk, request=request))
+    return made
 
 
 def exact(chunks: list[Chunk], **features: object) -> torch.Tensor:

@@ -6,13 +6,25 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.attention.cases import Chunk, Heads, Request, call_of, exact, packed, paged
+from tests.ops.attention.cases import (
+    Chunk,
+    Heads,
+    Request,
+    by_tokens,
+    call_of,
+    exact,
+    packed,
+    paged,
+    with_powers_of_two,
+)
 from tests.ops.attention.test_ranges import ranges_of
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import (
     NO_RANGE,
     AttentionReduction,
@@ -25,7 +37,7 @@ from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import Kernels, Plan, Planner
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
-from vllm_batch_invariant.ops.common.kv_cache import E4M3
+from vllm_batch_invariant.ops.common.kv_cache import E4M3, codes_of, scales_of
 from vllm_batch_invariant.ops.devices import DEVICES
 
 HEADS = Heads(2, 1, 64, torch.float16)
@@ -51,11 +63,16 @@ def newest(length: int, count: int, seed: int = 1) -> Chunk:
     return Chunk(Request(HEADS, length, seed), length - count, length)
 
 
-def attend(chunks: list[Chunk], codes: tuple[float, float] | None = None, **options: object) -> torch.Tensor:
-    """Over numbers, or over codes with these scales."""
+OF_TOKENS = "of tokens"
+Codes = tuple[Any, Any] | str | None
+
+
+def attend(chunks: list[Chunk], codes: Codes = None, **options: object) -> torch.Tensor:
+    """Over numbers, or over codes with these scales, or with those of tokens."""
     tensors = paged(chunks, 16, 0, math.nan)
     if codes:
-        cache = PagedCache(*tensors[1:4]).coded(*codes)
+        numbers = PagedCache(*tensors[1:4])
+        cache = by_tokens(numbers) if codes == OF_TOKENS else numbers.coded(*codes)
         tensors = (tensors[0], cache.keys, cache.values, *tensors[3:], cache.k_scale, cache.v_scale)
     out = torch.full_like(tensors[0], math.nan)
     scale = HEADS.size**-0.5
@@ -255,6 +272,68 @@ def test_codes_have_the_bits_of_their_numbers(options, scales):
         scales = (1.0, 2.0)
     other = attend([of_codes(one, *reversed(scales)) for one in chunks], **options)
     assert not torch.equal(got, other), "with the scales exchanged"
+
+
+OF_HEADS = [0.013, 0.4], [0.021, 0.0007]
+"""Scales of keys and of values, no powers of two."""
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
+def test_a_head_with_scales_of_its_own_has_the_bits_of_these_for_all(options):
+    heads = Heads(4, 2, 64, torch.float16)
+    lengths = (150, 150), (600, 7), (2100, 1)
+    chunks = [Chunk(Request(heads, length, 1), length - count, length) for length, count in lengths]
+    got, group = attend(chunks, OF_HEADS, **options), heads.query // heads.kv
+    for head, scales in enumerate(zip(*OF_HEADS, strict=True)):
+        rows = slice(head * group, (head + 1) * group)
+        for_all = attend(chunks, scales, **options)
+        assert_same_bits(got[:, rows], for_all[:, rows], f"head {head}")
+        assert not torch.equal(got, for_all), "of the other head"
+
+
+WIDE = Heads(4, 2, 64, torch.float32)
+
+
+def of_wide(*lengths: tuple[int, int]) -> list[Chunk]:
+    """Requests of so many keys, and the newest of their tokens."""
+    return [Chunk(Request(WIDE, length, seed), length - count, length) for seed, (length, count) in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
+def test_tokens_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
+    """With slopes of 0, which have scores rounded before the largest is taken away, as scales of tokens have."""
+    options = {"alibi_slopes": torch.zeros(4)} | options
+    chunks = with_powers_of_two(of_wide((150, 150), (600, 7), (2100, 1)))
+    got = attend(chunks, OF_TOKENS, **options)
+    rounded = []
+    for chunk in chunks:
+        request = copy(chunk.request)
+        for name in ("key", "value"):
+            x = getattr(request, name)
+            of_each = scales_of(x)[..., None]
+            setattr(request, name, (codes_of(x, of_each).float() * of_each).to(x.dtype))
+        rounded.append(replace(chunk, request=request))
+    assert_same_bits(got, attend(rounded, **options), "codes")
+    assert_same_bits(got, attend(chunks, OF_TOKENS, **options | {"alibi_slopes": None}), "without slopes")
+    assert not torch.equal(got, attend(chunks, (1.0, 1.0), **options)), "with other codes"
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300, "logits_soft_cap": 2.0}], ids=str)
+def test_scales_of_tokens_leave_a_row_its_bits_by_chunks_and_by_decode(options):
+    prefill = attend(of_wide((600, 600)), OF_TOKENS, **options)
+    for count in (1, 7, 64):
+        assert_same_bits(attend(of_wide((600, count)), OF_TOKENS, **options), prefill[-count:], f"{count} alone")
+        among = attend(of_wide((600, count), (777, 70), (33, 1)), OF_TOKENS, **options)[:count]
+        assert_same_bits(among, prefill[-count:], f"{count} among others")
+    call = call_of(paged(of_wide((600, 600)), 16, 0, math.nan), REDUCTION, scale=HEADS.size**-0.5, **options)
+    expected = torch.empty_like(prefill, dtype=torch.float64)
+    reference_attention(replace(call, cache=by_tokens(call.cache)), expected, torch.float64)
+    assert (prefill.double() - expected).abs().max().item() < 1e-5 * expected.abs().max().item()
+
+
+def test_scales_of_tokens_are_refused_in_fp16():
+    with pytest.raises(NotCovered, match="one scale a token and head in fp16"):
+        attend([newest(20, 1)], OF_TOKENS)
 
 
 def test_codes_of_the_newest_tokens_have_the_bits_of_a_prefill():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.attention.cases import Chunk, Heads, Request, call_of, features, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, by_tokens, call_of, features, paged, with_powers_of_two
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
@@ -19,13 +19,23 @@ MIXED.append(Chunk(Request(HEADS, 20, 3), 0, 20))
 REDUCTION = AttentionReduction()
 
 
-def coded(chunks: list[Chunk], k_scale: float, v_scale: float, **spec: object) -> PagedAttention:
-    """A call over codes; what no chunk has written is NaN."""
+Scales = float | list[float] | None
+OF_ALL, OF_HEADS, OF_TOKENS = (0.013, 0.021), ([0.013, 0.4], [0.021, 0.0007]), (None, None)
+"""Of keys and of values, no powers of two; the last are of what they scale."""
+kinds = pytest.mark.parametrize("scales", [OF_ALL, OF_HEADS, OF_TOKENS], ids=["of all", "of heads", "of tokens"])
+
+
+def coded(chunks: list[Chunk], k_scale: Scales, v_scale: Scales, **spec: object) -> PagedAttention:
+    """A call over codes, each with a scale of its token where None is given; what no chunk has written is NaN."""
     call = call_of(paged(chunks, filler=math.nan), REDUCTION, **{"scale": HEADS.size**-0.5} | spec)
-    return replace(call, cache=call.cache.coded(k_scale, v_scale))
+    if k_scale is not None:
+        return replace(call, cache=call.cache.coded(k_scale, v_scale))
+    return replace(call, cache=by_tokens(call.cache))
 
 
-def upcast(call: PagedAttention, k_factor: float = 1.0, v_factor: float = 1.0) -> PagedAttention:
+def upcast(
+    call: PagedAttention, k_factor: float | torch.Tensor = 1.0, v_factor: float | torch.Tensor = 1.0
+) -> PagedAttention:
     """The same over the numbers of its codes times these factors, exactly, in the query's dtype."""
     cache = call.cache
     numbers = [
@@ -57,8 +67,35 @@ def test_codes_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
 
 
 @features
-def test_codes_with_any_scales_are_near_float64(options):
-    call = coded(MIXED, 0.013, 0.021, **options)
+def test_a_head_with_scales_of_its_own_has_the_bits_of_these_for_all(options):
+    got, group = attend(coded(MIXED, *OF_HEADS, **options)), HEADS.query // HEADS.kv
+    for head, scales in enumerate(zip(*OF_HEADS, strict=True)):
+        rows = slice(head * group, (head + 1) * group)
+        for_all = attend(coded(MIXED, *scales, **options))
+        assert_same_bits(got[:, rows], for_all[:, rows], f"head {head}")
+        others = torch.ones(HEADS.query, dtype=torch.bool)
+        others[rows] = False
+        assert not torch.equal(got[:, others], for_all[:, others]), "of the other head"
+
+
+@features
+def test_tokens_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
+    call = coded(with_powers_of_two(MIXED), None, None, **options)
+    cache = call.cache
+    written = cache.k_scale[~cache.k_scale.isnan()]
+    assert len(written.unique()) > 3
+    assert torch.equal(torch.exp2(torch.log2(written).round()), written)
+    got = attend(call)
+    assert_same_bits(got, attend(upcast(call, cache.k_scale[..., None], cache.v_scale[..., None])), "codes")
+    for wrong in ({"k_scale": cache.v_scale, "v_scale": cache.k_scale}, {"k_scale": cache.k_scale.roll(1, 2)}):
+        other = replace(cache, **{name: torch.where(scale.isnan(), 1.0, scale) for name, scale in wrong.items()})
+        assert not torch.equal(got, attend(replace(call, cache=other))), wrong.keys()
+
+
+@features
+@kinds
+def test_codes_with_any_scales_are_near_float64(options, scales):
+    call = coded(MIXED, *scales, **options)
     expected = torch.empty_like(call.query, dtype=torch.float64)
     reference_attention(call, expected, torch.float64)
     torch.testing.assert_close(attend(call).double(), expected, rtol=2**-8, atol=1e-4)
@@ -80,24 +117,31 @@ def test_every_code_is_read_exactly():
             assert torch.equal(got.view(torch.int32), (values.float() + 0.0).view(1, 1, 16).view(torch.int32))
 
 
+@kinds
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_chunks_equal_prefill_alone_and_among_others(size):
+def test_chunks_equal_prefill_alone_and_among_others(size, scales):
     request = Request(HEADS, 330, 4)
-    prefill = attend(coded([Chunk(request, 0, 330)], 0.013, 0.021))
+    prefill = attend(coded([Chunk(request, 0, 330)], *scales))
     for start in range(max(200, 330 - 12 * size), 330, size):
         chunk = Chunk(request, start, min(start + size, 330))
         expected = prefill[chunk.start : chunk.stop]
-        assert torch.equal(attend(coded([chunk], 0.013, 0.021)), expected), chunk.start
-        beside = attend(coded([*MIXED, chunk], 0.013, 0.021))[-len(expected) :]
+        assert torch.equal(attend(coded([chunk], *scales)), expected), chunk.start
+        beside = attend(coded([*MIXED, chunk], *scales))[-len(expected) :]
         assert torch.equal(beside, expected), chunk.start
 
 
 def test_scales_are_asked_for_with_codes_and_refused_without():
     call = coded(MIXED, 1.0, 1.0)
-    one, two = torch.ones(()), torch.ones(2)
-    for wrong in ({"k_scale": None}, {"v_scale": two}, {"k_scale": one.double()}):
-        with pytest.raises(ValueError, match="must be one fp32 number"):
+    one, three = torch.ones(()), torch.ones(3)
+    apart = torch.ones(2, 2)[:, 0]
+    for wrong in ({"k_scale": None}, {"v_scale": three}, {"k_scale": one.double()}, {"k_scale": apart}):
+        with pytest.raises(ValueError, match=r"must be fp32 on their device, one number or \[2\]"):
             attend(replace(call, cache=replace(call.cache, **wrong)))
+    tokens = torch.ones(call.cache.keys.shape[:3])
+    with pytest.raises(ValueError, match="must both be one number, one a head, or one a token"):
+        attend(replace(call, cache=replace(call.cache, k_scale=tokens, v_scale=tokens.transpose(1, 2).contiguous().mT)))
+    with pytest.raises(ValueError, match="must both be one number, one a head, or one a token"):
+        attend(replace(call, cache=replace(call.cache, k_scale=torch.ones(2))))
     plain = upcast(call)
     with pytest.raises(ValueError, match=r"v_scale of keys and values in torch\.bfloat16 must be None"):
         attend(replace(plain, cache=replace(plain.cache, v_scale=one)))

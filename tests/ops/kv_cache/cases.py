@@ -19,7 +19,10 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
     return torch.nn.functional.pad(near, (0, -len(near) % (KV_HEADS * SIZE))).view(-1, KV_HEADS, SIZE)
 
 
-def empty(tokens: int, k_scale: float, v_scale: float, device: str = "cpu") -> CacheSlots:
+Scales = float | list[float]
+
+
+def empty(tokens: int, k_scale: Scales, v_scale: Scales, device: str = "cpu") -> CacheSlots:
     """A cache with room for so many tokens, in an order of its own and with bytes of 7 in it; strided as an engine's:
     keys and values side by side.
     """
@@ -28,6 +31,21 @@ def empty(tokens: int, k_scale: float, v_scale: float, device: str = "cpu") -> C
     slots = torch.randperm(pages * PAGE, generator=torch.Generator().manual_seed(1))[:tokens].to(device)
     scales = [torch.tensor(scale, device=device) for scale in (k_scale, v_scale)]
     return CacheSlots(*cache.split(SIZE, dim=-1), slots, *scales)
+
+
+def empty_of_tokens(tokens: int, device: str = "cpu") -> CacheSlots:
+    """The same with room for a scale of each token and head behind its keys, and behind its values, of bytes of 7."""
+    cache = empty(tokens, 1.0, 1.0, device)
+    held = torch.full((*cache.keys.shape[:3], 2 * (SIZE + 4)), 7, dtype=torch.uint8, device=device)
+    halves = held.split(SIZE + 4, dim=-1)
+    scales = [half[..., SIZE:].view(torch.float32)[..., 0] for half in halves]
+    return CacheSlots(*(half[..., :SIZE].view(E4M3) for half in halves), cache.slots, *scales)
+
+
+def written_scales(cache: CacheSlots) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [slots, KV_HEADS] of keys and of values, in the order of the slots."""
+    at = cache.slots // PAGE, slice(None), cache.slots % PAGE
+    return cache.k_scale[at], cache.v_scale[at]
 
 
 def written(cache: CacheSlots) -> tuple[torch.Tensor, torch.Tensor]:

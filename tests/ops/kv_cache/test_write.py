@@ -1,10 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.ops.kv_cache.cases import KV_HEADS, PAGE, SIZE, empty, every_number, written
+from tests.ops.kv_cache.cases import (
+    KV_HEADS,
+    PAGE,
+    SIZE,
+    empty,
+    empty_of_tokens,
+    every_number,
+    written,
+    written_scales,
+)
 from vllm_batch_invariant.ops import kv_cache
 from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
-from vllm_batch_invariant.ops.kv_cache.reference import number_of_code
+from vllm_batch_invariant.ops.kv_cache.reference import number_of_code, scale_of_token
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -32,6 +43,55 @@ def test_a_scale_divides_by_one_rounding():
         assert not torch.equal(codes.view(E4M3).double(), number_of_code(x, 1.0))
 
 
+def test_a_head_is_divided_by_a_scale_of_its_own():
+    x = torch.randn(64, KV_HEADS, SIZE) * 30
+    scales = [0.3, 1.7], [0.7, 0.01]
+    cache = empty(64, *scales)
+    kv_cache.write(x, x, cache)
+    for head, of_head in enumerate(zip(*scales, strict=True)):
+        for_all = empty(64, *of_head)
+        kv_cache.write(x, x, for_all)
+        for codes, expected in zip(written(cache), written(for_all), strict=True):
+            assert torch.equal(codes[:, head], expected[:, head])
+            assert not torch.equal(codes[:, 1 - head], expected[:, 1 - head])
+
+
+def test_a_token_has_in_each_head_the_scale_of_its_largest_number():
+    """Of none that is below 1e-6; a token of zeros has that."""
+    key = torch.randn(64, KV_HEADS, SIZE) * torch.logspace(-9, 3, 64)[:, None, None]
+    value = key.flip(0).bfloat16().float()
+    value[3] = 0.0
+    cache = empty_of_tokens(64)
+    kv_cache.write(key, value, cache)
+    for codes, scales, x in zip(written(cache), written_scales(cache), (key, value), strict=True):
+        expected = scale_of_token(x)
+        assert ((scales.double() - expected).abs() <= 2**-24 * expected).all(), "by one rounding"
+        numbers = (x / scales[..., None]).double()
+        assert torch.equal(codes.view(E4M3).double(), number_of_code(numbers, 1.0))
+        normal = expected > 1e-6
+        assert torch.equal(codes.view(E4M3).float().abs().amax(-1)[normal], torch.full_like(scales[normal], 448.0))
+    assert (scales[3] == torch.tensor(1e-6)).all()
+    others = empty_of_tokens(64)
+    kv_cache.write(key[:1], value[:1], replace(others, slots=cache.slots[:1]))
+    for alone, among in zip(written(others), written(cache), strict=True):
+        assert torch.equal(alone[0], among[0])
+        assert (alone[1:] == 7).all(), "no other slot"
+
+
+def test_a_number_that_is_none_leaves_the_scale_of_its_token():
+    x = torch.randn(2, KV_HEADS, SIZE)
+    with_nan = x.clone()
+    smallest = int(x[0, 0].abs().argmin())
+    with_nan[0, 0, smallest] = -torch.nan
+    caches = [empty_of_tokens(2) for _ in range(2)]
+    for cache, numbers in zip(caches, (x, with_nan), strict=True):
+        kv_cache.write(numbers, numbers, cache)
+    assert torch.equal(written_scales(caches[0])[0], written_scales(caches[1])[0])
+    different = (written(caches[0])[0] != written(caches[1])[0]).nonzero()
+    assert different.tolist() == [[0, 0, smallest]]
+    assert written(caches[1])[0][0, 0, smallest] == 0x7F
+
+
 def test_padding_is_not_written_and_numbers_go_as_they_are():
     key, value = torch.randn(2, 5, KV_HEADS, SIZE).bfloat16()
     slots = torch.tensor([9, -1, 2, -1])
@@ -55,7 +115,9 @@ def test_scales_are_asked_for_with_codes_and_refused_without():
     numbers = torch.zeros(2, 3, KV_HEADS, PAGE, SIZE)
     for wrong in (
         CacheSlots(codes.keys, codes.values, codes.slots),
-        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(2), torch.ones(2)),
+        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(3), torch.ones(3)),
+        CacheSlots(codes.keys, codes.values, codes.slots, torch.ones(2), torch.ones(1)),
+        CacheSlots(codes.keys, codes.values, codes.slots, *torch.ones(2, *codes.keys.shape[:2])),
         CacheSlots(*numbers, codes.slots, codes.k_scale, codes.v_scale),
     ):
         with pytest.raises(ValueError, match="no cache is written"):

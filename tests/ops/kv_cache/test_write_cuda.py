@@ -6,13 +6,22 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.kv_cache.cases import KV_HEADS, PAGE, SIZE, empty, every_number, written
+from tests.ops.kv_cache.cases import (
+    KV_HEADS,
+    PAGE,
+    SIZE,
+    empty,
+    empty_of_tokens,
+    every_number,
+    written,
+    written_scales,
+)
 from vllm_batch_invariant.ops import kv_cache
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.0), (0.0123, 71.0)])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.0), (0.0123, 71.0), ([0.3, 0.07], [2.0, 1.3])])
 def test_codes_are_those_of_a_cpu(dtype, scales):
     key = every_number(dtype)
     value = key.flip(0)
@@ -22,6 +31,17 @@ def test_codes_are_those_of_a_cpu(dtype, scales):
         kv_cache.write(key.to(device), value.to(device), cache)
     for expected, got in zip(*map(written, caches), strict=True):
         assert_same_bits(got.cpu(), expected, "codes")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_of_tokens_and_their_codes_are_those_of_a_cpu(dtype):
+    key = torch.cat([every_number(dtype), torch.randn(500, KV_HEADS, SIZE).to(dtype)])
+    value, caches = key.flip(0), [empty_of_tokens(len(key), device) for device in ("cpu", "cuda")]
+    for cache in caches:
+        kv_cache.write(key.to(cache.keys.device), value.to(cache.keys.device), cache)
+    for of in (written, written_scales):
+        for expected, got in zip(*map(of, caches), strict=True):
+            assert_same_bits(got.cpu().contiguous(), expected.contiguous(), of.__name__)
 
 
 def test_tokens_may_be_apart_and_padding_is_not_written():

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from tests.assertions import assert_same_bits
-from tests.ops.kv_cache.cases import KV_HEADS, PAGE, SIZE, empty, every_number, written
+from tests.ops.kv_cache.cases import (
+    KV_HEADS,
+    PAGE,
+    SIZE,
+    empty,
+    empty_of_tokens,
+    every_number,
+    written,
+)
 from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
 from vllm_batch_invariant.ops.common.triton_e4m3 import from_e4m3
 from vllm_batch_invariant.ops.kv_cache import cpu, cuda
@@ -23,14 +31,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda device: nullcontext())
 
 
+@pytest.mark.parametrize("scales", [(0.3, 2.0), ([0.3, 0.07], [2.0, 1.3])], ids=["of all", "of heads"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_writes_the_bytes_of_a_cpu(dtype):
+def test_the_kernel_writes_the_bytes_of_a_cpu(dtype, scales):
     key = every_number(dtype)[:: 16 if dtype.itemsize == 2 else 1]
-    value, caches = key.flip(0), [empty(len(key), 0.3, 2.0) for _ in range(2)]
+    value, caches = key.flip(0), [empty(len(key), *scales) for _ in range(2)]
     for module, cache in zip((cuda, cpu), caches, strict=True):
         module.write(key, value, cache)
     for got, expected in zip(*map(written, caches), strict=True):
         assert_same_bits(got, expected, "codes")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_writes_the_scales_of_tokens_and_their_codes_of_a_cpu(dtype):
+    key = torch.cat(
+        [every_number(dtype)[:: 64 if dtype.itemsize == 2 else 1], torch.randn(60, KV_HEADS, SIZE).to(dtype)]
+    )
+    value, caches = key.flip(0), [empty_of_tokens(len(key)) for _ in range(2)]
+    for module, cache in zip((cuda, cpu), caches, strict=True):
+        cache.slots[5] = -1
+        module.write(key, value, cache)
+    for name in ("keys", "values"):
+        got, expected = (getattr(cache, name).view(torch.uint8) for cache in caches)
+        assert_same_bits(got, expected, f"codes of {name}")
+    for name in ("k_scale", "v_scale"):
+        got, expected = (getattr(cache, name).contiguous() for cache in caches)
+        assert_same_bits(got, expected, name)
 
 
 def test_numbers_and_padding():

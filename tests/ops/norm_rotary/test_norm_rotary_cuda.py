@@ -66,13 +66,16 @@ def test_a_cache_gets_the_bits_of_vllms_three_kernels(heads, kv_heads, size, pag
     assert not torch.equal(ours, from_memory)
 
 
+@pytest.mark.parametrize("of_heads", [False, True], ids=["of all", "of heads"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "page"), [(32, 8, 128, 64), (14, 2, 64, 16), (3, 1, 256, 16)])
-def test_a_cache_in_fp8_gets_the_codes_that_are_written_alone(heads, kv_heads, size, page, dtype):
+def test_a_cache_in_fp8_gets_the_codes_that_are_written_alone(heads, kv_heads, size, page, dtype, of_heads):
     qkv, *rest = heads_to_turn(1000, heads, kv_heads, size, dtype)
     slots = torch.randperm(2000, device="cuda")[:990]
     slots[::7] = -1
     scales = torch.tensor(0.03, device="cuda"), torch.tensor([0.7], device="cuda")
+    if of_heads:
+        scales = torch.rand(2, kv_heads, device="cuda") + 0.01
     shape = (2000 // page + 1, kv_heads, page, 2 * size)
     caches = [torch.full(shape, 7, dtype=torch.uint8, device="cuda").view(E4M3) for _ in range(2)]
     apart, in_one = (CacheSlots(*cache.split(size, dim=-1), slots, *scales) for cache in caches)

@@ -64,10 +64,13 @@ def test_keys_and_values_go_to_their_pages_and_padding_goes_nowhere(heads, kv_he
         assert_same_bits(cache, wanted)
 
 
+@pytest.mark.parametrize("of_heads", [False, True], ids=["of all", "of heads"])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
-def test_codes_of_keys_and_values_are_those_that_are_written_alone(heads, kv_heads, size):
+def test_codes_of_keys_and_values_are_those_that_are_written_alone(heads, kv_heads, size, of_heads):
     qkv, *rest = heads_to_turn(5, heads, kv_heads, size)
     slots, scales = torch.tensor([47, -1, 0, 17]), (torch.tensor(0.03), torch.tensor([0.7]))
+    if of_heads:
+        scales = torch.rand(2, kv_heads) + 0.01
     caches = [torch.full((3, kv_heads, 16, 2 * size), 7, dtype=torch.uint8).view(E4M3) for _ in range(2)]
     of_both = [CacheSlots(*cache.split(size, dim=-1), slots, *scales) for cache in caches]
     made = norm_rotary.norm_rotary(qkv, *rest, EPS, heads, kv_heads)

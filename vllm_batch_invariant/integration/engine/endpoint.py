@@ -120,6 +120,9 @@ def settings(config: Any, device: Any) -> dict[str, str]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "logprobs_mode": str(model.logprobs_mode),
     }
+    scales = schemes.scales_of_cache(found["kv_cache_dtype"], getattr(config, "quant_config", None))
+    if scales == schemes.OF_HEADS and found["kv_cache_dtype"] in schemes.FP8_CACHES:  # the dtype names the others
+        found["kv_cache_scales"] = schemes.CACHE_SCALES[scales]
     found |= device.engine_settings(config)
     for name in ("hf_overrides", "model_class_overrides"):  # which no file of the model holds
         if overrides := getattr(model, name, None):

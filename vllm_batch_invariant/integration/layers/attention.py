@@ -3,7 +3,7 @@ Layers of encoders have no cache: all tokens of a sequence come in one step, and
 attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from ...ops.attention import (
 from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES, SIZES
 from ..reviews import claims
-from ..reviews.schemes import FP8_CACHES
+from ..reviews.schemes import FP8_CACHES, OF_HEADS, OF_TOKENS, ONE_SCALE, TOKEN_CACHE
 
 _CUTS = "mm_prefix_clamp_sliding_window"
 """What vLLM's layers call it that their window cuts images, too."""
@@ -118,13 +118,19 @@ def ranges_of(batch: Any, window: int | None = None) -> torch.Tensor | None:
     return found
 
 
+_SCALE_BYTES = torch.float32.itemsize
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
 def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value cache [pages, KV heads, page, head size], of vLLM's [pages, KV heads, page, 2 * head size]."""
+    """Key and value cache [pages, KV heads, page, head size], of vLLM's [pages, KV heads, page, 2 * head size]; behind
+    the head size of both are the bytes of a scale, where each token has one.
+    """
     return kv_cache.split(kv_cache.shape[-1] // 2, dim=-1)
 
 
 def cache_of(layer: torch.nn.Module) -> torch.Tensor:
-    """The cache [pages, KV heads, page, 2 * head size] that an engine has given an attention layer of vLLM."""
+    """What :func:`split_cache` takes, as an engine has given it to an attention layer of vLLM."""
     held = layer.kv_cache
     return held[0] if isinstance(held, list) else held
 
@@ -219,11 +225,24 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         """Whether the cache holds codes in e4m3."""
         return self.kv_cache_dtype in FP8_CACHES
 
-    def scales_of(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Those of the keys' codes and of the values', one fp32 number each, in memory that stays: a CUDA graph reads
-        it. New weights may come with new tensors, whose numbers are copied. None of a cache without codes.
-        """
+    @property
+    def scales_tokens(self) -> bool:
+        """Whether these codes have a scale a token and head, which lie beside them."""
+        return self.kv_cache_dtype == TOKEN_CACHE
+
+    def kind_of_scales(self, layer: Any) -> str:
+        """What has a scale of its own in the cache, of :data:`..reviews.schemes.CACHE_SCALES`; empty without codes."""
         if not self.holds_codes:
+            return ""
+        given = ONE_SCALE if layer._k_scale.numel() == 1 else OF_HEADS
+        return OF_TOKENS if self.scales_tokens else given
+
+    def scales_of(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Those of the keys' codes and of the values', fp32, one number each or one a head, in memory that stays: a
+        CUDA graph reads it. New weights may come with new tensors, whose numbers are copied. None of a cache without
+        codes, and of one that has its own.
+        """
+        if not self.holds_codes or self.scales_tokens:
             return None, None
         if self._scales is None:
             self._scales = layer._k_scale, layer._v_scale
@@ -234,9 +253,19 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                 setattr(layer, name, held)
         return self._scales
 
+    def _parts(self, layer: Any, kv_cache: torch.Tensor) -> _Parts:
+        """Keys, values and the scales of both, as operations take them."""
+        if not self.scales_tokens:
+            keys, values = split_cache(kv_cache.view(E4M3) if self.holds_codes else kv_cache)
+            return keys, values, *self.scales_of(layer)
+        halves = split_cache(kv_cache.view(torch.uint8))
+        keys, values = (half[..., :-_SCALE_BYTES].view(E4M3) for half in halves)
+        k_scale, v_scale = (half[..., -_SCALE_BYTES:].view(torch.float32)[..., 0] for half in halves)
+        return keys, values, k_scale, v_scale
+
     def _slots(self, layer: torch.nn.Module, kv_cache: torch.Tensor, slots: torch.Tensor) -> CacheSlots:
-        scales = self.scales_of(layer)
-        return CacheSlots(*split_cache(kv_cache.view(E4M3) if self.holds_codes else kv_cache), slots, *scales)
+        keys, values, *scales = self._parts(layer, kv_cache)
+        return CacheSlots(keys, values, slots, *scales)
 
     def do_kv_cache_update(
         self,
@@ -289,8 +318,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return output
 
     def _cache_of_step(self, layer: torch.nn.Module, kv_cache: torch.Tensor, batch: Metadata) -> PagedCache:
-        keys, values = split_cache(kv_cache.view(E4M3) if self.holds_codes else kv_cache)
-        return PagedCache(keys, values, batch.block_table, None, *self.scales_of(layer))
+        keys, values, *scales = self._parts(layer, kv_cache)
+        return PagedCache(keys, values, batch.block_table, None, *scales)
 
     def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
         attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.num_heads))
@@ -340,6 +369,19 @@ class FixedSplitBackendMixin:
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A layer's part of a page: vLLM's, but for a scale behind the keys of a token and head and one behind its
+        values, where each has one. As vLLM's Triton backend has it, on every device.
+        """
+        if spec.kv_quant_mode.name.lower() != TOKEN_CACHE:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * _SCALE_BYTES)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True  # where they have run is asked before
 
     @classmethod
     def supports_sink(cls) -> bool:

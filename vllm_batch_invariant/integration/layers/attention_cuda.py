@@ -81,6 +81,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
             model.dtype if holds_codes else spec.dtype,
             AttentionReduction.of_device("cuda"),
             E4M3 if holds_codes else None,
+            layers[0].scales_tokens,
         )
         keys = scheduler.max_num_seqs * model.max_model_len
         if blocks := self._config.cache_config.num_gpu_blocks:
@@ -155,7 +156,7 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:
-        if self.is_of_encoder or self.reads_another_cache:
+        if self.is_of_encoder or self.reads_another_cache or self.scales_tokens:  # which no operation fuses
             return None
         _, _, kv_cache, slots = patch_points.ATTENTION_CONTEXT.get()(layer.layer_name)
         return None if slots is None else self._slots(layer, kv_cache, slots)

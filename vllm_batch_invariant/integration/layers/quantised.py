@@ -186,11 +186,25 @@ def _choosing_scales(choose: Callable[..., Any]) -> Callable[..., Any]:
             return None
         method = choose(quant_config, layer, prefix)
         if method is not None:
-            process = method.process_weights_after_loading
+            create, process = method.create_weights, method.process_weights_after_loading
+
+            def create_weights(of: Any) -> None:
+                create(of)
+                _name_loaders(of)
+
+            method.create_weights = create_weights
             method.process_weights_after_loading = lambda of: process(of) if hasattr(of, "k_scale") else None
         return method
 
     return resolve_quant_method
+
+
+def _name_loaders(layer: torch.nn.Module) -> None:
+    """Those of scales of heads are partial, and vLLM's reload asks each for its name."""
+    loaders = (getattr(parameter, "weight_loader", None) for parameter in layer.parameters(recurse=False))
+    for loader in loaders:
+        if isinstance(loader, functools.partial):
+            vars(loader)["__name__"] = loader.func.__name__
 
 
 def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:

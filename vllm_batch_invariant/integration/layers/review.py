@@ -157,11 +157,13 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
         if layer.impl.kv_cache_dtype.startswith("fp8"):
             if getattr(layer, "query_quant", None) is not None:
                 return "its queries are quantised"
+            if layer.impl.scales_tokens:
+                return None
             scales = layer._k_scale, layer._v_scale
-            if any(scale.numel() != 1 for scale in scales):
-                return "its KV cache has a scale for each head"
-            if not all(0 < scale.item() < math.inf for scale in scales):
-                return f"the scales of its KV cache are {' and '.join(str(scale.item()) for scale in scales)}"
+            if any(scale.numel() not in (1, layer.num_kv_heads) for scale in scales):
+                return f"its KV cache has {scales[0].numel()} and {scales[1].numel()} scales"
+            if not all(bool(((scale > 0) & (scale < math.inf)).all()) for scale in scales):
+                return f"the scales of its KV cache are {' and '.join(str(scale.tolist()) for scale in scales)}"
     elif isinstance(layer, patch_points.MOE_RUNNER.get()):
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):

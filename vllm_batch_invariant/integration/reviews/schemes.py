@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-FP8_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of a KV cache in e4m3, with one scale for the keys of a layer and one for its values."""
+TOKEN_CACHE = "fp8_per_token_head"
+FP8_CACHES = ("fp8", "fp8_e4m3", TOKEN_CACHE)
+"""vLLM's names of a KV cache in e4m3: scales of the last are of what is written, others of the checkpoint, or 1."""
+ONE_SCALE, OF_HEADS, OF_TOKENS = "tensor", "attn_head", "token_head"
+GIVEN_SCALES = {ONE_SCALE: "one scale", OF_HEADS: "one scale a head"}
+"""What has one for its keys and one for its values in a checkpoint: as compressed-tensors calls it, and in words."""
+CACHE_SCALES = GIVEN_SCALES | {OF_TOKENS: "one scale a token and head"}
+"""The same in a cache."""
 PLAIN_ACTIVATIONS = ""
 """Activations that are not quantised."""
 _METHODS = {
@@ -238,11 +244,25 @@ def _follows_batch(scheme: Scheme) -> bool:
     return scheme.activations.endswith(_OF_THE_BATCH)
 
 
+def scales_of_cache(dtype: str, config: Any) -> str:
+    """What has a scale of its own in a KV cache in e4m3, of :data:`CACHE_SCALES`.
+
+    Args:
+        dtype: vLLM's name of the cache's.
+        config: vLLM's configuration of the model's quantisation; None if there is none.
+    """
+    if dtype == TOKEN_CACHE:
+        return OF_TOKENS
+    of_cache = getattr(config, "kv_cache_scheme", None) or {}
+    return _word(of_cache.get("strategy", ONE_SCALE))
+
+
 def _is_static_fp8(of_cache: Mapping[str, Any]) -> bool:
-    """Whether a cache has codes in e4m3 and one scale for the keys of a layer, and one for its values."""
+    """Whether a cache has codes in e4m3 and given scales, of a layer or of each head."""
     of = {name: of_cache.get(name) for name in ("type", "num_bits", "strategy", "dynamic", "symmetric")}
-    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
-    return {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()} == wanted
+    found = {name: _word(value) if isinstance(value, Enum) else value for name, value in of.items()}
+    wanted = {"type": "float", "num_bits": 8, "dynamic": False, "symmetric": True}
+    return found.pop("strategy") in GIVEN_SCALES and found == wanted
 
 
 def device_multiplies_fp4() -> bool:

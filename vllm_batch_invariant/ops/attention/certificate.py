@@ -329,7 +329,8 @@ def _paged(
     cache[order[places // page_size], places % page_size] = torch.cat([keys, values], -1)
     scales = []
     if of.cache_dtype is not None:
-        scales = [torch.ones((), dtype=torch.float32, device=device) for _ in "kv"]
-        cache = codes_of(cache, scales[0])
+        each = (len(cache), keys.shape[1], page_size) if of.scales_of_tokens else ()
+        scales = [torch.ones(each, dtype=torch.float32, device=device) for _ in "kv"]
+        cache = codes_of(cache, torch.ones((), device=device))
     split = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
     return Operands(query, PagedCache(*split, order[None].int(), None, *scales), scale)

@@ -4,6 +4,7 @@ import numba
 import numpy as np
 import torch
 
+from ..common.kv_cache import of_tokens, scale_strides
 from ..common.numba_rows import threads
 from . import cpu_kernel
 from .cpu_kernel import READS_E4M3, READS_PACKED, SEES_RANGES, SERVES
@@ -21,19 +22,29 @@ SERIAL_BELOW = 1 << 12
 
 _NO_PAGES = 1 << 40
 """Slots of a page that begins at a request's first key, more than it has keys."""
+_ONE = np.ones(1, np.float32)
+"""Scale of numbers that are no codes."""
 
 
-def _cache(cache: torch.Tensor, scale: torch.Tensor | None, packed: bool) -> cpu_kernel.Cache:
+def _cache(cache: torch.Tensor, packed: bool) -> cpu_kernel.Cache:
     if cache.stride(3) != 1:
         cache = cache.contiguous()
-    strides = cache.stride()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, strides, strict=True))
-    data = cache.detach().as_strided((span,), (1,)).view(torch.uint8).numpy()
-    factor = np.float32(1.0 if scale is None else scale.item())
-    steps = np.array(strides[:3])
+    steps = np.array(cache.stride()[:3])
     if packed:  # a page is a row, and the next slot is in the next row
         steps[2] = steps[0]
-    return cpu_kernel.Cache(data, steps, cache.element_size(), cache.dtype == torch.float16, factor)
+    data = _flat(cache).view(torch.uint8).numpy()
+    return cpu_kernel.Cache(data, steps, cache.element_size(), cache.dtype == torch.float16)
+
+
+def _scales(scale: torch.Tensor | None) -> cpu_kernel.Scales:
+    data = _ONE if scale is None else _flat(scale).numpy()
+    return cpu_kernel.Scales(data, *scale_strides(scale), of_tokens(scale))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies between the first and the last element of a tensor, in the order of memory."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((span,), (1,))
 
 
 def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
@@ -42,8 +53,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
     tile_tokens = max(1, BLOCK_M // queries_per_kv)
     cache, packed = params.cache, isinstance(params.cache, PackedKeys)
-    keys, values = _cache(cache.keys, cache.k_scale, packed), _cache(cache.values, cache.v_scale, packed)
-    score_mod = cpu_kernel.ScoreMod.of(params.spec, heads, keys)
+    score_mod = cpu_kernel.ScoreMod.of(params.spec, heads)
     work = cpu_kernel.deal(
         params.starts,
         params.lengths,
@@ -61,8 +71,10 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     cpu_kernel.attend(
         query.numpy(),
         result.numpy(),
-        keys,
-        values,
+        _cache(cache.keys, packed),
+        _cache(cache.values, packed),
+        _scales(cache.k_scale),
+        _scales(cache.v_scale),
         np.ascontiguousarray(cache.table),
         _NO_PAGES if packed else cache.page_size,
         score_mod,

@@ -9,7 +9,8 @@ A row, a token and one of its query heads, sees keys k. Over the splits of keys 
 
 and at the end ``out = acc / l``. A sink is one more split: ``m_split = sink``, ``l_split = 1``, ``acc_split = 0``.
 Where keys and values are codes, q, k and v are still numbers, those of the codes: ``qk_scale`` has the scale of the
-keys as a factor, and ``out`` that of the values.
+keys as a factor, and ``out`` that of the values, of all heads or of the row's own. Where each token has a scale in each
+head, ``qk_scale`` of a key has that of its own as a factor, and ``acc_split = sum((p * scale) * v)``.
 
 The order of every sum is written out (see :mod:`..common.numba_simd`), so tiles, rows that share a tile, threads and
 vector width move no bit. A row walks exactly the keys it sees: nothing is masked by a zero weight, so what other rows
@@ -57,15 +58,25 @@ class Cache(NamedTuple):
     """1 of codes in e4m3."""
     is_half: bool
     """fp16, when the element size is 2; else bf16."""
-    scale: np.float32
-    """Of all numbers; 1 of those that are no codes."""
+
+
+class Scales(NamedTuple):
+    """Of the keys' codes, or of the values'."""
+
+    data: np.ndarray
+    """fp32, as they lie in memory; 1 of numbers that are no codes."""
+    stride_page: int
+    """0 along what has one, and so the next ones."""
+    stride_head: int
+    stride_slot: int
+    of_tokens: bool
 
 
 class ScoreMod(NamedTuple):
     """What makes a score of the dot of a query and a key, and which scores a row has."""
 
     qk_scale: np.float32
-    """Times that of the keys' codes."""
+    """Without that of the keys' codes."""
     soft_cap: np.float32
     """0 for none."""
     alibi_slopes: np.ndarray
@@ -78,12 +89,12 @@ class ScoreMod(NamedTuple):
     """Else a window reaches as far after a position as before it."""
 
     @classmethod
-    def of(cls, spec: AttentionSpec, heads: int, keys: Cache) -> "ScoreMod":
+    def of(cls, spec: AttentionSpec, heads: int) -> "ScoreMod":
         """That of a layer of so many query heads."""
         alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
         sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
         return cls(
-            np.float32(spec.scale) * keys.scale,
+            np.float32(spec.scale),
             np.float32(spec.logits_soft_cap or 0.0),
             alibi_slopes.numpy(),
             spec.sliding_window or 0,
@@ -123,6 +134,10 @@ class _Scratch(NamedTuple):
     """[rows, 2]: maximum of the scores and sum of the weights of the split."""
     ml: np.ndarray
     """[rows, 2]: of all splits so far."""
+    k_factors: np.ndarray
+    """[split_size], of the dots with each key."""
+    v_factors: np.ndarray
+    """[split_size], of the weights of each key's values."""
 
 
 @njit
@@ -152,6 +167,32 @@ def _load_rows(cache, head, pages, page_size, begin, end, head_size, scratch, fi
 
 
 @njit
+def _scale_of(scales, page, head, slot):
+    return scales.data[page * scales.stride_page + head * scales.stride_head + slot * scales.stride_slot]
+
+
+@njit
+def _load_factors(scales, head, pages, page_size, begin, end, factor, factors, first):
+    """``factor`` times the scales of tokens at positions begin to end - 1, from ``factors[first]`` on."""
+    page = begin // page_size
+    slot = begin - page * page_size
+    for key in range(first, first + end - begin):
+        factors[key] = factor * _scale_of(scales, pages[page], head, slot)
+        slot += 1
+        if slot == page_size:
+            slot = 0
+            page += 1
+
+
+@njit
+def _multiply(p, factors, low, high):
+    """What keys low to high - 1 have, in place."""
+    seen, own = p[low:high], factors[low:high]
+    for key in range(seen.size):
+        seen[key] *= own[key]
+
+
+@njit
 def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
     """Dots of two rows with the keys of a tile: lane i sums d = i, i + 16, ... in order, then lanes by halving."""
     zero = splat(np.float32(0.0))
@@ -177,7 +218,7 @@ def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
 
 
 @njit
-def _softmax(p, low, high, score_mod, alibi_slope, distance):
+def _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance):
     """Turn the dots ``p`` [split_size] into weights exp(s - m) in place; returns (m, l).
 
     Keys low to high - 1 are visible. Key k counts in lane k % 16, then the lanes are summed by halving. ``distance`` is
@@ -185,7 +226,7 @@ def _softmax(p, low, high, score_mod, alibi_slope, distance):
     """
     seen = p[low:high]
     for key in range(seen.size):
-        seen[key] *= score_mod.qk_scale
+        seen[key] *= qk_scale
     soft_cap = score_mod.soft_cap
     if soft_cap > np.float32(0.0):
         for key in range(seen.size):
@@ -310,12 +351,18 @@ def _add_values_rows(scratch, first, keys, rows, split_size):
 
 @njit
 def _attend_item(
-    query, out, keys, values, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv, scratch
-):
+    query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv,
+    scratch,
+):  # fmt: skip
     """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
     query_start, query_len, q_pos, kv_head, kv_end = item
     head_size, width = query.shape[2], scratch.width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
+    one, of_tokens = np.float32(1.0), k_scales.of_tokens
+    qk_scale, v_scale = one, one  # where each token has its own, dots and weights are multiplied before
+    if not of_tokens:
+        qk_scale = score_mod.qk_scale * _scale_of(k_scales, 0, kv_head, 0)
+        v_scale = _scale_of(v_scales, 0, kv_head, 0)
     rows = query_len * queries_per_kv
     even_rows = rows + rows % 2
     window = score_mod.window
@@ -348,6 +395,13 @@ def _attend_item(
             visible[row, 0] = _clip(row_first - start, 0, split_end - start)
             visible[row, 1] = _clip(row_end - start, 0, split_end - start)
         first_tile = start + max(0, first_key - start) // block_n * block_n
+        if of_tokens:
+            first_seen = max(start, first_key)
+            first = first_seen - start
+            _load_factors(
+                k_scales, kv_head, pages, page_size, first_seen, split_end, score_mod.qk_scale, scratch.k_factors, first
+            )
+            _load_factors(v_scales, kv_head, pages, page_size, first_seen, split_end, one, scratch.v_factors, first)
 
         for tile_start in range(first_tile, split_end, block_n):
             # Pages before the first visible key may be gone.
@@ -362,7 +416,11 @@ def _attend_item(
                 p = scratch.p[row * split_size : (row + 1) * split_size]
                 alibi_slope = score_mod.alibi_slopes[kv_head * queries_per_kv + row % queries_per_kv]
                 distance = start - (q_pos + row // queries_per_kv)
-                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, score_mod, alibi_slope, distance)
+                if of_tokens:
+                    _multiply(p, scratch.k_factors, low, high)
+                split_ml[row, 0], split_ml[row, 1] = _softmax(p, low, high, qk_scale, score_mod, alibi_slope, distance)
+                if of_tokens:
+                    _multiply(p, scratch.v_factors, low, high)
 
         scratch.split_acc[: even_rows * width] = np.float32(0.0)
         for tile_start in range(first_tile, split_end, block_n):
@@ -384,7 +442,7 @@ def _attend_item(
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(head_size):
-            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * values.scale
+            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * v_scale
 
 
 @njit
@@ -400,12 +458,14 @@ def _new_scratch(block_m, head_size, block_n, split_size):
         np.zeros((block_m, 2), dtype=np.int64),
         np.zeros((block_m, 2), dtype=np.float32),
         np.zeros((block_m, 2), dtype=np.float32),
+        np.zeros(split_size, dtype=np.float32),
+        np.zeros(split_size, dtype=np.float32),
     )
 
 
 def _attend(
-    query, out, keys, values, block_table, page_size, score_mod, ranges, split_size, queries_per_kv, block_m, block_n,
-    work,
+    query, out, keys, values, k_scales, v_scales, block_table, page_size, score_mod, ranges, split_size,
+    queries_per_kv, block_m, block_n, work,
 ):  # fmt: skip
     """Each thread works through its share of the work items with scratch of its own.
 
@@ -419,8 +479,9 @@ def _attend(
             pages = block_table[request]
             item = query_start, query_len, q_pos, kv_head, kv_end
             _attend_item(
-                query, out, keys, values, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv, scratch
-            )
+                query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item,
+                queries_per_kv, scratch,
+            )  # fmt: skip
 
 
 def _deal(starts, lengths, ranges, kv_heads, tile_tokens, window, causal, threads, serial_below):

@@ -2,7 +2,7 @@
 prefill-like requests, so that a step needs nothing from the host and can be a CUDA graph.
 
 The kernels in Gluon for Hopper serve where they know a layer's options and layout, the Triton kernel serves the rest,
-prefill over keys and values in e4m3 among it.
+prefill over keys and values in e4m3 among it, and whatever has a scale a token and head.
 """
 
 import math
@@ -11,7 +11,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.kv_cache import is_aligned
+from ...errors import NotCovered
+from ..common.kv_cache import is_aligned, scale_strides
 from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
 from . import sm90
@@ -31,9 +32,15 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     A request's own keys and values must be finite: a row weighs the later ones of its block by 0.
 
     Raises:
-        NotCovered: a head size above 512.
+        NotCovered: a head size above 512, or queries in fp16 over codes with a scale a token and head.
         ValueError: a plan of another reduction than the call's.
     """
+    if call.cache.scales_of_tokens and call.query.dtype == torch.float16:
+        raise NotCovered(
+            "a KV cache in fp8 with one scale a token and head in fp16",
+            "weights times scales are smaller than what fp16 has precision for",
+            "serve the model in bfloat16, or another KV cache",
+        )
     plan = plan or _plan_alone(call)
     planner = plan.planner
     if call.reduction != plan.reduction:
@@ -122,6 +129,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             sinks,
             cache.k_scale,
             cache.v_scale,
+            *scale_strides(cache.k_scale),
             None if call.ranges is None else call.ranges.contiguous(),
             spec.scale * _LOG2_E,
             (spec.logits_soft_cap or 0.0) * _LOG2_E,
@@ -137,6 +145,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         PAGED=paged,
         HOLDS_CODES=cache.holds_codes,
         CONVERTS_E4M3=cache.holds_codes and converts_e4m3(torch.cuda.get_device_capability(device)),
+        SCALES_OF_TOKENS=cache.scales_of_tokens,
         USE_SOFT_CAP=spec.logits_soft_cap is not None,
         USE_ALIBI=alibi_slopes is not None,
         USE_WINDOW=spec.sliding_window is not None,

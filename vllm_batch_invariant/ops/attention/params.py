@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...errors import NotCovered
-from ..common.kv_cache import E4M3, codes_of
+from ..common.kv_cache import E4M3, codes_of, of_tokens, scale_fits, scale_strides, scales_of
 from .reduction import AttentionReduction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,8 +139,10 @@ class PagedCache:
         block_table: [requests, max_pages] int32 or int64, the physical pages of each request.
         stored: keys and values in a format of an implementation's own, as :class:`..exact.cuda.Cache`, where ``keys``
             and ``values`` only have the shape; None where they are what is read.
-        k_scale: one fp32 number on the device of codes, above 0: a key is ``code * k_scale``. None of numbers.
-        v_scale: the same of values.
+        k_scale: of codes, fp32 on their device, above 0: one number or [kv_heads], packed, one a head; or
+            [pages, kv_heads, page_size], any strides, one a token and head. A key is ``code * k_scale``. None of
+            numbers.
+        v_scale: the same of values, with the same strides.
     """
 
     keys: torch.Tensor
@@ -154,6 +156,11 @@ class PagedCache:
     def holds_codes(self) -> bool:
         """Whether keys and values are codes in e4m3."""
         return self.keys.dtype == E4M3
+
+    @property
+    def scales_of_tokens(self) -> bool:
+        """Whether codes have a scale a token and head."""
+        return of_tokens(self.k_scale)
 
     @property
     def num_pages(self) -> int:
@@ -172,11 +179,18 @@ class PagedCache:
         """[requests, max_pages], on the host."""
         return self.block_table.cpu().numpy().astype(np.int32, copy=False)
 
-    def coded(self, k_scale: float = 1.0, v_scale: float = 1.0) -> "PagedCache":
+    def coded(self, k_scale: float | list[float] = 1.0, v_scale: float | list[float] = 1.0) -> "PagedCache":
         """The same keys and values as codes with these scales, packed; for certificates and tests."""
         device, parts = self.keys.device, (self.keys, self.values)
         scales = [torch.tensor(scale, dtype=torch.float32, device=device) for scale in (k_scale, v_scale)]
-        codes = [codes_of(one, scale).contiguous() for one, scale in zip(parts, scales, strict=True)]
+        codes = [codes_of(one, of.view(-1, 1, 1)).contiguous() for one, of in zip(parts, scales, strict=True)]
+        return replace(self, keys=codes[0], values=codes[1], k_scale=scales[0], v_scale=scales[1])
+
+    def coded_by_tokens(self) -> "PagedCache":
+        """The same as codes with a scale a token and head, packed; for certificates and tests."""
+        parts = self.keys, self.values
+        scales = [scales_of(one) for one in parts]
+        codes = [codes_of(one, of[..., None]).contiguous() for one, of in zip(parts, scales, strict=True)]
         return replace(self, keys=codes[0], values=codes[1], k_scale=scales[0], v_scale=scales[1])
 
     def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,6 +204,15 @@ class PagedCache:
         bytes_or_numbers = [one.view(torch.uint8) if self.holds_codes else one for one in (self.keys, self.values)]
         key, value = (one[pages, :, slots].transpose(0, 1).view(self.keys.dtype) for one in bytes_or_numbers)
         return key, value
+
+    def gather_scales(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales of tokens' keys and values [kv_heads, len(positions)] of a request."""
+        assert self.k_scale is not None
+        assert self.v_scale is not None
+        place = np.arange(positions.start, positions.stop)
+        pages, slots = self.table[request, place // self.page_size], place % self.page_size
+        keys, values = (scale[pages.tolist(), :, slots.tolist()].T for scale in (self.k_scale, self.v_scale))
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -369,15 +392,17 @@ class PagedAttention:
                 )
 
     def _check_scales(self) -> None:
-        cache, expected = self.cache, (torch.float32, 1, self.cache.keys.device)
+        cache = self.cache
+        shapes = f"one number or [{cache.kv_heads}], packed, or {list(cache.keys.shape[:3])}"
+        wanted = f"fp32 on their device, {shapes}" if cache.holds_codes else "None"
         for name in ("k_scale", "v_scale"):
             scale = getattr(cache, name)
-            found = None if scale is None else (scale.dtype, scale.numel(), scale.device)
-            if found != (expected if cache.holds_codes else None):
-                raise ValueError(
-                    f"{name} of keys and values in {cache.keys.dtype} must be "
-                    f"{'one fp32 number on their device' if cache.holds_codes else 'None'}, got {scale}"
-                )
+            fits = scale is not None and scale.device == cache.keys.device and scale_fits(scale, cache.keys)
+            if fits if cache.holds_codes else scale is None:
+                continue
+            raise ValueError(f"{name} of keys and values in {cache.keys.dtype} must be {wanted}, got {scale}")
+        if scale_strides(cache.k_scale) != scale_strides(cache.v_scale):
+            raise ValueError("k_scale and v_scale must both be one number, one a head, or one a token of equal strides")
 
     def _check_heads(self) -> None:
         for name in ("alibi_slopes", "sinks"):

@@ -85,7 +85,11 @@ class Kernels:
             verify_len: tokens of a request in the longest verify step.
         """
         block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
-        if plain and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device):
+        if (
+            plain
+            and not shape.scales_of_tokens
+            and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device)
+        ):
             in_codes = shape.cache_dtype is not None
             if not in_codes and DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
                 yield cls(sm90=True, decode_rows=WIDE_DECODE_ROWS)

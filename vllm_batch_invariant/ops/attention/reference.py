@@ -26,15 +26,28 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
                 part.to(precision).repeat_interleave(queries_per_kv, dim=0)
                 for part in call.cache.gather(request, positions)
             )
-            partials.append(_attend_split(call, query, key, value, intervals, query_positions, positions))
+            scales = None
+            if call.cache.scales_of_tokens:
+                scales = [
+                    one.to(precision).repeat_interleave(queries_per_kv, dim=0)[:, None]
+                    for one in call.cache.gather_scales(request, positions)
+                ]
+            partials.append(_attend_split(call, query, key, value, scales, intervals, query_positions, positions))
         if call.spec.sinks is not None:
             sinks = call.spec.sinks.to(query)[:, None].expand(query.shape[:2])
             partials.append((torch.zeros_like(query), sinks))
         outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
         merged = merge_splits(outputs, lses).transpose(0, 1)
-        if call.cache.v_scale is not None:
-            merged = merged * call.cache.v_scale.to(merged)
+        if call.cache.v_scale is not None and not call.cache.scales_of_tokens:
+            merged = merged * _of_rows(call, call.cache.v_scale).to(merged)
         out[rows] = merged.to(out.dtype)
+
+
+def _of_rows(call: PagedAttention, scale: torch.Tensor) -> torch.Tensor:
+    """[query heads or 1, 1] of the scale of their KV head."""
+    queries_per_kv = call.query.shape[1] // call.cache.kv_heads
+    of_heads = scale if scale.numel() == 1 else scale.repeat_interleave(queries_per_kv)
+    return of_heads.view(-1, 1)
 
 
 def _attend_split(
@@ -42,12 +55,13 @@ def _attend_split(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    scales: list[torch.Tensor] | None,
     intervals: torch.Tensor,
     query_positions: range,
     key_positions: range,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised output and LSE [heads, rows] of query [heads, rows, head_size] over one split [heads, keys, ...], of
-    which a row sees what is in its interval [rows, 2].
+    which a row sees what is in its interval [rows, 2]. Scales of tokens are [heads, 1, keys] of keys and of values.
     """
     spec = call.spec
     q_pos, k_pos = (torch.tensor(positions, device=query.device) for positions in (query_positions, key_positions))
@@ -55,8 +69,10 @@ def _attend_split(
     first, last = intervals.unbind(1)
     visible = (k_pos >= first[:, None]) & (k_pos <= last[:, None])
     qk = spec.scale * (query @ key.transpose(1, 2))
-    if call.cache.k_scale is not None:
-        qk = qk * call.cache.k_scale.to(qk)
+    if scales is not None:
+        qk = qk * scales[0]
+    elif call.cache.k_scale is not None:
+        qk = qk * _of_rows(call, call.cache.k_scale)[:, None].to(qk)
     if spec.logits_soft_cap is not None:
         qk = spec.logits_soft_cap * torch.tanh(qk / spec.logits_soft_cap)
     if spec.alibi_slopes is not None:
@@ -65,5 +81,7 @@ def _attend_split(
     m = qk.amax(dim=-1)
     p = torch.exp(qk - torch.where(m == -torch.inf, 0, m)[..., None])
     l = p.sum(dim=-1)
+    if scales is not None:
+        p = torch.where(visible, p * scales[1], 0)
     output = (p @ value) / torch.where(l == 0, 1, l)[..., None]
     return output, m + torch.log(l)

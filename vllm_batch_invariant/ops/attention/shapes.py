@@ -21,18 +21,21 @@ class AttentionShape:
     reduction: AttentionReduction
     cache_dtype: torch.dtype | None = None
     """Of keys and values as they are stored, if it is another."""
+    scales_of_tokens: bool = False
+    """Whether these have a scale a token and head."""
 
     @classmethod
     def of(cls, call: PagedAttention) -> "AttentionShape":
         _, heads, head_size = call.query.shape
         cache, dtype = call.cache, call.query.dtype
         stored = cache.keys.dtype if cache.holds_codes else None
-        return cls(heads, cache.kv_heads, head_size, dtype, call.reduction, stored)
+        return cls(heads, cache.kv_heads, head_size, dtype, call.reduction, stored, cache.scales_of_tokens)
 
     def __str__(self) -> str:
         dtype, stored = (str(one).removeprefix("torch.") for one in (self.dtype, self.cache_dtype))
         over = f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
-        return over if self.cache_dtype is None else f"{over}, keys and values in {stored}"
+        scales = " with one scale a token and head" if self.scales_of_tokens else ""
+        return over if self.cache_dtype is None else f"{over}, keys and values in {stored}{scales}"
 
     @property
     def queries_per_kv(self) -> int:

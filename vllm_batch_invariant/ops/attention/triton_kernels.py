@@ -9,7 +9,9 @@ Of a row with query ``q`` at position ``q_pos``, over the keys ``k`` and values 
 Splits merge in ascending order (see :mod:`.splits`), and the result is ``acc / l``. Scores, ``m``, slopes and sinks are
 in units of log2(e), which the arguments bring along. Keys and values may be codes in e4m3: k and v are then the numbers
 of the codes in the query's dtype, exactly, the scale of the scores has that of the keys as a factor, and ``acc / l`` is
-multiplied by that of the values, both in fp32.
+multiplied by that of the values, both in fp32. Where each token has a scale in each head, the score of a key has its
+own as a factor of the scale, and ``acc' = acc alpha + (p scale) v``, where the weights are rounded behind the scale of
+the values; ``l`` sums those that are rounded without.
 
 A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
 nothing, weights are summed by the tensor cores like the values they weigh, splits are merged ascending by one function,
@@ -79,10 +81,16 @@ class KVCache:
     kv_head: tl.tensor
     first_key: value  # that some row sees
     kv_end: tl.tensor
+    k_scale_ptr: value  # of codes
+    v_scale_ptr: value
+    stride_scale_page: value
+    stride_scale_head: value
+    stride_scale_slot: value
     USE_TMA: tl.constexpr
     PAGED: tl.constexpr
     HOLDS_CODES: tl.constexpr
     CONVERTS_E4M3: tl.constexpr
+    SCALES_OF_TOKENS: tl.constexpr
     KEY_TILE: tl.constexpr
     PAGE_SIZE: tl.constexpr
     HEAD_DIM: tl.constexpr
@@ -201,10 +209,23 @@ def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
+def load_scales(kv, page, tile_start, MASKED: tl.constexpr):
+    """Scales of the keys and of the values of a tile, each [KEY_TILE]; 1 of those that need not be there."""
+    offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
+    offs = kv.kv_head.to(tl.int64) * kv.stride_scale_head + offs_n % kv.PAGE_SIZE * kv.stride_scale_slot
+    offs += page.to(tl.int64) * kv.stride_scale_page
+    if MASKED:
+        needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
+        k_scale = tl.load(kv.k_scale_ptr + offs, mask=needed, other=1.0)
+        v_scale = tl.load(kv.v_scale_ptr + offs, mask=needed, other=1.0)
+    else:
+        k_scale, v_scale = tl.load(kv.k_scale_ptr + offs), tl.load(kv.v_scale_ptr + offs)
+    return k_scale, v_scale
+
+
+@triton.jit
 def score_mod(qk, rows, offs_n, kv_end, mod, MASKED: tl.constexpr):
-    """Scores [BLOCK_M, KEY_TILE] of dots: still without the scale where a layer has neither soft-cap nor ALiBi."""
-    if mod.USE_SOFT_CAP or mod.USE_ALIBI:
-        qk = qk * mod.qk_scale_log2
+    """Scores [BLOCK_M, KEY_TILE] of dots, which are scaled where a layer has soft-cap or ALiBi."""
     if mod.USE_SOFT_CAP:
         qk = _tanh(qk / mod.soft_cap) * mod.soft_cap
     distance = rows.q_pos[:, None] - offs_n[None, :]  # [BLOCK_M, KEY_TILE]
@@ -226,16 +247,20 @@ def score_mod(qk, rows, offs_n, kv_end, mod, MASKED: tl.constexpr):
 
 
 @triton.jit
-def online_softmax_update(state, qk, scale, v):
-    """The state after a tile of scores, still to be scaled, and values."""
+def online_softmax_update(state, qk, scale, v, v_scale):
+    """The state after a tile of scores, still to be scaled, and values, whose scales [KEY_TILE] are multiplied with
+    their weights, or None.
+    """
     m = tl.maximum(state.m, tl.max(qk, 1) * scale)
     zero = finite_max(m)
     p = tl.exp2(tl.fma(qk, tl.full(qk.shape, scale, tl.float32), tl.broadcast_to(-zero[:, None], qk.shape)))
-    p = p.to(v.dtype)  # [BLOCK_M, KEY_TILE]
+    weights = p.to(v.dtype)  # [BLOCK_M, KEY_TILE]
     alpha = tl.exp2(state.m - zero)[:, None]
     ones = tl.full((v.shape[0], _ONES), 1.0, v.dtype)
-    l = tl.dot(p, ones, state.l * alpha, input_precision="ieee")
-    acc = tl.dot(p, v, state.acc * alpha, input_precision="ieee")
+    l = tl.dot(weights, ones, state.l * alpha, input_precision="ieee")
+    if v_scale is not None:
+        weights = (p * v_scale[None, :]).to(v.dtype)
+    acc = tl.dot(weights, v, state.acc * alpha, input_precision="ieee")
     return SoftmaxState(m, l, acc)
 
 
@@ -245,11 +270,17 @@ def attend_tile(state, rows, kv, mod, page, tile_start, MASKED: tl.constexpr):
     k, v = load_kv_tile(kv, page, tile_start, MASKED, rows.q.dtype)
     offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
     qk = tl.dot(rows.q, k, input_precision="ieee")  # [BLOCK_M, KEY_TILE]
+    v_scale = None
+    if kv.SCALES_OF_TOKENS:
+        k_scale, v_scale = load_scales(kv, page, tile_start, MASKED)
+        qk = qk * (mod.qk_scale_log2 * k_scale)[None, :]
+    elif mod.USE_SOFT_CAP or mod.USE_ALIBI:
+        qk = qk * mod.qk_scale_log2
     qk = score_mod(qk, rows, offs_n, kv.kv_end, mod, MASKED)
-    if mod.USE_SOFT_CAP or mod.USE_ALIBI:
-        state = online_softmax_update(state, qk, 1.0, v)
+    if kv.SCALES_OF_TOKENS or mod.USE_SOFT_CAP or mod.USE_ALIBI:
+        state = online_softmax_update(state, qk, 1.0, v, v_scale)
     else:
-        state = online_softmax_update(state, qk, mod.qk_scale_log2, v)
+        state = online_softmax_update(state, qk, mod.qk_scale_log2, v, v_scale)
     return state
 
 
@@ -337,7 +368,7 @@ def store_result(state, out, work, token, head, mask):
         sink = tl.load(out.sinks_ptr + head)
     result = normalize(state.m, state.l, state.acc, sink, out.USE_SINKS)
     if out.SCALES_VALUES:
-        result = result * out.v_scale
+        result = result * tl.load(out.v_scale_ptr + work.kv_head * out.stride_scale)
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
     row = (work.query_start + token).to(tl.int64)
     tl.store(
@@ -402,7 +433,7 @@ def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr
     store_result(state, out, work, token, head, mask[:, None] & mask_d)
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@triton.jit(do_not_specialize=["stride_scale_head", "stride_table", "window"])
 def attention_kernel(
     q_ptr,
     k_cache,
@@ -419,6 +450,9 @@ def attention_kernel(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    stride_scale_page,
+    stride_scale_head,
+    stride_scale_slot,
     ranges_ptr,
     qk_scale_log2,
     soft_cap,
@@ -438,6 +472,7 @@ def attention_kernel(
     PAGED: tl.constexpr,
     HOLDS_CODES: tl.constexpr,
     CONVERTS_E4M3: tl.constexpr,
+    SCALES_OF_TOKENS: tl.constexpr,
     USE_SOFT_CAP: tl.constexpr,
     USE_ALIBI: tl.constexpr,
     USE_WINDOW: tl.constexpr,
@@ -462,7 +497,8 @@ def attention_kernel(
     Args:
         k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors; uint8 with HOLDS_CODES.
             Without PAGED pages of one key, those of the tokens of the query.
-        k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
+        k_scale_ptr, v_scale_ptr: fp32 with HOLDS_CODES, of each KV head, with SCALES_OF_TOKENS also of each page and
+            slot; None without.
         ranges_ptr: [tokens, 2] int32 of causal attention, or None: a token sees these positions, too.
         block_table_ptr: [requests, pages], ``stride_table`` apart; None without PAGED.
         work_indptr: the first item of each CTA, and the end; for prefill-like work the number of items, each of them
@@ -475,19 +511,13 @@ def attention_kernel(
         MAY_SHARE: some block is shared.
     """
     offs_d = tl.arange(0, PADDED_HEAD_DIM)
-    v_scale = 1.0
-    if HOLDS_CODES:
-        # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
-        qk_scale_log2 = qk_scale_log2 * tl.load(k_scale_ptr)
-        v_scale = tl.load(v_scale_ptr)
     USE_RANGES: tl.constexpr = ranges_ptr is not None
-    mod = ScoreMod(qk_scale_log2, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL, USE_RANGES)
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
     )
     out = Output(
-        out_ptr, stride_o_token, stride_o_head, sinks_ptr, v_scale, USE_SINKS, HOLDS_CODES, QUERIES_PER_KV, HEAD_DIM,
-        PADDED_HEAD_DIM,
+        out_ptr, stride_o_token, stride_o_head, sinks_ptr, v_scale_ptr, stride_scale_head, USE_SINKS,
+        HOLDS_CODES and not SCALES_OF_TOKENS, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM,
     )  # fmt: skip
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
@@ -520,10 +550,16 @@ def attention_kernel(
             range_first = tl.load(ranges_ptr + row * 2, mask=token < work.query_len, other=0)
             range_last = tl.load(ranges_ptr + row * 2 + 1, mask=token < work.query_len, other=-1)
         rows = Rows(q, q_pos, slope, stored, range_first, range_last)
+        own_scale = qk_scale_log2
+        if HOLDS_CODES and not SCALES_OF_TOKENS:
+            # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
+            own_scale = qk_scale_log2 * tl.load(k_scale_ptr + work.kv_head * stride_scale_head)
+        mod = ScoreMod(own_scale, soft_cap, window, USE_SOFT_CAP, USE_ALIBI, USE_WINDOW, CAUSAL, USE_RANGES)
         kv = KVCache(
             k_cache, v_cache, own_table_ptr, work.query_start, stride_k_page, stride_k_head, stride_k_slot,
-            stride_v_page, stride_v_head, stride_v_slot, work.kv_head, keys.first, keys.end, USE_TMA, PAGED,
-            HOLDS_CODES, CONVERTS_E4M3, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+            stride_v_page, stride_v_head, stride_v_slot, work.kv_head, keys.first, keys.end, k_scale_ptr, v_scale_ptr,
+            stride_scale_page, stride_scale_head, stride_scale_slot, USE_TMA, PAGED, HOLDS_CODES, CONVERTS_E4M3,
+            SCALES_OF_TOKENS, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
         )  # fmt: skip
 
         if PREFILL_LIKE:

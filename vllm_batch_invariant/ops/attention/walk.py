@@ -20,7 +20,8 @@ class Output:
     stride_token: value
     stride_head: value
     sinks_ptr: value
-    v_scale: value  # of values that are codes
+    v_scale_ptr: value  # of values that are codes
+    stride_scale: value  # from that of a KV head to that of the next
     USE_SINKS: tl.constexpr
     SCALES_VALUES: tl.constexpr
     QUERIES_PER_KV: tl.constexpr

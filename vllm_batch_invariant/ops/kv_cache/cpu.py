@@ -2,7 +2,7 @@
 
 import torch
 
-from ..common.kv_cache import CacheSlots, codes_of
+from ..common.kv_cache import CacheSlots, codes_of, of_tokens, scales_of
 
 
 def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
@@ -16,6 +16,9 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
     for x, held, scale in ((key, cache.keys, cache.k_scale), (value, cache.values, cache.v_scale)):
         if scale is None:
             held[page, :, slot] = x.to(held.dtype)
-        else:
-            # PyTorch has no such indices of e4m3.
-            held.view(torch.uint8)[page, :, slot] = codes_of(x, scale).view(torch.uint8)
+            continue
+        of_rows = scale.view(-1)
+        if of_tokens(scale):
+            of_rows = scale[page, :, slot] = scales_of(x)
+        # PyTorch has no such indices of e4m3.
+        held.view(torch.uint8)[page, :, slot] = codes_of(x, of_rows[..., None]).view(torch.uint8)

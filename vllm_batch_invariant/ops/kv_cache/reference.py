@@ -1,11 +1,16 @@
-"""The definition of a code, in float64."""
+"""The definition of a code and of the scale of a token, in float64."""
 
 import torch
 
-from ..common.kv_cache import LARGEST
+from ..common.kv_cache import LARGEST, LEAST_SCALE
 
 _SMALLEST_EXPONENT = -6
 """Of a normal number; those below have its last place."""
+
+
+def scale_of_token(x: torch.Tensor) -> torch.Tensor:
+    """The scales float64 [...] of keys or values [..., head_size] that are finite, but for their rounding to fp32."""
+    return (x.double().abs().amax(-1) / LARGEST).clamp(min=LEAST_SCALE)
 
 
 def number_of_code(x: torch.Tensor, scale: float) -> torch.Tensor:

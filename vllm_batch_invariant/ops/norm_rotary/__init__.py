@@ -3,7 +3,7 @@
 import torch
 
 from ...errors import NotCovered
-from ..common.kv_cache import E4M3, CacheSlots, is_aligned
+from ..common.kv_cache import E4M3, CacheSlots, is_aligned, of_tokens
 from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
 from .reduction import NormRotaryReduction
@@ -80,7 +80,6 @@ def norm_rotary(
 
 def _check_cache(cache: CacheSlots, qkv: torch.Tensor, kv_heads: int, size: int) -> None:
     keys, values, slots = cache.keys, cache.values, cache.slots
-    scales = [scale for scale in (cache.k_scale, cache.v_scale) if scale is not None]
     fits = (
         keys.shape[1::2] == (kv_heads, size)
         and keys.shape == values.shape
@@ -88,9 +87,9 @@ def _check_cache(cache: CacheSlots, qkv: torch.Tensor, kv_heads: int, size: int)
         and keys.stride(3) == 1
         and is_aligned(keys)
         and is_aligned(values)
-        and keys.dtype == values.dtype == (E4M3 if scales else qkv.dtype)
-        and len(scales) in (0, 2)
-        and all(scale.numel() == 1 and scale.dtype == torch.float32 for scale in scales)
+        and keys.dtype == values.dtype == (qkv.dtype if cache.k_scale is None else E4M3)
+        and cache.scales_fit
+        and not of_tokens(cache.k_scale)
         and keys.device == values.device == slots.device == qkv.device
         and slots.dtype == torch.int64
         and slots.dim() == 1

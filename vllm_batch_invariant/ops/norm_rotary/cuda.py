@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.dependent_launch import wait_for_kernel_before
-from ..common.kv_cache import CacheSlots
+from ..common.kv_cache import CacheSlots, scale_strides
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..kv_cache.triton_kernels import codes_of
@@ -41,8 +41,10 @@ def _store_halves(out_ptrs, first, second, mask, NORM: tl.constexpr):
     tl.store(out_ptrs + NORM.block, second, mask=mask)
 
 
-# 22 parameters: a kernel takes no structure of pointers.
-@triton.jit(do_not_specialize=["num_slots", "stride_token"], do_not_specialize_on_alignment=["slots_ptr"])
+# 23 parameters: a kernel takes no structure of pointers.
+@triton.jit(
+    do_not_specialize=["stride_scale", "num_slots", "stride_token"], do_not_specialize_on_alignment=["slots_ptr"]
+)
 def _norm_rotary_kernel(
     qkv_ptr,
     positions_ptr,
@@ -55,6 +57,7 @@ def _norm_rotary_kernel(
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    stride_scale,
     num_slots,
     stride_token,
     stride_page,
@@ -77,7 +80,7 @@ def _norm_rotary_kernel(
             [tokens, NUM_KV_HEADS * head_size], and nothing. Codes are uint8.
         slots_ptr: [num_slots] int64, where in the caches the first tokens go. The others go nowhere, as do those with a
             negative one.
-        k_scale_ptr, v_scale_ptr: one fp32 number each with HOLDS_CODES, and None without.
+        k_scale_ptr, v_scale_ptr: fp32, of each head, ``stride_scale`` apart, with HOLDS_CODES, and None without.
     """
     wait_for_kernel_before(OVERLAPS)
     QUERY_GROUPS: tl.constexpr = (NUM_HEADS + NORM.rows_per_program - 1) // NORM.rows_per_program
@@ -114,7 +117,8 @@ def _norm_rotary_kernel(
         out_ptr = (value_out_ptr if is_value else key_out_ptr) + slot // PAGE_SIZE * stride_page
         out_ptrs = out_ptr + slot % PAGE_SIZE * stride_slot + head[:, None] * stride_head + head_offs
         if HOLDS_CODES:
-            scale = tl.load(v_scale_ptr if is_value else k_scale_ptr)
+            scale_ptrs = (v_scale_ptr if is_value else k_scale_ptr) + head * stride_scale
+            scale = tl.broadcast_to(tl.load(scale_ptrs, mask=head < num_heads, other=1.0)[:, None], offs.shape)
             _store_halves(out_ptrs, codes_of(first, scale), codes_of(second, scale), mask, NORM)
         else:
             _store_halves(out_ptrs, first, second, mask, NORM)
@@ -144,12 +148,13 @@ def norm_rotary(
     queries = torch.empty(num_tokens, heads * head_size, dtype=qkv.dtype, device=qkv.device)
     if cache is None:
         keys = torch.empty(num_tokens, kv_heads * head_size, dtype=qkv.dtype, device=qkv.device)
-        outputs, strides = (keys, None, None, None, None, 0), (0, 0, 0)
+        outputs, strides = (keys, None, None, None, None, 0, 0), (0, 0, 0)
     else:
         keys, held, strides = None, (cache.keys, cache.values), cache.keys.stride()[:3]
         if cache.k_scale is not None:
             held = cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
-        outputs = (*held, cache.slots, cache.k_scale, cache.v_scale, len(cache.slots))
+        scales = cache.k_scale, cache.v_scale, scale_strides(cache.k_scale)[1]
+        outputs = (*held, cache.slots, *scales, len(cache.slots))
     if num_tokens:
         kinds = (heads, kv_heads) if cache is None else (heads, kv_heads, kv_heads)
         groups = sum(-(-kind // reduction.rows_per_program) for kind in kinds)

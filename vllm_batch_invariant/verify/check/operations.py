@@ -323,7 +323,8 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             has_numbers = not (impl.holds_codes or impl.is_of_encoder)
             dtype = key_cache_of(layer).dtype if has_numbers else heads.dtype
             heads = replace(heads, dtype=dtype)
-            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation, impl.holds_codes)
+            scales = impl.kind_of_scales(layer)
+            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation, scales)
         else:
             window = getattr(impl, "sliding_window", None)
             spec = AttentionSpec(1.0, window if isinstance(window, int) and window > 0 else None)
@@ -333,7 +334,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             continue
         seen.add(kind)
         shape = f"{heads.query} query heads, {heads.kv} KV heads of {heads.size}, {_name(heads.dtype)}"
-        shape = ", ".join([shape, *spec.words, *["KV cache in e4m3"] * (is_ours and impl.holds_codes)])
+        shape = ", ".join([shape, *spec.words, *_codes_in_words(scales if is_ours else "")])
         server = _qualified(type(impl))
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
         if not is_ours:
@@ -349,7 +350,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             yield replace(certificate, guarantee="schedule", untested=why, not_applicable=True)
             continue
         page_size = key_cache_of(layer).shape[2]
-        attend = partial(_attend, spec, impl.reduction, impl.implementation, impl.holds_codes, device, page_size)
+        attend = partial(_attend, spec, impl.reduction, impl.implementation, scales, device, page_size)
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
         for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
@@ -362,21 +363,36 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
                 yield replace(certificate, guarantee=guarantee, compared=compared, difference=difference, note=note)
 
 
+def _codes_in_words(scales: str) -> list[str]:
+    """Of a KV cache with such scales."""
+    from ...integration.reviews.schemes import CACHE_SCALES, ONE_SCALE
+
+    return [] if not scales else ["KV cache in e4m3" + f" with {CACHE_SCALES[scales]}" * (scales != ONE_SCALE)]
+
+
 def _attend(
     spec: "AttentionSpec",
     reduction: "AttentionReduction",
     implementation: str,
-    holds_codes: bool,
+    scales: str,
     device: torch.device,
     page_size: int,
     chunks: list[Chunk],
 ) -> list[torch.Tensor]:
-    """The output rows of each chunk, computed together, as a layer computes them."""
+    """The output rows of each chunk, computed together, as a layer computes them: over codes with such scales, or over
+    numbers.
+    """
+    from ...integration.reviews.schemes import OF_HEADS, OF_TOKENS
     from ...ops.attention import PagedAttention, PagedCache, attend
 
     query, *tensors, lengths, starts = (tensor.to(device) for tensor in paged(chunks, page_size))
     cache = PagedCache(*tensors)
-    call = PagedAttention(query, cache.coded() if holds_codes else cache, lengths, starts, spec, reduction)
+    if scales == OF_TOKENS:
+        cache = cache.coded_by_tokens()
+    elif scales:
+        given = [1 / (1 + head) for head in range(cache.kv_heads if scales == OF_HEADS else 1)]
+        cache = cache.coded(given, given)
+    call = PagedAttention(query, cache, lengths, starts, spec, reduction)
     return list(attend(call, implementation).split([chunk.stop - chunk.start for chunk in chunks]))
 
 

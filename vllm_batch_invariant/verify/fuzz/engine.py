@@ -60,8 +60,8 @@ def info(llm: Any) -> dict[str, Any]:
         of += f" in {stages} stages"
     if config.parallel_config.enable_expert_parallel and tree == 1:
         of += " with whole experts"
-    if str(config.cache_config.cache_dtype).startswith("fp8"):
-        of += " with a KV cache in fp8"
+    if (dtype := str(config.cache_config.cache_dtype)).startswith("fp8"):
+        of += f" with a KV cache in {dtype}"
     if is_exact():  # where nothing of these decides bits
         of = " in exact arithmetic"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}", "thought": thought}

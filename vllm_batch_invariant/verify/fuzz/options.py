@@ -16,6 +16,7 @@ from typing import Any
 from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
+from ...integration.reviews.schemes import OF_TOKENS, TOKEN_CACHE
 from ...ops.exact.definition import segments
 from ..harness import adapters
 from ..harness.engine import argument_of, text_config
@@ -140,6 +141,11 @@ class Place:
     def is_quantised(self) -> bool:
         """Whether the model's weights are quantised, or may become so while they are loaded."""
         return bool(self.model.get("quantization_config")) or not self.is_open("--quantization")
+
+    @property
+    def cache_scheme(self) -> Mapping[str, Any] | None:
+        """What a checkpoint says of its KV cache; None: nothing."""
+        return (self.model.get("quantization_config") or {}).get("kv_cache_scheme")
 
     @property
     def is_divisible(self) -> bool:
@@ -277,6 +283,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
         cache_config=SimpleNamespace(
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
+        quant_config=SimpleNamespace(kv_cache_scheme=place.cache_scheme),
         speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
         lora_config=(
             SimpleNamespace(lora_dtype="auto", enable_mixed_moe_lora_format=False) if "adapters" in options else None
@@ -433,8 +440,12 @@ def _has_run(versions: Mapping[str, str], place: Place) -> bool:
 
 def _has_fp8_caches(place: Place) -> bool:
     """Whether a KV cache in fp8 has run there, and no checkpoint says what it is."""
-    says = (place.model.get("quantization_config") or {}).get("kv_cache_scheme")
-    return _has_run(coverage.RAN.fp8_kv_cache, place) and not says
+    return _has_run(coverage.RAN.fp8_kv_cache, place) and not place.cache_scheme
+
+
+def _scales_tokens(place: Place) -> bool:
+    """Whether one with a scale a token and head has run on such a device."""
+    return OF_TOKENS in coverage.RAN.fp8_kv_cache_scales.get(place.device, ())
 
 
 _ADAPTERS = (
@@ -463,7 +474,13 @@ OPTIONS = (
         "cache",
         {"fp8": (coverage.KV_CACHE, "fp8")},
         (NONE, "fp8", NONE),
-        _has_fp8_caches,
+        lambda place: _has_fp8_caches(place) and not _scales_tokens(place),
+    ),
+    Option(
+        "cache",
+        {name: (coverage.KV_CACHE, name) for name in ("fp8", TOKEN_CACHE)},
+        (NONE, "fp8", NONE, TOKEN_CACHE),
+        lambda place: _has_fp8_caches(place) and _scales_tokens(place),
     ),
     *(
         Option(name, values, (NONE, *values), of_pooling=True)

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from ...common.compile_errors import is_of_a_compiler, reason
-from ...common.kv_cache import is_aligned
+from ...common.kv_cache import is_aligned, scale_strides
 from ...common.launch import launch
 from ..params import AttentionSpec, PagedAttention, PagedCache
 from ..reduction import AttentionReduction
@@ -183,11 +183,12 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
 
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     """Whether the kernels serve a call: plain attention, in a memory layout that they know; decode's alone where keys
-    and values are codes.
+    and values are codes, whose scales are given.
     """
     cache, page_size = call.cache, call.cache.page_size
     return (
         not call.spec.added
+        and not cache.scales_of_tokens
         and page_size >= 16
         and page_size & (page_size - 1) == 0
         and cache.block_table.device == call.query.device
@@ -288,6 +289,7 @@ def launch_decode(
             work.semaphores,
             call.cache.k_scale,
             call.cache.v_scale,
+            scale_strides(call.cache.k_scale)[1],
             call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],

@@ -7,7 +7,7 @@ log2(e); rows are columns here::
     l' = l * alpha + sum(p)    acc' = acc * alpha + v.T @ p
 
 Splits merge as in :mod:`.merge`, and ``out = acc / l``. Keys and values may be codes in e4m3 (:mod:`.codes`), each with
-a scale: that of keys is a part of ``scale``, and that of values is multiplied in at the end.
+a scale, of all heads or of each: that of keys is a part of ``scale``, and that of values is multiplied in at the end.
 
 A CTA has a share of the line of work that ``plan_kernels`` describes. One warp copies tiles of keys and values into a
 ring in shared memory by the tensor memory accelerator, across the ends of splits and heads, so that memory stays busy
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_names import barrier
-from ...common.triton_names import aggregate
+from ...common.triton_names import aggregate, value
 from ..work import Work
 from . import codes
 from .common import (
@@ -71,7 +71,12 @@ class Warpgroup:
     partials: Partials
     semaphores_ptr: gl.tensor
     qk_scale_log2: gl.tensor
-    v_scale: gl.tensor
+    """Without that of codes."""
+    k_scale_ptr: value
+    """Of codes, or None."""
+    v_scale_ptr: value
+    stride_scale: gl.tensor
+    """From that of a KV head to the next."""
     q_smem: gl.shared_memory_descriptor
     """[BLOCK_M, HEAD_DIM]"""
     p_smem: gl.shared_memory_descriptor
@@ -101,6 +106,7 @@ class Block:
     """[BLOCK_M], the rows that have partial results."""
     offs_d: gl.tensor
     """[HEAD_DIM]"""
+    qk_scale_log2: gl.tensor
 
 
 @gluon.constexpr_function
@@ -288,7 +294,7 @@ def _step(wg, block, position, kv_start, qk, state, ones):
     next_stage, next_phase = gl.where(is_last, stage, after.stage), gl.where(is_last, position.phase, after.phase)
     mbarrier.wait(ring.k_full_bar.index(next_stage), next_phase)
     next_qk = _start_qk(ring, next_stage, wg.q_smem, wg.cfg.HOLDS_CODES)
-    m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, wg.qk_scale_log2)
+    m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, block.qk_scale_log2)
     wg.p_smem.store(gl.permute(p.to(wg.p_smem.dtype), (1, 0)))
     v = _values(wg, stage, kv_start, block.kv_end)
     fence_async_shared()
@@ -301,11 +307,30 @@ def _step(wg, block, position, kv_start, qk, state, ones):
 
 
 @gluon.jit
+def _qk_scale_log2(wg, kv_head):
+    """Of the scores of a KV head, with the scale of its keys."""
+    qk_scale_log2 = wg.qk_scale_log2
+    if wg.cfg.HOLDS_CODES:
+        # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
+        qk_scale_log2 = qk_scale_log2 * gl.load(wg.k_scale_ptr + kv_head * wg.stride_scale)
+    return qk_scale_log2
+
+
+@gluon.jit
+def _v_scale(wg, kv_head):
+    """Of the values of a KV head; 1 where they are no codes."""
+    v_scale = gl.to_tensor(1.0)
+    if wg.cfg.HOLDS_CODES:
+        v_scale = gl.load(wg.v_scale_ptr + kv_head * wg.stride_scale)
+    return v_scale
+
+
+@gluon.jit
 def _write_out(wg, work, merged, offs_m, offs_d, layout: gl.constexpr):
     """Writes the result of a head whose splits are all merged; the offsets are for ``layout``."""
     QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
     result = merged.acc / gl.where(merged.l == 0.0, 1.0, merged.l)[None, :]
-    result = gl.permute((result * wg.v_scale).to(wg.q_smem.dtype), (1, 0))
+    result = gl.permute((result * _v_scale(wg, work.kv_head)).to(wg.q_smem.dtype), (1, 0))
     if wg.cfg.HOLDS_CODES:
         result = codes.in_order(result)
     result = gl.convert_layout(result, layout)
@@ -322,7 +347,7 @@ def _merge_pending(wg, idx, merged_splits):
     _, _, kv_end = _key_range(work, wg.cfg.SPLIT_SEGMENTS)
     kv_splits = split_of(kv_end - 1, wg.cfg.SPLIT_SEGMENTS) + 1
     offs = (work.workspace_idx.to(gl.int64) * wg.cfg.NUM_KV_HEADS + work.kv_head) * wg.partials.ROWS
-    head = Head(work, kv_splits, offs, wg.v_scale)
+    head = Head(work, kv_splits, offs, _v_scale(wg, work.kv_head))
     merge_partials(wg.out, wg.partials, wg.ring, wg.ml_smem, head, merged_splits, wg.cfg)
 
 
@@ -382,7 +407,8 @@ def _consumer(wg):
         workspace_idx = gl.maximum(work.workspace_idx, 0)
         offs_partial = (workspace_idx.to(gl.int64) * NUM_KV_HEADS + work.kv_head) * PARTIAL_ROWS + offs_m
         semaphore_ptr = wg.semaphores_ptr + workspace_idx * NUM_KV_HEADS + work.kv_head
-        block = Block(work, q_pos, hi, kv_end, semaphore_ptr, offs_partial, mask, offs_d)
+        qk_scale_log2 = _qk_scale_log2(wg, work.kv_head)
+        block = Block(work, q_pos, hi, kv_end, semaphore_ptr, offs_partial, mask, offs_d, qk_scale_log2)
         merges = split == 0
         # All CTAs begin at the same time, so nothing can be merged before their first items.
         if (i > 0) & (work.workspace_idx >= 0) & (split > 0) & (work.num_splits > 0):
@@ -422,7 +448,7 @@ def _consumer(wg):
         pending_before = gl.to_tensor(-1)
 
 
-@gluon.jit(do_not_specialize=["stride_table"])
+@gluon.jit(do_not_specialize=["stride_scale", "stride_table"])
 def decode_kernel(
     q_ptr,
     k_desc,
@@ -437,6 +463,7 @@ def decode_kernel(
     semaphores_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    stride_scale,
     qk_scale_log2,
     stride_table,
     stride_q_token,
@@ -459,7 +486,7 @@ def decode_kernel(
         semaphores_ptr: of each head that is shared: the number of its splits that are done, and that of those merged
             into one result in the upper 16 bits; 0 between launches.
         k_desc, v_desc: [pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM], in the query's dtype, or codes: uint8.
-        k_scale_ptr, v_scale_ptr: of codes, one fp32 number each; else None.
+        k_scale_ptr, v_scale_ptr: of codes, fp32, of each KV head, ``stride_scale`` apart; else None.
         qk_scale_log2: of the scores, times log2(e).
         PARTIAL_ROWS: rows of a block that have partial results; ``PARTIAL_BLOCK`` is the next power of two.
         NUM_STAGES: tiles in the ring.
@@ -483,11 +510,6 @@ def decode_kernel(
     fence_async_shared()
     barrier()
     ring = Ring(k_smem, v_smem, full_bar, full_bar, empty_bar)
-    v_scale = 1.0
-    if k_scale_ptr is not None:
-        # Read here and no constants: weights that are replaced bring others, and a CUDA graph stays.
-        qk_scale_log2 = qk_scale_log2 * gl.load(k_scale_ptr)
-        v_scale = gl.load(v_scale_ptr)
     warpgroup = Warpgroup(
         Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head)),
         Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head)),
@@ -495,8 +517,10 @@ def decode_kernel(
         work_ptr,
         Partials(partial_m_ptr, partial_l_ptr, partial_acc_ptr, PARTIAL_ROWS, PARTIAL_BLOCK),
         semaphores_ptr,
-        qk_scale_log2,
-        gl.to_tensor(v_scale),
+        gl.to_tensor(qk_scale_log2),
+        k_scale_ptr,
+        v_scale_ptr,
+        gl.to_tensor(stride_scale),
         q_smem,
         p_smem,
         ml_smem,
