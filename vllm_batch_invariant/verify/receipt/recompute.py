@@ -15,6 +15,7 @@ from ...ops.exact import FORMAT, definition
 from ...ops.exact.decoder import Decoder
 from ...ops.exact.definition import Floats
 from ..outcome import NoTestError
+from . import items
 from .comparison import Difference, Note, Verdict, extent, first_difference_of, notes_on
 from .hopper import Hopper
 from .model_files import local_folder, model_at
@@ -50,6 +51,7 @@ def recompute(
     """
     if receipt.adapter is not None:
         raise NoTestError("the completion has a LoRA adapter, which the definition has not")
+    items.refuse(receipt, "the definition is of models that take tokens; start an engine here")
     prompt = receipt.prompt.ids(prompt_token_ids)
     arithmetic = _arithmetic_of(receipt, hopper)
     arithmetic.check(receipt)
@@ -68,7 +70,7 @@ def recompute(
         chain.from_iterable(arithmetic.positions(decoder, logits, part, receipt, prompt) for part in parts),
         receipt.completion.finish_reason,
     )
-    compared = f"{extent(receipt.completion)}, computed again by the definition of {arithmetic.name}"
+    compared = f"{extent(receipt)}, computed again by the definition of {arithmetic.name}"
     if trace.compared:
         compared += f"; {trace.compared} outputs of layers"
     difference = first_difference_of(receipt.completion, got)
