@@ -1095,7 +1095,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; of "
-        "Voxtral (Mini, Small) and Whisper on a CPU with 0.32; by one worker",
+        "Voxtral (Mini, Small), Whisper and Gemma 4 (E2B, E4B) on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1153,8 +1153,8 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images and videos by one worker, as text also by two; as text on a GPU "
-        "with 0.33",
+        "experts: on a CPU with vLLM 0.32, with images, videos and audio by one worker, as text also by two; as text "
+        "on a GPU with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1538,7 +1538,7 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Voxtral and Whisper on a GPU, and Gemma 4 with images or videos",
+        "Voxtral and Whisper on a GPU, and Gemma 4 with images, videos or audio",
         "they have been run on a CPU alone",
         "serve them on a CPU, Gemma 4 as text with --language-model-only",
         _multimodal_not_run_on_gpus,
@@ -1575,9 +1575,9 @@ REFUSED = (
     ),
     Feature(
         "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, but images of Gemma "
-        "3, Llama 4, Mistral 3, GLM-4.1V, 4.5V; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper",
-        "nobody has compared what their encoders give",
-        "serve text only, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, Gemma 4's audio",
+        "3, Llama 4, Mistral 3, GLM-4.1V, 4.5V; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, Gemma 4 but 12B",
+        "nobody compared what their encoders give",
+        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
         _multimodal_inputs,
     ),
     Feature(
