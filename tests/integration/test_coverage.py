@@ -180,10 +180,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Voxtral and Whisper on a GPU, and Gemma 4 with images, videos or audio"],
+        ROWS["Voxtral, Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with images, videos or audio"],
         ROWS[
-            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and "
-            "Whisper as text"
+            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
+            "Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)

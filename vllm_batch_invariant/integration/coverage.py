@@ -1081,10 +1081,10 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3 and 3.5 in Transformers' form, images of "
+        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, a GPU with 0.33; of Gemma 4, images of Llama "
-        "4 on the former; Qwen3-VL without experts and Gemma 3 also by two workers, which share layers of the encoder "
-        "or the images",
+        "4, Idefics 3, SmolVLM on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which share "
+        "layers or images",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1530,23 +1530,23 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL, Mistral 3 and Voxtral around other text models than Qwen2, "
-        "Qwen3, Mistral and Ministral 3",
+        "Other multimodal models, also as text; InternVL, Mistral 3, Voxtral, Idefics 3 and SmolVLM around other text "
+        "models than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 have been proven to be text "
         "models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "Voxtral and Whisper on a GPU, and Gemma 4 with images, videos or audio",
+        "Voxtral, Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with images, videos or audio",
         "they have been run on a CPU alone",
         "serve them on a CPU, Gemma 4 as text with --language-model-only",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper "
-        "as text",
+        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+        "Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1574,8 +1574,8 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, but images of Gemma "
-        "3, Llama 4, Mistral 3, GLM-4.1V, 4.5V; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, Gemma 4 but 12B",
+        "Images and videos but of Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, images of Gemma 3, Llama 4, "
+        "Mistral 3, GLM-4.1V, 4.5V, Idefics 3, SmolVLM; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, Gemma 4",
         "nobody compared what their encoders give",
         "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
         _multimodal_inputs,

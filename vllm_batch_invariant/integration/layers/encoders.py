@@ -7,7 +7,7 @@ follows from its own patches and its grid, or from its own sound, whatever it sh
 """
 
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -170,7 +170,11 @@ def mask_in_transformers(*sizes: Any, attention_mask: torch.Tensor | None = None
 
 
 def problem_of_tower(tower: Any) -> str | None:
-    """Why a tower is refused as a whole: it is Transformers' class, and attends by another implementation."""
+    """Why a tower is refused as a whole: it attends under a mask, or is Transformers' class and attends by another
+    implementation.
+    """
+    if getattr(tower, "apply_encoder_attention_mask", False):
+        return "its attention has a mask"
     if not _is_in_transformers(tower):
         return None
     chosen = tower.config._attn_implementation
@@ -207,9 +211,14 @@ def towers(model: Any) -> dict[str, Any]:
 
 def prepare(model: Any) -> None:
     """Have the encoders of a loaded model that are Transformers' classes attend by ours, and those of audio multiply
-    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone.
+    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone. Of
+    Idefics 3 a square of zeros is encoded like any other: vLLM leaves it out, and cannot tell whose rows those behind
+    it are.
     """
     kinds = encoding.encoded_by(type(model))
+    parts: Any = getattr(model, "model", None)
+    if kinds and hasattr(parts, "image_pixels_to_features"):
+        parts.image_pixels_to_features = partial(parts.image_pixels_to_features, remove_padding=False)
     for tower in towers(model).values() if kinds else ():
         if _is_in_transformers(tower):
             from transformers import AttentionInterface, AttentionMaskInterface

@@ -291,6 +291,10 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         ]
         return [(FRAMES, *one) for one in found[2:]] if kind == "video" else found
     size = of_kind.size
+    if tile := getattr(of_kind, "max_image_size", {}).get("longest_edge"):  # of images with a longest side of their own
+        most = size["longest_edge"] // tile
+        sides = [(side * tile, most * tile) for side in range(1, most + 1)]
+        return sides + [(long, short) for short, long in sides[:-1]]
     if size.get("height"):
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
