@@ -90,6 +90,16 @@ def test_another_picture_is_found_and_named(found: dict[str, Any]) -> None:
     assert said["none"].startswith("refused: the receipt's request has 2 images, and none given")
 
 
+def test_a_picture_that_comes_twice_is_held_twice(seeing: Engine) -> None:
+    twice = [FIRST, FIRST | {"at": 30}]
+    found = seeing.call("tests.engine.receipts:about_items", text(40, 2), twice, {"the second other": PICTURES})
+    first, second = Receipt.from_json(found["receipt"]).items
+    assert (first.tensors, first.at) == (second.tensors, second.at - 38)
+    last = {name: said.splitlines()[-1] for name, said in found["said"].items()}
+    assert last["the same"].startswith("equal: 8 tokens about 2 items and")
+    assert last["the second other"].startswith("differs: item 1 (image): ")
+
+
 def test_a_request_without_items_has_the_receipt_that_it_had(seeing: Engine) -> None:
     written = seeing.call("tests.engine.receipts:text_alone", text(20, 4))
     assert "items" not in json.loads(written)

@@ -53,11 +53,11 @@ def processed(llm: Any, prompt: Any) -> tuple[dict[str, Any], tuple[Item, ...]]:
         raise NoTestError(f"the engine refuses the request: {one_line(error)}") from error
     finally:
         images.forget(llm)  # else the front end takes the engine to have items that it has not been sent
-    found = [
-        _item(kind, place, content)
-        for kind, places in made.get("mm_placeholders", {}).items()
-        for place, content in zip(places, made["mm_kwargs"][kind], strict=True)
-    ]
+    found, contents = [], dict[str, Any]()
+    for kind, places in made.get("mm_placeholders", {}).items():
+        for place, name, content in zip(places, made["mm_hashes"][kind], made["mm_kwargs"][kind], strict=True):
+            contents.setdefault(name, content)  # vLLM sends what comes twice once
+            found.append(_item(kind, place, contents[name]))
     return made, tuple(sorted(found, key=lambda item: item.at))
 
 
