@@ -4,8 +4,9 @@ import json
 import os
 import wave
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,22 @@ def test_the_command_computes_an_answer_about_files_and_data_again(
     assert told(both)["difference"]["text"].startswith("item 1 (image): ")
 
 
-def test_a_receipt_of_a_sound_is_of_what_its_encoder_gets(path: str, tmp_path: Path) -> None:
-    audio.save(audio.qwen3_asr(), torch.float32, tmp_path)
+BESIDE = {"kind": "image", "size": [336, 480], "seed": 4, "at": 20}
+"""A picture behind a sound, of a model that takes both."""
+
+
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [(audio.qwen3_asr, []), (partial(images.gemma4, "E2B"), [BESIDE])],
+    ids=["qwen3-asr", "gemma4"],
+)
+def test_a_receipt_of_a_sound_is_of_what_its_encoder_gets(
+    config: Callable[[], Any], beside: list[dict[str, Any]], path: str, tmp_path: Path
+) -> None:
+    audio.save(config(), torch.float32, tmp_path)
     limits = {"max_model_len": 256, "max_num_seqs": 16, "skip_mm_profiling": True, "dtype": "float32"}
-    others = {"a flipped sample": [SOUND | {"flipped": True}], "longer": [SOUND | {"size": [20000]}]}
+    changed = {"a flipped sample": SOUND | {"flipped": True}, "longer": SOUND | {"size": [20000]}}
+    others = {name: [one, *beside] for name, one in changed.items()}
     sounds = tmp_path / "sound.wav"
     with wave.open(str(sounds), "wb") as file:
         file.setparams((1, 2, audio.RATE, 0, "NONE", ""))
@@ -150,12 +163,12 @@ def test_a_receipt_of_a_sound_is_of_what_its_encoder_gets(path: str, tmp_path: P
     asked = {"prompt": {"text": "w5 w6"}, "private": False, "trace": False, "adapter": None}
     asked |= {"sampling": vars(Sampling(max_tokens=4)), "items": [("audio", str(sounds))]}
     with Engine(str(tmp_path), arguments_of(limits | OF_DEVICE), "1", SETTINGS | {"PYTHONPATH": path}, 400) as engine:
-        found = engine.call("tests.engine.receipts:about_items", text(40, 1), [SOUND], others)
+        found = engine.call("tests.engine.receipts:about_items", text(40, 1), [SOUND, *beside], others)
         of_file = engine.call(MAKE, asked)
         again = {"receipt": of_file, "prompt": None, "concurrent": 3, "adapter": None, "items": asked["items"]}
         verdict = engine.call(VERIFY, again)
     last = {name: said.splitlines()[-1] for name, said in found["said"].items()}
-    assert last["the same"].startswith("equal: 8 tokens about 1 item and the bits of ")
+    assert last["the same"].startswith("equal: 8 tokens about ")
     assert last["a flipped sample"].startswith("differs: item 0 (audio): ")
     assert last["longer"].startswith("differs: item 0 (audio): ")
     assert verdict["difference"] is None
