@@ -116,11 +116,12 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
 
 def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    gemma = {"architecture": "Gemma4ForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
+    gemma = {"architecture": "Gemma4UnifiedForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
     without, within = SimpleNamespace(audio_config=None), SimpleNamespace(audio_config=object())
     assert found(**gemma, hf_config=without) == []
     assert found(**gemma, hf_config=within) == ["audio inputs"]
     assert found(**gemma | {"limits": {"image": 9, "audio": 0}}, hf_config=within) == []
+    assert found(**gemma | {"architecture": "Gemma4ForConditionalGeneration"}, hf_config=within) == []
 
 
 def test_a_class_of_vllms_encodes_for_the_models_that_it_serves() -> None:
@@ -179,10 +180,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Voxtral and Whisper on a GPU, and Gemma 4 with images or videos"],
+        ROWS["Voxtral, Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with images, videos or audio"],
         ROWS[
-            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and "
-            "Whisper as text"
+            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
+            "Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)

@@ -26,9 +26,11 @@ from vllm_batch_invariant.verify.receipt import (
     Adapter,
     BadReceipt,
     Environment,
+    Item,
     Prompt,
     Receipt,
     Sampling,
+    Tensor,
     Text,
     compare,
     difference_of_logprobs,
@@ -38,7 +40,10 @@ from vllm_batch_invariant.verify.receipt import (
     verify_on_server,
 )
 from vllm_batch_invariant.verify.receipt.engine import complete, require_adapter
+from vllm_batch_invariant.verify.receipt.items import require
 from vllm_batch_invariant.verify.receipt.model_files import model_at, public_name
+from vllm_batch_invariant.verify.receipt.page import page_of
+from vllm_batch_invariant.verify.receipt.recompute import recompute
 from vllm_batch_invariant.verify.receipt.record import Model, bits_of, canonical, environment_from_json, number_of
 
 NEXT = number_of(f"{int(bits_of(LOGPROBS[1]), 16) + 1:08x}")
@@ -74,6 +79,59 @@ def test_a_receipt_names_its_adapter_and_only_then_how_adapters_are_added() -> N
         compare(first, second)
     with pytest.raises(NoTestError, match="none in the second"):
         compare(first, made(None))
+
+
+PIXELS = Tensor((60, 1536), "uint8", "a" * 64)
+PICTURE = Item("image", 1, 2, {"pixel_values": PIXELS})
+
+
+def test_a_receipt_without_items_has_the_hash_that_it_had() -> None:
+    assert receipt().sha256 == "6f0519e86715b422eda4287497394de6edf4f0bbbe8d9f8d179b9f7d0b63bee3"
+    assert receipt(items=(PICTURE,)).sha256 != receipt().sha256
+
+
+def test_a_receipt_with_items_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = receipt(items=(PICTURE,))
+    made.save(tmp_path / "receipt.json")
+    assert Receipt.load(tmp_path / "receipt.json") == made
+    assert compare(made, made)
+    assert "item 0, image" in str(page_of(made))
+    with pytest.raises(BadReceipt, match="do not stand one behind the other"):
+        receipt(items=(PICTURE, PICTURE))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(PICTURE, tensors={"pixel_values": replace(PIXELS, sha256="b" * 64)}), r"pixel_values is .*bbbb"),
+        (replace(PICTURE, tensors={"pixel_values": replace(PIXELS, dtype="float32")}), r"1536\] float32 \(aaaa"),
+        (replace(PICTURE, tensors={"pixel_values": PIXELS, "grid": PIXELS}), "grid is .* instead of none"),
+        (replace(PICTURE, tokens=1), "it has 1 tokens from 1 on instead of 2"),
+        (replace(PICTURE, kind="audio"), "the items are audio instead of image"),
+        (None, "the items are none instead of image"),
+    ],
+)
+def test_receipts_about_other_items_are_not_compared(other: Item | None, said: str) -> None:
+    right = receipt(items=(other,) if other else ())
+    with pytest.raises(NoTestError, match=f"receipts of different items: .*{said}.*; that is the second"):
+        compare(receipt(items=(PICTURE,)), right)
+
+
+def test_a_receipt_of_items_is_computed_again_with_as_many(tmp_path: Path) -> None:
+    made = receipt(items=(PICTURE,))
+    require(made, ["image"])
+    require(receipt(), [])
+    with pytest.raises(NoTestError, match=r"the receipt's request has 1 image, and none given: .*, --image"):
+        require(made, [])
+    with pytest.raises(NoTestError, match="has 1 image, and 1 image and 2 sounds given"):
+        require(made, ["audio", "image", "audio"])
+    with pytest.raises(NoTestError, match="has no images, videos or sounds: leave --audio out"):
+        require(receipt(), ["audio"])
+    with pytest.raises(NoTestError, match="1 image: the definition is of models that take tokens"):
+        recompute(made, str(tmp_path))
+    served = Page({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+    with fake_server(models=served) as url, pytest.raises(NoTestError, match="1 image: a server does not tell"):
+        asyncio.run(verify_on_server(made, url))
 
 
 def test_a_receipt_of_an_adapter_is_computed_again_with_one_alone() -> None:
@@ -307,7 +365,7 @@ def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path)
 
     def info(load_format: str) -> Model:
         config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
-        model = SimpleNamespace(hf_config=None, model=str(folder), revision=None)
+        model = SimpleNamespace(hf_config=None, model=str(folder), revision=None, is_encoder_decoder=False)
         return engine_info(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
 
     assert info("auto").digest is not None

@@ -254,6 +254,8 @@ REQUEST = PatchPoint(("vllm.v1.request",), "Request")
 """What an engine keeps of a request."""
 VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
 """A server tells the client of it, with status 400."""
+MODEL_CLASS = PatchPoint(("vllm.model_executor.model_loader",), "get_model_cls")
+"""The class that serves a model, of its configuration."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
 """Filters logits for vLLM's first model runner."""
 TOP_K_TOP_P_SAMPLER = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "TopKTopPSampler")

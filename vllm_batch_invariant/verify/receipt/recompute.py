@@ -17,6 +17,7 @@ from ...ops.exact.decoder import Decoder
 from ...ops.exact.definition import Floats
 from ..outcome import NoTestError
 from ..printing import one_line
+from . import items
 from .comparison import Difference, Note, Verdict, extent, first_difference_of, notes_on
 from .hopper import Hopper
 from .model_files import local_folder, model_at
@@ -58,6 +59,7 @@ def recompute(
     """
     if receipt.adapter is not None:
         raise NoTestError("the completion has a LoRA adapter, which the definition has not")
+    items.refuse(receipt, "the definition is of models that take tokens; start an engine here")
     prompt = receipt.prompt.ids(prompt_token_ids)
     arithmetic = _arithmetic_of(receipt, hopper)
     arithmetic.check(receipt)
@@ -84,7 +86,7 @@ def recompute(
         chain.from_iterable(arithmetic.positions(decoder, logits, part, receipt, prompt) for part in parts),
         reason or receipt.completion.finish_reason,
     )
-    compared = f"{extent(receipt.completion)}, computed again by the definition of {arithmetic.name}"
+    compared = f"{extent(receipt)}, computed again by the definition of {arithmetic.name}"
     if reason is None:
         compared += f"; that it ended there ({receipt.completion.finish_reason}) is what the receipt says"
     if trace.compared:

@@ -149,6 +149,37 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """One tensor of what a processor made of an item: its shape, PyTorch's name of its dtype, and the sha256 of its
+    bytes, row by row.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    dtype: str
+    sha256: Hash
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype} ({self.sha256[:12]})"
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image, a video or a sound of a request, as an encoder gets it, and where it stands."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    kind: str
+    at: Token
+    """The first of its tokens in the prompt."""
+    tokens: Annotated[int, Field(ge=1)]
+    """How many tokens of the prompt are its own."""
+    tensors: dict[str, Tensor]
+    """By vLLM's names; ``is_embed`` says which of its tokens get rows of the encoder, where some get none."""
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen, under vLLM's names; nothing is left to a server's defaults.
 
@@ -253,8 +284,8 @@ class EngineInfo:
 
     model: Model
     environment: Environment
-    of_images: frozenset[int] = frozenset()
-    """Tokens that stand for images and videos in a prompt."""
+    of_items: frozenset[int] = frozenset()
+    """Tokens that stand for images, videos and sounds in a prompt."""
     adapter: Adapter | None = None
     """Of the request, if it has one."""
 
@@ -283,6 +314,15 @@ class Receipt:
     trace: tuple[TracedStep, ...] = ()
     """What the layers made, if it was asked for: with it a difference is found in its operation."""
     adapter: Adapter | None = None
+    items: tuple[Item, ...] = ()
+    """In the order of the prompt."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for item in self.items:
+            if item.at < end or item.at + item.tokens > self.prompt.tokens:
+                raise BadReceipt("the items of the request do not stand one behind the other in its prompt")
+            end = item.at + item.tokens
 
     def __post_init__(self) -> None:
         if (tokens := len(self.completion.token_ids)) > self.sampling.max_tokens:
@@ -297,10 +337,11 @@ class Receipt:
         completion: Completion,
         private: bool,
         trace: tuple[TracedStep, ...] = (),
+        items: tuple[Item, ...] = (),
     ) -> "Receipt":
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
         prompt, info = Prompt.of(token_ids, private), info.asked_for(info.adapter)
-        made = cls(info.model, prompt, sampling, completion, info.environment, trace, info.adapter)
+        made = cls(info.model, prompt, sampling, completion, info.environment, trace, info.adapter, items)
         return cls.from_json(made.to_json())
 
     @property
@@ -310,7 +351,7 @@ class Receipt:
 
     def _body(self) -> dict[str, Any]:
         body = {"format": FORMAT, "version": VERSION} | asdict(self)
-        for name in ("trace", "adapter"):
+        for name in ("trace", "adapter", "items"):
             if not body[name]:
                 del body[name]
         return body
