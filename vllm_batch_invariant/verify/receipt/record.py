@@ -323,8 +323,6 @@ class Receipt:
             if item.at < end or item.at + item.tokens > self.prompt.tokens:
                 raise BadReceipt("the items of the request do not stand one behind the other in its prompt")
             end = item.at + item.tokens
-
-    def __post_init__(self) -> None:
         if (tokens := len(self.completion.token_ids)) > self.sampling.max_tokens:
             raise BadReceipt(f"the completion has {tokens} tokens, and the request at most {self.sampling.max_tokens}")
 
