@@ -14,7 +14,7 @@ from ...errors import NotCovered
 from ..exact import definition as exact
 from ..exact.decoder import Decoder
 from ..exact.definition import Floats
-from ..exact.families import FULL, rope_type, rotary_embedding
+from ..exact.families import FULL, problem_of, rope_type, rotary_embedding
 from ..norm.reduction import NormReduction
 from ..quantise import quantise
 from ..scaled_linear import E4M3, GROUP, WGMMA, scaled_linear
@@ -105,7 +105,7 @@ class HopperDecoder(Decoder):
             return (
                 f"quantised weights of {quantised.get('quant_method')} that are no FP8 in blocks of {GROUP} x {GROUP}"
             )
-        return super()._problem_of(architecture)
+        return problem_of(architecture, self.config.get)
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
         bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
