@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.hopper_receipts import MODELS, SAMPLINGS, save_model
+from scripts.hopper_receipts import MODELS, save_model
 from vllm_batch_invariant.verify.receipt.model_files import model_at
 from vllm_batch_invariant.verify.receipt.recompute import recompute
 from vllm_batch_invariant.verify.receipt.record import Receipt
 
 MADE = Path(__file__).with_name("receipts_of_h200")
 """By ``scripts.hopper_receipts``, with vLLM 0.33, without what layers made."""
-NAMES = [f"{model}-{sampling}" for model in MODELS for sampling in SAMPLINGS]
+NAMES = sorted(path.stem for path in MADE.glob("*.json"))
 
 
 @pytest.fixture(scope="module")
