@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from tests.assertions import assert_near, assert_same_bits
 from vllm_batch_invariant.aten import set_batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.engine import items
 from vllm_batch_invariant.integration.layers import convolution, encoders, review
 
 CASES: dict[str, tuple[type[torch.nn.Module], tuple[int, ...], dict[str, Any]]] = {
@@ -238,3 +239,34 @@ def test_towers_of_other_models_stay_as_they_are() -> None:
     model: Any = SimpleNamespace(tower=torch.nn.Conv1d(1, 1, 1), _tower_model_names=["tower"])
     encoders.prepare(model)
     assert type(model.tower) is torch.nn.Conv1d
+
+
+def test_what_gemma_4_is_given_of_a_sound_follows_from_its_own_samples() -> None:
+    """Products with filters are of as many rows as a request's longest sound has frames."""
+    import numpy as np
+    from transformers import Gemma4AudioFeatureExtractor
+
+    kind: Any = type("Gemma4AudioFeatureExtractor", (Gemma4AudioFeatureExtractor,), {})
+    plain, ours = Gemma4AudioFeatureExtractor(), kind()
+    items.of_own_samples(None)
+    items.of_own_samples(ours)
+    items.of_own_samples(ours)  # once
+    products: list[int] = []
+    matmul = np.matmul
+    rng = np.random.default_rng(0)
+
+    def features(extractor: Any, sounds: list[Any]) -> tuple[Any, list[int]]:
+        products.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(np, "matmul", lambda one, other: products.append(one.shape[-2]) or matmul(one, other))
+            made = extractor(sounds, sampling_rate=16000, return_tensors="pt")
+        return made["input_features"][0][made["input_features_mask"][0]], [*products]
+
+    for samples in (161, 320, 321, 1000, 5000, 16001):
+        sound = (0.2 * rng.standard_normal(samples)).astype(np.float32)
+        longer = np.zeros(20000, np.float32)
+        alone, beside = features(ours, [sound]), features(ours, [sound, longer])
+        assert_same_bits(beside[0], alone[0], f"{samples} samples")
+        assert beside[1][0] == alone[1][0] == len(alone[0]) == (samples - 161) // 160 + 1
+        assert features(plain, [sound, longer])[1][0] > len(alone[0]), "the negative control"
+        assert_near(alone[0], features(plain, [sound])[0].double(), factor=2)

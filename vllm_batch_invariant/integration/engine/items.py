@@ -3,19 +3,22 @@
 An engine finds an embedding, and the pages that hold it, by the item's identifier. vLLM makes it of the content, but
 takes one of the user's (``multi_modal_uuids``, or an image's EXIF ImageID) as it is: under it a request would be
 answered about the image that another request has brought before. A processor of sound may add noise (``dither``), which
-it draws of a generator that all requests share.
+it draws of a generator that all requests share. And it may fill a request's sounds to the longest of them before it
+multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests.
 """
 
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
+import numpy as np
+
 from ..reviews import patch_points
 
 
 def install() -> None:
-    """Refuse requests that name an item by an identifier of their own, or whose sound gets noise; and take no
-    identifier out of an image.
+    """Refuse requests that name an item by an identifier of their own, or whose sound gets noise; take no identifier
+    out of an image, and make what is made of a sound of its own samples.
     """
     renderer = patch_points.RENDERER.get() if patch_points.RENDERER.is_there() else None
     process = getattr(renderer, "_process_mm_uuids", None)
@@ -49,9 +52,40 @@ def _without_noise(process: Any) -> Any:
                 "batch-invariant mode does not cover noise in sound: its processor draws it for whatever comes first; "
                 "set dither to 0, in preprocessor_config.json or mm_processor_kwargs"
             )
+        if "audio" in mm_data:
+            of_own_samples(getattr(self.get_mm_processor().info.get_hf_processor(), "feature_extractor", None))
         return process(self, prompt, mm_data, mm_uuids, mm_processor_kwargs, *args, **kwargs)
 
     return _process_multimodal
+
+
+def of_own_samples(extractor: Any) -> None:
+    """Have the class of an extractor that fills sounds (Gemma 4's) compute frames of the samples that a sound has.
+
+    Args:
+        extractor: Transformers', or None.
+    """
+    kind: Any = type(extractor)
+    extract: Any = getattr(kind, "_extract_spectrogram", None)
+    if kind.__name__ != "Gemma4AudioFeatureExtractor" or hasattr(extract, "__wrapped__"):
+        return
+
+    @wraps(extract)
+    def _extract_spectrogram(self: Any, waveform: Any, attention_mask: Any) -> Any:
+        """Of [1, samples], of which the first are seen: [frames, bins], and whether a frame is."""
+        window, before = self.frame_length + 1, self.frame_length // 2
+
+        def frames(samples: int) -> int:
+            return (before + samples - window) // self.hop_length + 1
+
+        own = int(np.sum(attention_mask))
+        if frames(own) < 1:
+            return extract(self, waveform, attention_mask)
+        made, seen = extract(self, waveform[..., :own], attention_mask[:own])
+        behind = frames(waveform.shape[-1]) - len(made)
+        return np.pad(made, ((0, behind), (0, 0))), np.pad(seen, (0, behind))
+
+    kind._extract_spectrogram = _extract_spectrogram
 
 
 def _dither(renderer: Any, asked: Mapping[str, Any]) -> Any:
