@@ -335,6 +335,18 @@ def _attention() -> str:
     return _table(["", "decode", "prefill", "chunks, and prefills among decodes"], body)
 
 
+def _attention_of_codes() -> str:
+    """Decode over a KV cache in FP8, by requests and keys."""
+    rows = [row for row in _data("attention_fp8") if row.provider == "ours-triton" and row.metric == "time"]
+    by = {tuple(row.keys[key] for key in ("heads", "kv_heads", "batch", "context")): row.ratio for row in rows}
+    contexts = sorted({context for *_, context in by}, key=int)
+    body = []
+    for heads, kv_heads, batch in dict.fromkeys(key[:3] for key in by):
+        found = [by.get((heads, kv_heads, batch, context)) for context in contexts]
+        body.append([f"{heads} over {kv_heads}, {batch}", *(_bold(one) if one else "" for one in found)])
+    return _table(["heads, requests", *(f"{int(context) >> 10}k keys" for context in contexts)], body)
+
+
 def _flex(phase: str) -> str:
     rows = [row for row in _data("attention") if _attention_phase(row) == phase]
     return f"{geometric_mean(_ratios(rows, 'ours-flex')):.1f}"
@@ -389,6 +401,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "drafts-eagle3": lambda: _drafts("eagle3"),
     "linear": _linear,
     "attention": _attention,
+    "attention-fp8": _attention_of_codes,
+    "attention-fp8-mean": lambda: f"{geometric_mean(_ratios(_data('attention_fp8'), 'ours-triton')):.2f}",
     "moe-h200": lambda: _experts("H200"),
     "moe-h100": lambda: _experts("H100"),
     "collectives": _collectives,

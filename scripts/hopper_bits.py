@@ -25,13 +25,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
+from vllm_batch_invariant.ops.exact.definition import Floats, bf16, expert_sum, fp32
 from vllm_batch_invariant.ops.hopper import confirmed, definition, known_answers, sampling
-from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.tables import ENTRIES, Tables, ideal, packed, recorded
 from vllm_batch_invariant.provenance import installed
 
-ALL = (*OPERATIONS, *OF_SEEDS)
+ALL = (*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS)
 _SHOWN = 3
 _MOST_SAMPLES = 1_900_000
 """Bytes."""
@@ -404,6 +404,73 @@ def _attend(gpu: Gpu, paged_attention: Callable, reduction: object, q: Floats, k
     )  # fmt: skip
 
 
+def products_of_codes(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """Of e4m3 in blocks: rows that are quantised, and every kind of product that a layer may be served by."""
+    from vllm_batch_invariant.ops.linear.problem import ScaledProblem
+    from vllm_batch_invariant.ops.quantise import quantise
+    from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction, cuda, scaled_linear
+    from vllm_batch_invariant.ops.scaled_linear.library import operand_sets
+    from vllm_batch_invariant.ops.scaled_linear.sm90_schedule import SM90_SCHEDULES
+
+    x = numbers(rng, 300, 1152) * np.exp2(rng.integers(-30, 30, (300, 1))).astype(fp32)
+    x[0], x[1, 5], x[2, ::128], x[3] = 0, 1e30, 1e-38, bf16(x[3] * fp32(2.0**-110))
+    x[4, 130], x[5, 600], x[6, :128] = np.inf, np.nan, -0.0
+    given = torch.from_numpy(bf16(x)).to(torch.bfloat16)
+    found, defined = quantise(given.to(gpu.device), codes=E4M3, group=GROUP), quantise(given, codes=E4M3, group=GROUP)
+    of_bits = [one[0].view(torch.uint8).float() for one in (found, defined)]
+    yield Comparison("quantise", "codes", of_bits[0], of_bits[1].numpy())
+    yield Comparison("quantise", "scales", found[1], defined[1].numpy())
+    for m, n, k in ((5, 144, 640), (64, 256, 1024), (300, 272, 4096)):
+        reduction = ScaledLinearReduction.of(k, torch.bfloat16, E4M3, True, WGMMA)
+        sets = operand_sets(ScaledProblem(n, k, torch.bfloat16, 0), m, torch.device("cpu"))
+        for kind, operands in zip(("cancelling", "normal", "one sign"), sets, strict=True):
+            on = [one.to(gpu.device) for one in operands]
+            bias = torch.from_numpy(numbers(rng, n)).to(torch.bfloat16)
+            for own, name in ((None, ""), (bias, " and a bias")):
+                made = scaled_linear(*operands, own, torch.bfloat16, mma=WGMMA).float().numpy()
+                there = None if own is None else own.to(gpu.device)
+                found = scaled_linear(*on, there, torch.bfloat16)
+                yield Comparison("scaled_linear", f"{kind}{name}, as chosen, {m}x{n}x{k}", found, made)
+                for number in (0, len(SM90_SCHEDULES) // 2, len(SM90_SCHEDULES) - 1):
+                    found = cuda.scaled_linear(*on, there, reduction, SM90_SCHEDULES[number])
+                    yield Comparison("scaled_linear", f"{kind}{name}, tile {number}, {m}x{n}x{k}", found, made)
+
+
+def mixtures(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """Of a router and its experts: few tokens, of whose pairs a program finds its own, and many."""
+    from vllm_batch_invariant.ops.hopper import cpu
+    from vllm_batch_invariant.ops.moe import Experts, MoeReduction, moe, route
+    from vllm_batch_invariant.ops.softmax.reduction import SoftmaxReduction
+
+    for experts, top_k, renormalise in ((128, 8, True), (64, 8, False), (8, 2, True), (60, 4, True)):
+        logits = numbers(rng, 200, experts) * fp32(3)
+        logits[0], logits[1, 3] = 0, -np.inf
+        logits[2, 5] = logits[2, 1] = logits[2].max() + 1
+        logits = bf16(logits)
+        reduction = MoeReduction(experts, top_k, torch.bfloat16, renormalise=renormalise)
+        weights, ids = route(gpu.put(logits), reduction)
+        of_row = SoftmaxReduction.of_device("cuda", experts, torch.float32)
+        defined = definition.route(logits, top_k, renormalise, of_row, _tables())
+        yield Comparison("route", f"{experts} experts, weights", weights, defined[0], {"x": _halves(logits[:3])})
+        yield Comparison("route", f"{experts} experts, which", ids.float(), defined[1].astype(fp32))
+    for tokens, experts, hidden, inner in ((1, 8, 256, 192), (5, 16, 512, 128), (40, 16, 256, 64), (600, 8, 256, 128)):
+        x, w13 = numbers(rng, tokens, hidden), bf16(numbers(rng, experts, 2 * inner, hidden) * fp32(hidden**-0.5))
+        w2 = bf16(numbers(rng, experts, hidden, inner) * fp32(inner**-0.5))
+        ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :2]
+        weights = rng.random((tokens, 2)).astype(fp32)
+        reduction = MoeReduction(experts, 2, torch.bfloat16)
+        layer = Experts(gpu.put(w13), gpu.put(w2), reduction)
+        found = moe(gpu.put(x), gpu.put(weights, torch.float32), gpu.put(ids, torch.int64), layer)
+        made = np.empty((tokens, 2, hidden), fp32)
+        for expert in np.unique(ids):
+            at, slot = np.nonzero(ids == expert)
+            gate_up = definition.linear(x[at], w13[expert], mma=cpu.mma)
+            made[at, slot] = definition.linear(definition.silu_and_mul(gate_up, _tables()), w2[expert], mma=cpu.mma)
+        yield Comparison(
+            "experts", f"{tokens} tokens of {hidden}, {experts} experts of {inner}", found, expert_sum(made, weights)
+        )
+
+
 def as_fp32(found: torch.Tensor) -> Floats:
     return found.detach().float().cpu().numpy()
 
@@ -494,6 +561,8 @@ PARTS = {
     norms: ("rms_norm",),
     rotations: ("rotary_table", "rotate"),
     attentions: ("attention",),
+    products_of_codes: OF_CODES,
+    mixtures: OF_EXPERTS,
 }
 """What is compared, and the operations that it is of."""
 

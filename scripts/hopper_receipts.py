@@ -1,19 +1,24 @@
 """Receipts of a real engine on a Hopper, in its usual arithmetic, computed again on the CPU beside it.
 
 usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
+       python -m scripts.hopper_receipts FOLDER --only 0.6b       one of the shape of Qwen3-0.6B, made alone
+       python -m scripts.hopper_receipts FOLDER --model-of 0.6b   its weights alone, to verify it elsewhere
 
-FOLDER gets a small model whose weights are made of integers, in two architectures, and for each the receipts of a
-greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer that differs is
-named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Exit status 0: every
-bit is equal.
+FOLDER gets a small model whose weights are made of integers, in several architectures, also in FP8, and for each the
+receipts of a greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer
+that differs is named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Of the
+larger shape 200 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not verified. Exit
+status 0: every bit is equal.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +27,70 @@ from safetensors.torch import save_file
 
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
-from vllm_batch_invariant.ops.exact.known_answers import checkpoint
+from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
+from vllm_batch_invariant.ops.exact.known_answers import checkpoint, normal
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS
 from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.quantised_model import quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
 from vllm_batch_invariant.verify.receipt.recompute import recompute
 from vllm_batch_invariant.verify.receipt.record import Receipt, Sampling
 
-MODELS = {"qwen3": {}, "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
-"""Changes to the configuration of the known model; the others have no norms of heads."""
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+_MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {}, "llama": _LLAMA, "qwen3-fp8": {}, "llama-fp8": _LLAMA, "qwen3-moe": _MIXTURE,
+    "qwen3-moe-fp8": _MIXTURE,
+}  # fmt: skip
+"""Changes to the configuration of the known model."""
+SHAPES = {
+    "0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+    }
+}  # fmt: skip
+"""Sizes of the model of that name."""
 PROMPT = tuple(int(one) % 4096 for one in (7919 * number**2 + 13 * number + 5 for number in range(300)))
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 7, "top_k": 100, "top_p": 0.9}}
 TOKENS = 24
+SERVED_TOKENS = 200
 
 
 def save_model(folder: Path, name: str) -> Path:
-    """Write the checkpoint of one of :data:`MODELS`."""
-    config, weights = checkpoint()
+    """Write the checkpoint of one of :data:`MODELS` or :data:`SHAPES`."""
+    config, weights = checkpoint(**SHAPES.get(name, {}))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | MODELS[name]))
-    if MODELS[name]:
+    (folder / "config.json").write_text(json.dumps(config | MODELS.get(name, {})))
+    changes = MODELS.get(name, {})
+    if changes is _LLAMA:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
+    if changes is _MIXTURE:
+        weights = dict(_with_experts(weights, config["hidden_size"]))
     bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
     save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
+    if name.endswith("-fp8"):
+        quantise(folder, "w8a8-fp8-block")
     return folder
+
+
+def _with_experts(weights: dict[str, Floats], hidden: int) -> Iterator[tuple[str, Floats]]:
+    """The weights with a mixture of experts in the place of each MLP."""
+    inner, count = _MIXTURE["moe_intermediate_size"], _MIXTURE["num_experts"]
+    for number, (name, weight) in enumerate(weights.items(), 1):
+        if ".mlp." not in name:
+            yield name, weight
+            continue
+        layer, _, part = name.partition(".mlp.")
+        shape = (hidden, inner) if part.startswith("down") else (inner, hidden)
+        for expert in range(count):
+            drawn = normal(10_000 + 100 * number + expert, *shape)
+            yield f"{layer}.mlp.experts.{expert}.{part}", bf16(drawn / fp32(math.sqrt(shape[1])))
+        if part.startswith("down"):
+            yield f"{layer}.mlp.gate.weight", bf16(normal(5000 + number, count, hidden) / fp32(math.sqrt(hidden)))
 
 
 def make(folder: Path, name: str) -> dict[str, Receipt]:
@@ -77,13 +121,44 @@ def make(folder: Path, name: str) -> dict[str, Receipt]:
     return made
 
 
+def make_served(folder: Path, name: str) -> dict[str, Receipt]:
+    """The receipts of completions of one of :data:`SHAPES`, as an engine serves them: in graphs, among others."""
+    os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    from vllm import LLM
+
+    from vllm_batch_invariant.verify import receipt
+    from vllm_batch_invariant.verify.receipt import engine
+
+    llm = LLM(
+        str(save_model(folder / name, name)),
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=8 << 30,
+        gpu_memory_utilization=0.3,
+    )
+    info, made = receipt.engine_info(llm), {}
+    for how, chosen in SAMPLINGS.items():
+        sampling = Sampling(max_tokens=SERVED_TOKENS, logprobs=5, ignore_eos=True, **chosen)
+        alone, _ = engine.complete(llm, PROMPT, sampling)
+        one = Receipt.of(info, PROMPT, sampling, alone, False)
+        others = engine.ConcurrentRequests(one, PROMPT, 1024, 31)
+        started = time.monotonic()
+        completion, beside = engine.complete(llm, PROMPT, sampling, others)
+        print(f"{name}, {how}: beside {beside} requests in {time.monotonic() - started:.1f} s", flush=True)
+        made[how] = Receipt.of(info, PROMPT, sampling, completion, False)
+        if made[how].completion != one.completion:
+            raise SystemExit(f"{name}, {how}: other bits alone than beside others")
+    return made
+
+
 def known(path: Path) -> Hopper:
     """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
-    here = Hopper.here()
-    if not here.confirmed.missing():
+    here, every = Hopper.here(), (*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS)
+    if not here.confirmed.missing(every):
         return here
     recorded = here.tables or tables.recorded(path)
-    every = (*OPERATIONS, *OF_SEEDS)
     machine = {"vllm": patch_points.installed_version()}
     answers = known_answers.digest(recorded)
     taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0))
@@ -95,19 +170,29 @@ def verify(made: Receipt, folder: Path, name: str) -> Any:
     return recompute(made, str(save_model(folder / name, name)), hopper=known(folder / "tables.xz"))
 
 
-def in_own_process(folder: Path, name: str) -> int:
+def in_own_process(folder: Path, name: str, unverified: bool) -> int:
     """Make and verify the receipt of one of :data:`MODELS`; the exit status."""
     command = [sys.executable, "-m", "scripts.hopper_receipts", str(folder), "--only", name]
+    command += ["--unverified"] * unverified
     return subprocess.run(command, check=False).returncode
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=MODELS, help="one model, in this process")
+    parser.add_argument("--only", choices=(*MODELS, *SHAPES), help="one model, in this process")
+    parser.add_argument("--unverified", action="store_true", help="make receipts, to verify them elsewhere")
+    parser.add_argument("--model-of", choices=(*MODELS, *SHAPES), help="write this model and nothing else")
     options = parser.parse_args(arguments)
+    if options.model_of is not None:
+        print(save_model(options.folder / options.model_of, options.model_of))
+        return 0
+    if options.only in SHAPES:
+        for how, made in make_served(options.folder, options.only).items():
+            made.save(options.folder / f"{options.only}-{how}.json")
+        return 0
     if options.only is None:
-        return max([in_own_process(options.folder, name) for name in MODELS])
+        return max([in_own_process(options.folder, name, options.unverified) for name in MODELS])
     started = time.monotonic()
     status = 0
     for how, made in make(options.folder, options.only).items():
@@ -115,6 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
         path.unlink(missing_ok=True)
         made.save(path)
         print(f"{path} after {time.monotonic() - started:.0f} s", flush=True)
+        if options.unverified:
+            continue
         try:
             verdict = verify(made, options.folder, options.only)
         except NoTestError as error:

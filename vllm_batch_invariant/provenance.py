@@ -45,7 +45,8 @@ class Environment:
     @property
     def exact_format(self) -> str | None:
         """The format of its exact arithmetic; None if its arithmetic is another."""
-        return str(self.reductions[EXACT]["format"]) if EXACT in self.reductions else None
+        found = self.reductions.get(EXACT, {}).get("format")
+        return None if found is None else str(found)
 
     @property
     def is_silent(self) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.whisper.modeling_whisper import sinusoids
 
 from tests.engine import images, multimodal
-from vllm_batch_invariant.integration.layers import attention, encoders
+from vllm_batch_invariant.integration.layers import attention, convolution, encoders
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
 from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
@@ -28,6 +28,8 @@ SPECIAL = {AUDIO: "<|audio_pad|>", START: "<|audio_start|>", END: "<|audio_end|>
 """Tokens of the models here."""
 OF_QWEN2_AUDIO = {AUDIO: "<|AUDIO|>", START: "<|audio_bos|>", END: "<|audio_eos|>"}
 """What they are called where vLLM knows no other names."""
+OF_GEMMA_4 = 4004
+"""What stands for a sound in Gemma 4's prompts."""
 RATE, HOP = 16000, 160
 """Samples a second, and of a frame."""
 
@@ -239,6 +241,8 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     """A checkpoint with a tokenizer of words and a processor."""
     if config.model_type == "voxtral":
         return _save_voxtral(config, dtype, folder)
+    if config.model_type == "gemma4":
+        return images.save(config, dtype, folder)
     torch.manual_seed(0)
     made = MODELS[config.model_type](config)
     with torch.no_grad():  # else audio would hardly change an answer
@@ -328,9 +332,16 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
         )
     tower: Any = model.audio_tower if hasattr(model, "audio_tower") else model.model.encoder
     device = next(tower.parameters()).device
-    given = [frames(count, tower.num_mel_bins, seed).to(device) for seed, count in enumerate(lengths)]
+    bins = getattr(tower, "num_mel_bins", 128)
+    given = [frames(count, bins, seed).to(device) for seed, count in enumerate(lengths)]
 
     def encode(call: Sequence[int]) -> Sequence[torch.Tensor]:
+        if hasattr(tower, "subsample_conv_projection"):  # stacked where all are as long, as vLLM does
+            rows = [(2 * given[item].T - 4).contiguous() for item in call]
+            masks = [torch.ones(len(one), dtype=torch.bool) for one in rows]
+            if len({len(one) for one in rows}) == 1:
+                rows, masks = torch.stack(rows), torch.stack(masks)
+            return model.embed_multimodal(input_features_padded=rows, input_features_mask=masks)
         if hasattr(tower, "avg_pooler"):  # filled to the length that all have
             most = 2 * tower.max_source_positions
             padded = [torch.nn.functional.pad(given[item], (0, most - lengths[item])) for item in call]
@@ -395,6 +406,8 @@ def answers_beside_new(llm: Any, first: Sequence[dict[str, Any]], later: Sequenc
 OF_CALLS = "attention over the whole call"
 OF_LENGTHS = "splits by the longest sequence"
 OF_CHUNKS = "chunks filled to the longest of the call"
+OF_MASKS = "rows behind a sound are not masked"
+OF_CONVOLUTIONS = "convolutions are PyTorch's"
 OF_ORDER = "outputs of an encoder in the order of the schedule"
 OF_REQUESTS = "splits of cross attention by the number of requests"
 
@@ -411,6 +424,10 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             patch.setattr(encoders, "attend", images._attend_by_number)
         elif fault == OF_CHUNKS:
             llm.apply_model(lambda model: patch.setattr(model.audio_tower, "forward", _encode_of(model.audio_tower)))
+        elif fault == OF_MASKS:
+            llm.apply_model(lambda model: _drop_masks(model.audio_tower.subsample_conv_projection.layer1, patch))
+        elif fault == OF_CONVOLUTIONS:
+            patch.setattr(convolution._Unfolded, "_conv_forward", _of_pytorch)
         elif fault == OF_ORDER:
             patch.setattr(runner, "_execute_mm_encoder", runner._execute_mm_encoder.__wrapped__)
         elif fault == OF_REQUESTS:
@@ -421,6 +438,17 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
 def _encode_of(tower: Any) -> Any:
     """vLLM's."""
     return tower.forward.__wrapped__
+
+
+def _drop_masks(layer: Any, patch: pytest.MonkeyPatch) -> None:
+    """Have a layer of a tower see what stands behind a sound."""
+    encode = layer.forward
+    patch.setitem(vars(layer), "forward", lambda rows, mask: (encode(rows)[0], mask[:, ::2]))
+
+
+def _of_pytorch(self: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    of = torch.nn.functional.conv1d if weight.dim() == 3 else torch.nn.functional.conv2d
+    return of(x, weight, bias, self.stride, self.padding, groups=self.groups)
 
 
 def _attend_by_requests(call: PagedAttention, *others: Any) -> torch.Tensor:

@@ -148,12 +148,13 @@ _OF_TOWER = {
     "default_output_length": 70,
 }
 _HEARS = {
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "output_proj_dims": 64,
-    "subsampling_conv_channels": (8, 8),
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "output_proj_dims": 96,
+    "subsampling_conv_channels": (128, 8),
 }
+"""Of a tower for sounds: two convolutions, of whose rows each sees eleven before it."""
 SIDE = 48
 """Pixels of the side of what a token stands for."""
 
@@ -169,7 +170,7 @@ def seeing(name: str, **tokens: Any) -> transformers.PretrainedConfig:
     sizes = {"vocab_size": 4096} | ({"vocab_size_per_layer_input": 4096} if of_text == "E2B" else _SEES_IMAGES)
     text_config = CONFIGS[of_text] | sizes
     vision: dict[str, Any] = _SEES.get(name, _SEES["31B"]) | _OF_TOWER
-    if name == "E2B":  # as published, which is not asked about sound here
+    if name == "E2B":  # as published
         tokens |= {"audio_config": _HEARS}
     if kind == "Gemma4Unified":
         del text_config["hidden_size_per_layer_input"]
@@ -185,7 +186,7 @@ def seeing(name: str, **tokens: Any) -> transformers.PretrainedConfig:
 def draw(model: torch.nn.Module) -> torch.nn.Module:
     """Weights of a whole model in fp32: rows of images are as large as embeddings of text, and heads see many keys."""
     generator = torch.Generator().manual_seed(0)
-    parts = {name: part for name, part in model.model.named_children() if "audio" not in name}
+    parts = dict(model.model.named_children())
     text = parts.pop("language_model")
     draw_text(text, generator)
     with torch.no_grad():
@@ -193,14 +194,14 @@ def draw(model: torch.nn.Module) -> torch.nn.Module:
             for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
                 if name.endswith(("min", "max")):
                     tensor.fill_(2.0 if name.endswith("max") else -2.0)
-                elif name.endswith(("inv_freq", "scale")):
+                elif name.endswith(("inv_freq", "std_scale", "softcap", "inv_timescales")):
                     continue
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
                     tensor.uniform_(0.2, 0.6, generator=generator)
                 elif tensor.dim() == 1:
                     tensor.uniform_(0.5, 1.5, generator=generator)
                 else:
-                    gain = 0.3 if part_name == "embed_vision" else 1.0
+                    gain = 0.3 if part_name.startswith("embed_") else 1.0
                     size = 1 if "position" in name or "pos_embedding" in name else tensor[0].numel()
                     tensor.normal_(0, gain * size**-0.5, generator=generator)
         tower = parts.get("vision_tower")

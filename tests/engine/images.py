@@ -38,10 +38,15 @@ OF_GLM |= {4004: "<|begin_of_video|>", 4005: "<|end_of_video|>"}
 OF_GEMMA_4 = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|image>", END: "<image|>"}
 OF_GEMMA_4 |= {4004: "<|audio|>", 4005: "<|audio>", 4006: "<audio|>"}
 """The same of Gemma 4's, with those of audio."""
+OF_IDEFICS = {IMAGE: "<image>", START: "<fake_token_around_image>", END: "<global-img>"}
+OF_IDEFICS |= {4020 + 2 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(2) for column in range(2)}
+"""The same of Idefics 3's."""
 PATCH = 4004
 OF_LLAMA_4 = {IMAGE: "<|image|>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|patch|>"}
 OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
 """The same of Llama 4's."""
+IDEFICS = ("idefics3", "smolvlm")
+"""Types of models."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -157,6 +162,31 @@ def internvl3_5() -> transformers.PretrainedConfig:
     return internvl("qwen3", norm_type="rms_norm", use_qk_norm=True, hidden_size=256, attention_bias=False)
 
 
+def idefics3(kind: Any = transformers.Idefics3Config, size: int = 64) -> transformers.PretrainedConfig:
+    """A tower with two heads for squares of 6 x 6 patches, of which an image, whose longest side is of two, has up to
+    four and one of all of it; nine patches are a token, and tokens of text stand before each square.
+
+    Args:
+        kind: of configuration.
+        size: of a head.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 2 * size, "intermediate_size": 320, "num_attention_heads": 2}
+    return kind(
+        architectures=[kind.__name__.replace("Config", "ForConditionalGeneration")],
+        text_config=multimodal.TEXT | {"model_type": "llama", "head_dim": 64},
+        vision_config=vision | {"image_size": 84, "patch_size": 14},
+        image_token_id=IMAGE,
+        pad_token_id=0,
+        scale_factor=3,
+        tie_word_embeddings=False,
+    )
+
+
+def smolvlm() -> transformers.PretrainedConfig:
+    """The same with heads of 72."""
+    return idefics3(transformers.SmolVLMConfig, 72)
+
+
 def glm4_1v() -> transformers.PretrainedConfig:
     """A tower with two heads of 128, positions interpolated between those of 8 x 8 patches, and a convolution that
     makes a row of four patches; a decoder with norms behind attention and experts, and angles of neighbours of half a
@@ -209,9 +239,10 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         for name, weight in made.named_parameters():
             is_seen = "visual" in name or ("vision_tower" in name and config.model_type in ("mistral3", "internvl"))
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
+            is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
-            if name.endswith(("position_embeddings", "cls_token")):
+            if name.endswith(("position_embeddings", "position_embedding.weight", "cls_token")):
                 torch.nn.init.normal_(weight)
             if config.model_type == "llama4" and "vision_model" in name and weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
@@ -221,13 +252,21 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     if of_gemma:
         made = of_gemma_4.draw(made.float()).to(dtype)
     made.save_pretrained(folder)
-    named_by = {"gemma3": OF_GEMMA, "internvl": OF_INTERNVL, "glm4v": OF_GLM, "glm4v_moe": OF_GLM, "llama4": OF_LLAMA_4}
+    named_by = dict.fromkeys(IDEFICS, OF_IDEFICS) | {
+        "gemma3": OF_GEMMA,
+        "internvl": OF_INTERNVL,
+        "glm4v": OF_GLM,
+        "glm4v_moe": OF_GLM,
+        "llama4": OF_LLAMA_4,
+    }
     special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
     named = {"image_token": special[IMAGE], "boi_token": special[START], "eoi_token": special[END]}
     if config.model_type == "internvl":
         named = {"context_image_token": special[IMAGE], "video_token": special[VIDEO]}
         named |= {"start_image_token": special[START], "end_image_token": special[END]}
+    if config.model_type in IDEFICS:
+        named = {"image_token": special[IMAGE], "fake_image_token": special[START], "global_image_token": special[END]}
     if of_gemma:
         named |= {"audio_token": special[4004], "boa_token": special[4005], "eoa_token": special[4006]}
     seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
@@ -266,6 +305,17 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         (folder / "processor_config.json").write_text(json.dumps(processor))
         (folder / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
         return type(made).from_pretrained(folder, dtype=dtype)  # its complex angles were cast to real ones
+    if config.model_type in IDEFICS:
+        side, name = config.vision_config.image_size, type(config).__name__.replace("Config", "")
+        sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}, "resample": 3}
+        image = {"image_processor_type": f"{name}ImageProcessor"} | sizes | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        processor = {"processor_class": f"{name}Processor", "image_seq_len": 4}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+        if name == "SmolVLM":
+            video = {"video_processor_type": "SmolVLMVideoProcessor"} | sizes | NORM
+            (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+        return made
     if config.model_type == "internvl":
         image = {"image_processor_type": "GotOcr2ImageProcessor"} | squares(config)
         (folder / "preprocessor_config.json").write_text(json.dumps(image))

@@ -15,6 +15,7 @@ import transformers
 from tests.engine import kept_states
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
 from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.receipt import engine_info
 
 CHUNK = 64
 CONFIG = {
@@ -79,6 +80,19 @@ def written_around(folder: Path) -> Path:
 
 def _write_settings(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True, "eos_token_id": 2}))
+
+
+def leave_temperatures_to_vllm(folder: Path) -> Path:
+    """Change a checkpoint so that vLLM decides by the longest request whether late tokens have a temperature."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return folder
+
+
+def told(llm: Any) -> dict[str, str]:
+    """What an engine tells of its settings."""
+    return engine_info(llm).environment.engine
 
 
 def draw(model: torch.nn.Module, seed: int) -> None:

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tests.engine.gemma4 import config_around
-from tests.fakes import torchvision
+from tests.fakes import num2words, torchvision
 from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
@@ -132,7 +132,7 @@ def text_of(made: torch.nn.Module) -> torch.nn.Module:
 
 def python_path(folder: Path) -> list[str]:
     """Folders that a process needs on its path for vLLM to know these models."""
-    return torchvision.where_missing(folder)
+    return sorted({*torchvision.where_missing(folder), *num2words.where_missing(folder)})
 
 
 def weights(llm: Any) -> dict[str, Any]:

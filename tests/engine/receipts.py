@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_batch_invariant.seeds import SAMPLE_ID
 from vllm_batch_invariant.verify import receipt
+from vllm_batch_invariant.verify.harness import images
 from vllm_batch_invariant.verify.harness.engine import lora_request_of
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.receipt import engine, record
@@ -86,3 +87,59 @@ def with_adapter(llm: Any, prompt: list[int], folders: list[str]) -> dict[str, A
         "said": [str(verdict) for verdict in verdicts],
         "of none": bool(receipt.verify(without, llm, concurrent=6)),
     }
+
+
+def about_items(
+    llm: Any, tokens: list[int], items: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """A receipt of an answer about items, and what is said of it with others in their place.
+
+    Args:
+        items: as the harness draws them, one behind the other.
+        others: by a name; with ``flipped`` a pixel or a sample has its lowest bit changed.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.9, seed=7, max_tokens=8, logprobs=3, ignore_eos=True)
+    info, prompt = receipt.engine_info(llm), images.prompt_of(llm, tokens, items)
+    llm.llm_engine.reset_prefix_cache()
+    [output] = llm.generate([prompt], sampling, use_tqdm=False)
+    try:
+        refusal = receipt.make(output, sampling, info).sha256
+    except NoTestError as error:
+        refusal = str(error)
+    made = receipt.make(output, sampling, info, items=receipt.items_of(llm, prompt, output))
+    verdicts = {}
+    for name, given in {"the same": items, **others}.items():
+        llm.llm_engine.reset_prefix_cache()
+        data: dict[str, list[Any]] = {}
+        for item in given:
+            data.setdefault(item["kind"], []).append(_flipped(item) if "flipped" in item else images.data_of(item))
+        try:
+            verdicts[name] = str(receipt.verify(made, llm, concurrent=4, multi_modal_data=data))
+        except NoTestError as error:
+            verdicts[name] = f"refused: {error}"
+    return {"receipt": made.to_json(), "said": verdicts, "without items": refusal}
+
+
+def _flipped(item: dict[str, Any]) -> Any:
+    """What vLLM takes, with one bit changed."""
+    import numpy as np
+    from PIL import Image
+
+    data = images.data_of(item)
+    values = np.array(data)
+    if item["kind"] == "audio":
+        values[len(values) // 2] = np.nextafter(values[len(values) // 2], np.float32(2), dtype=np.float32)
+        return values
+    values[1, 2, 1] ^= 1
+    return Image.fromarray(values)
+
+
+def text_alone(llm: Any, prompt: list[int]) -> str:
+    """The receipt of a prompt without items."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    return receipt.make(output, sampling, receipt.engine_info(llm)).to_json()

@@ -5,7 +5,7 @@ others with other audio, from the caches, in chunks and after preemption; and is
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import transformers
 
 from tests.engine import audio, images, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
-from tests.engine.test_images import by_tools, text
+from tests.engine.test_images import by_tools, exact, text
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.check.results import CheckResults
@@ -64,6 +64,7 @@ class Family:
         few_lengths: of items that an encoder with a fault is given.
         few_calls: which of them share one.
         faults: of its encoder.
+        tolerance: of logprobs.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -77,6 +78,7 @@ class Family:
     few_lengths: tuple[int, ...]
     few_calls: tuple[Sequence[int], ...]
     faults: tuple[str, ...]
+    tolerance: float = TOLERANCE
 
     @property
     def runs(self) -> dict[str, tuple[Requests, slice, str]]:
@@ -198,7 +200,50 @@ VOXTRAL = Family(
     few_calls=([0, 1], [2, 1, 0], [1] * 9),
     faults=(audio.OF_CALLS, images.OF_NUMBER),
 )
-FAMILIES = {"voxtral": VOXTRAL, "qwen3-asr": QWEN3_ASR, "qwen2-audio": QWEN2_AUDIO, "whisper": WHISPER}
+FRAME = 161
+"""Samples of a frame of Gemma 4's."""
+
+
+def told(seed: int, before: int, lengths: Sequence[int], after: int = 3, count: int = 6) -> dict[str, Any]:
+    """The same of Gemma 4, in whose prompts a sound is one token, around which a processor writes others."""
+    made = asked(seed, before, lengths, after, count)
+    prompt = text(before, seed)
+    for place in range(len(lengths)):
+        prompt += [audio.OF_GEMMA_4, *text(after, seed + 50 + place)]
+    return made | {"prompt": prompt}
+
+
+GEMMA_4 = Family(
+    config=partial(images.gemma4, "E2B"),
+    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    | {"limit_mm_per_prompt": '{"audio": 4, "image": 2, "video": 0}'},
+    targets=[
+        told(1, 60, [17 * SECOND + 77], 20),  # over borders of steps and pages
+        told(2, 7, [SECOND // 2, 3 * SECOND, FRAME]),
+        told(3, 20, [SECOND]),
+        told(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
+        told(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
+        told(5, 40, []),
+    ],
+    few=[told(11, 3, [2 * SECOND, SECOND // 4]), told(12, 45, []), told(13, 1, [9 * SECOND])],
+    many=[
+        told(20 + n, 1 + 7 * n % 40, [[], [SECOND // 5], [FRAME, SECOND + 300], [3 * SECOND]][n % 4], count=2)
+        for n in range(16)
+    ],
+    has_caches=True,
+    lengths=(*range(1, 60), 95, 96, 97, 191, 192, 193, 750, 1201, 2999),
+    calls=(
+        range(0, 68, 2), range(67, 0, -3), [0, 1], [1, 0], [0] * 9, [5, 67, 5], [66, 2], range(40), [47, 48, 49],
+        [49, 46], [60, 47, 61, 46, 62], [7] * 30, [30, *[11] * 20, 65],
+    ),
+    few_lengths=(1, 4, 6, 50, 99, 100, 801),
+    few_calls=([0, 1], [2, 1, 0], [3, 5, 6], [6, 5, 4, 1, 0]),
+    faults=(audio.OF_MASKS, audio.OF_CONVOLUTIONS),
+    tolerance=2e-4,  # of four layers of a decoder with inputs of their own
+)  # fmt: skip
+FAMILIES = {
+    "voxtral": VOXTRAL, "qwen3-asr": QWEN3_ASR, "qwen2-audio": QWEN2_AUDIO, "whisper": WHISPER, "gemma4": GEMMA_4,
+}  # fmt: skip
 LIMITS = {"max_logprobs": -1, "skip_mm_profiling": True, "dtype": "float32"}
 
 
@@ -226,12 +271,14 @@ class Served:
         return [self.given(f"alone {number}")[0] for number in range(len(self.family.targets))]
 
 
-Starts = Callable[[str, str | None], tuple[Engine, Any, Any]]
+Starts = Callable[..., tuple[Engine, Any, Any]]
 
 
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
-    """An engine of a family's model in the mode ("1") or without it (None); the model, and what extracts features."""
+    """An engine of a family's model in the mode ("1") or without it (None), with further settings; the model, and what
+    extracts features.
+    """
     version, on = pytest.importorskip("vllm").__version__, "cuda" if torch.cuda.is_available() else "cpu"
     if not version.startswith(RAN.encoding[on]):
         pytest.skip("encoders have not run here")
@@ -245,11 +292,11 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
             return str(folder), model, audio.voxtral_features
         return str(folder), model, transformers.AutoFeatureExtractor.from_pretrained(folder)
 
-    def start(name: str, flag: str | None) -> tuple[Engine, Any, Any]:
+    def start(name: str, flag: str | None, **more: Any) -> tuple[Engine, Any, Any]:
         if name == "whisper" and on != "cpu":
             pytest.skip("cross attention has not run here")
         folder, model, extract = made(name)
-        settings = LIMITS | OF_DEVICE | FAMILIES[name].settings | ({} if flag else {"enforce_eager": True})
+        settings = LIMITS | OF_DEVICE | FAMILIES[name].settings | ({} if flag else {"enforce_eager": True}) | more
         environment = SETTINGS | {"PYTHONPATH": path, UNTRIED.name: "1"}
         return Engine(folder, arguments_of(settings), flag, environment, patience=400), model, extract
 
@@ -303,7 +350,7 @@ def test_requests_that_come_back_beside_new_ones_have_the_same_bits(name: str, s
     found = served(name)
     differing = {fault: differing_answers(run["given"], found.alone) for fault, run in found.beside_new.items()}
     assert differing.pop("") == []
-    assert found.beside_new[""]["preemptions"] == 3
+    assert found.beside_new[""]["preemptions"] > 1
     assert [fault for fault, numbers in differing.items() if not numbers] == []
 
 
@@ -333,6 +380,26 @@ def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzze
     multimodal.assert_a_check_finds_the_faulty_tower(found.checked)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sounds_keep_their_bits_in_other_dtypes(dtype: str, engine_of: Starts) -> None:
+    few, targets = GEMMA_4.few, GEMMA_4.targets
+    with engine_of("gemma4", "1", dtype=dtype)[0] as engine:
+        call = "tests.engine.audio:embeddings", GEMMA_4.few_lengths, GEMMA_4.few_calls
+        assert engine.call(*call)["moved"] == []
+        alone, among = (
+            engine.call("tests.engine.audio:answers", requests, "cache")["given"][-1:]
+            for requests in (targets[1:2], [*few, *targets[:2]])
+        )
+    assert differing_answers(among, alone) == []
+
+
+def test_limits_of_1_move_no_bit(engine_of: Starts, served: Callable[[str], Served]) -> None:
+    limits = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "enable_prefix_caching": False}
+    with engine_of("gemma4", "1", **limits)[0] as engine:
+        given = engine.call("tests.engine.audio:answers", GEMMA_4.targets[1:], "cache")["given"]
+    assert differing_answers(given, served("gemma4").alone[1:]) == []
+
+
 def test_plain_vllm_fails_the_same_comparison(engine_of: Starts) -> None:
     with engine_of("qwen3-asr", None)[0] as engine:
         call = QWEN3_ASR.few_lengths, QWEN3_ASR.few_calls
@@ -340,13 +407,18 @@ def test_plain_vllm_fails_the_same_comparison(engine_of: Starts) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[[str], Served]) -> None:
+def test_logprobs_are_near_transformers_in_float64(
+    name: str, served: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = served(name)
-    targets, model, errors = found.family.targets, found.model.double().eval(), []
+    targets, model, errors = found.family.targets, exact(found.model), []
+    if found.family is GEMMA_4:
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # which its norms are computed in
+    named = {*audio.SPECIAL, *(images.OF_GEMMA_4 if found.family is GEMMA_4 else ())}
     for number, target in enumerate(targets):
         given = found.given("together")[number]
         [answer] = given["completions"]
-        ends = [place for place, token in enumerate(answer["tokens"]) if token in audio.SPECIAL]  # to be a sound
+        ends = [place for place, token in enumerate(answer["tokens"]) if token in named]  # to be a sound
         tokens = answer["tokens"][: ends[0] + 1 if ends else None]
         expected = by_transformers(model, found.extract, target, given["prompt"], tokens)
         listed = [
@@ -355,10 +427,10 @@ def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[[
             for token, logprob, _ in entry
         ]
         errors.append(max(abs(logprob - expected[place, token].item()) for place, token, logprob in listed))
-    assert max(errors) < TOLERANCE, errors
+    assert max(errors) < found.family.tolerance, errors
     prompt = found.given("together")[3]["prompt"]
     one, other = (by_transformers(model, found.extract, targets[number], prompt, [7]) for number in (3, 4))
-    assert (one - other).abs().max() > 10 * TOLERANCE, "another sound is as near"
+    assert (one - other).abs().max() > 10 * found.family.tolerance, "another sound is as near"
 
 
 def by_transformers(
@@ -376,19 +448,22 @@ def by_transformers(
     kind = model.config.model_type
     is_whisper = kind == "whisper"
     padding = "max_length" if kind == "qwen2_audio" else True
-    form = {} if is_whisper else {"padding": padding, "return_attention_mask": True}
+    form = {} if kind in ("whisper", "gemma4") else {"padding": padding, "return_attention_mask": True}
+    sounds = [audio.sound(samples, seed) for samples, seed in target["sounds"]]
     made = [
-        extract(audio.sound(samples, seed), sampling_rate=SECOND, return_tensors="pt", **form)
-        for samples, seed in target["sounds"]
+        extract([one] if kind == "gemma4" else one, sampling_rate=SECOND, return_tensors="pt", **form) for one in sounds
     ]
     given: dict[str, torch.Tensor] = {}
     mask = "feature_attention_mask" if kind == "qwen2_audio" else "input_features_mask"
     has_masks = kind not in ("whisper", "voxtral")
-    names = {"input_features": "input_features"} | ({"attention_mask": mask} if has_masks else {})
-    longest = max((one["input_features"].shape[-1] for one in made), default=0)
+    masks = "input_features_mask" if kind == "gemma4" else "attention_mask"
+    names = {"input_features": "input_features"} | ({masks: mask} if has_masks else {})
+    axis = 1 if kind == "gemma4" else -1
+    longest = max((one["input_features"].shape[axis] for one in made), default=0)
     for theirs, ours in names.items() if made else ():
-        rows = [torch.nn.functional.pad(one[theirs], (0, longest - one[theirs].shape[-1])) for one in made]
-        given[ours] = torch.cat(rows)
+        rows = [torch.as_tensor(one[theirs]) for one in made]
+        behind = (0, 0) if axis == 1 and theirs == "input_features" else ()
+        given[ours] = torch.cat([torch.nn.functional.pad(one, (*behind, 0, longest - one.shape[axis])) for one in rows])
     given |= {"input_features": given["input_features"].double()} if made else {}
     tokens = torch.tensor([prompt + answer[:-1]])
     with torch.no_grad():

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,11 +103,11 @@ def padded(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
     return {"pixel_values": together, "image_sizes": sizes}
 
 
-def in_squares(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
+def in_squares(pictures: list[np.ndarray], side: int = 56) -> dict[str, torch.Tensor]:
     """Squares of pictures, row by row, and behind those of one that has several a square of all of it; pictures of a
     film have one each.
     """
-    side, found = images.internvl().vision_config.image_size[0], []
+    found = []
     for one in pictures:
         pixels = torch.from_numpy(one).permute(0, 3, 1, 2)
         rows, columns = (size // side for size in pixels.shape[2:])
@@ -116,6 +117,11 @@ def in_squares(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
             least = F.interpolate(pixels.float(), size=(side, side), mode="bicubic", antialias=True)
             found.append(scaled(least.round().clamp(0, 255)))
     return {"pixel_values": torch.cat(found)}
+
+
+def in_squares_and_whole(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """The same of Idefics 3, whose images have several each, of one request."""
+    return {"pixel_values": in_squares(pictures, 84)["pixel_values"][None]}
 
 
 def scaled(pixels: torch.Tensor) -> torch.Tensor:
@@ -154,6 +160,8 @@ def in_tiles(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
 
 TILES = (8, 8), (4, 8), (8, 4), (4, 16), (4, 4), (4, 4), (4, 12), (6, 10)
 """Of 4 x 4 patches; the last one's pixels are resized."""
+IN_TWO = (12, 12), (6, 12), (12, 6), (6, 12), (12, 6), (6, 12), (12, 12), (6, 10)
+"""Of 6 x 6 patches, two squares at the longest side; the last one's pixels are resized."""
 OF_SQUARES = images.FAULTS[0], images.OF_NUMBER
 """All are as long as each other."""
 FAMILIES = {
@@ -161,6 +169,8 @@ FAMILIES = {
     "mistral3 around ministral3": replace(MISTRAL3, config=images.ministral3),
     "glm4.1v": Family(images.glm4_1v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
     "glm4.5v": Family(images.glm4_5v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
+    "idefics3": Family(images.idefics3, in_squares_and_whole, IN_TWO, None, OF_SQUARES, before=110),
+    "smolvlm": Family(images.smolvlm, in_squares_and_whole, IN_TWO, None, OF_SQUARES, before=110),
     "llama4": Family(images.llama4, in_tiles, TILES, None, OF_SQUARES, before=110),
     "internvl3": Family(images.internvl, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110),
     "internvl3.5 with a large tower": Family(
@@ -180,7 +190,7 @@ def asked(seed: int, before: int, grids: list[Grid], after: int = 3, count: int 
     return {"prompt": prompt, "images": pictures, "videos": films, "params": params}
 
 
-DRAWN = "glm4.1v", "internvl3", "llama4"
+DRAWN = "glm4.1v", "internvl3", "llama4", "smolvlm"
 """Which a fuzzer and a check look at."""
 
 
@@ -206,25 +216,33 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Engine, Any, int]]:
+    """An engine of a family's model, with further settings; the model, and the side of its patches."""
     version, on = pytest.importorskip("vllm").__version__, "cuda" if torch.cuda.is_available() else "cpu"
     if not version.startswith(RAN.encoding[on]):
         pytest.skip("encoders of images have not run here")
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
 
     @cache
+    def made(name: str) -> tuple[Path, Any, int]:
+        config, folder = FAMILIES[name].config(), tmp_path_factory.mktemp("model")
+        return folder, images.save(config, torch.float32, folder), images.patch_of(config)
+
+    def start(name: str, settings: dict[str, Any]) -> tuple[Engine, Any, int]:
+        folder, model, patch = made(name)
+        arguments = arguments_of(LIMITS | OF_DEVICE | {"limit_mm_per_prompt": FAMILIES[name].limit} | settings)
+        return Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400), model, patch
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def served(started: Callable[..., tuple[Engine, Any, int]]) -> Callable[[str], Served]:
+    @cache
     def serve(name: str) -> Served:
         family = FAMILIES[name]
-        config, folder = family.config(), tmp_path_factory.mktemp("model")
-        model, patch = images.save(config, torch.float32, folder), images.patch_of(config)
-        environment = SETTINGS | {"PYTHONPATH": path}
-        with Engine(
-            str(folder),
-            arguments_of(LIMITS | OF_DEVICE | {"limit_mm_per_prompt": family.limit}),
-            "1",
-            environment,
-            patience=400,
-        ) as engine:
+        starting, model, patch = started(name, {})
+        with starting as engine:
 
             def by_faulty(fault: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 call = "answers", requests, patch, "cache"
@@ -263,6 +281,24 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, fault: str, se
     assert differing_answers(*served(name).faulty[fault]) == [0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"max_num_batched_tokens": 1, "max_num_seqs": 1}],
+    ids=str,
+)
+def test_other_dtypes_and_limits_of_1_keep_the_bits_of_squares(
+    settings: dict[str, Any], started: Callable[..., tuple[Engine, Any, int]], served: Callable[[str], Served]
+) -> None:
+    family, found = FAMILIES["smolvlm"], []
+    with started("smolvlm", settings)[0] as engine:
+        for requests in ([family.targets[1]], [*family.few, *family.targets[:2]]):
+            call = "tests.engine.images:answers", requests, 14, "cache"
+            found.append(engine.call(*call)["given"][-1])
+    assert differing_answers(found[1:], found[:1]) == []
+    if "dtype" not in settings:
+        assert differing_answers(found[:1], served("smolvlm").alone[1:2]) == []
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzzer_nothing(
     name: str, served: Callable[[str], Served]
@@ -279,7 +315,7 @@ def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[[
     for number, target in enumerate(found.family.targets):
         given = found.given("together")[number]
         [answer] = given["completions"]
-        to_be_images = *images.SPECIAL, images.PATCH
+        to_be_images = *images.SPECIAL, images.PATCH, *images.OF_IDEFICS
         ends = [place for place, token in enumerate(answer["tokens"]) if token in to_be_images]
         tokens = answer["tokens"][: ends[0] + 1 if ends else None]
         expected = by_transformers(name, model, target, given["prompt"], tokens)

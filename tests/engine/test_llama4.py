@@ -13,6 +13,7 @@ from tests.engine import kept_states, llama4, multimodal
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, started
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = [
     pytest.mark.engine,
@@ -104,6 +105,19 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
     more = DEFAULT | {"worker_extension_cls": EXTENSION, "weight_transfer_config": '{"backend": "files"}'}
     answers = started(first, asked, **more)
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
+
+
+def test_a_longest_request_that_decides_bits_is_told(tmp_path: Path) -> None:
+    """Of one above 32768 tokens late ones have a temperature, where the checkpoint does not say so."""
+    folder = llama4.leave_temperatures_to_vllm(llama4.written(tmp_path))
+
+    def ask(engine: Engine) -> tuple[Any, str]:
+        return kept_states.alone(engine), engine.call("tests.engine.llama4:told")["attn_temperature_tuning"]
+
+    room = DEFAULT | {"num_gpu_blocks_override": 1300}
+    short, long = (started(folder, ask, **room | {"max_model_len": length}) for length in (512, 40000))
+    assert (short[1], long[1]) == ("False", "True")
+    assert short[0] != long[0]
 
 
 def test_the_text_of_a_published_model_has_the_bits_of_the_text_model(

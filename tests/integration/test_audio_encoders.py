@@ -47,6 +47,56 @@ def test_a_convolution_gives_an_item_the_same_bits_in_any_call(
         assert_same_bits(made(x), together, "in pieces")
 
 
+def causal(channels: int, dtype: torch.dtype, size: int = 5) -> Any:
+    """Gemma 4's convolution of each channel by itself, with what is before it."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioCausalConv1d
+
+    torch.manual_seed(0)
+    made = Gemma4AudioCausalConv1d(channels, channels, size, groups=channels, bias=False)
+    return made.to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_causal_convolution_of_each_channel_gives_a_row_the_same_bits_whatever_is_behind_it(
+    dtype: torch.dtype,
+) -> None:
+    made, expected, x = causal(40, dtype), causal(40, torch.float64), torch.randn(9, 40, 61).to(dtype)
+    expected.load_state_dict(made.state_dict())
+    assert review._problem(made) is not None
+    convolution.replace_in(made)
+    assert review._problem(made) is None
+    together = made(x)
+    assert_near(together, expected(x.double()), factor=2)
+    for length in (1, 4, 5, 6, 61):
+        for number, item in enumerate(x):
+            assert_same_bits(made(item[None, :, :length])[0], together[number, :, :length], f"item {number}")
+    weight, start = made.weight.float()[:, 0], torch.nn.functional.pad(x.float(), (4, 0))
+    total = torch.zeros(9, 40, 61)
+    for tap in range(5):
+        total = total + start[:, :, tap : tap + 61] * weight[:, tap, None]
+    assert_same_bits(together, total.to(dtype), "the order of the sum")
+
+
+def test_sounds_of_one_frame_keep_their_axis_of_frames() -> None:
+    given: list[Any] = []
+    model: Any = type("Gemma4ForConditionalGeneration", (torch.nn.Module,), {})()
+    model.audio_tower = type("Gemma4AudioModel", (torch.nn.Module,), {"__module__": "transformers.models.gemma4"})()
+    model.audio_tower.config = SimpleNamespace()
+    model._tower_model_names = ["audio_tower"]
+    model._parse_and_validate_audio_input = lambda **named: given.append(named)
+    encoders.prepare(model)
+    assert model.audio_tower.config._attn_implementation == encoders.IN_BLOCKS
+    assert encoders.problem_of_tower(model.audio_tower) is None
+    model.audio_tower.config._attn_implementation = "eager"
+    assert encoders.problem_of_tower(model.audio_tower) == "Transformers' attention is eager"
+    features, mask = torch.zeros(3, 1, 128), torch.ones(3, 1, dtype=torch.bool)
+    model._parse_and_validate_audio_input(input_features_padded=features, input_features_mask=mask, other=1)
+    [called] = given
+    assert [one.shape for one in called["input_features_padded"]] == [(1, 128)] * 3
+    assert [one.shape for one in called["input_features_mask"]] == [(1,)] * 3
+    assert called["other"] == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"groups": 2}, {"dilation": 2}, {"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}],
@@ -55,7 +105,9 @@ def test_a_convolution_gives_an_item_the_same_bits_in_any_call(
 def test_other_convolutions_are_refused(settings: dict[str, Any]) -> None:
     made = layer(torch.nn.Conv1d, 4, torch.float32, **settings)
     convolution.replace_in(made)
-    with pytest.raises(NotCovered, match="a convolution in groups, with gaps, or with other padding than zeros"):
+    with pytest.raises(
+        NotCovered, match="a convolution in groups of channels, with gaps, or with other padding than zeros"
+    ):
         review.check(made)
 
 

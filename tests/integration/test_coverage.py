@@ -116,11 +116,12 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
 
 def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    gemma = {"architecture": "Gemma4ForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
+    gemma = {"architecture": "Gemma4UnifiedForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
     without, within = SimpleNamespace(audio_config=None), SimpleNamespace(audio_config=object())
     assert found(**gemma, hf_config=without) == []
     assert found(**gemma, hf_config=within) == ["audio inputs"]
     assert found(**gemma | {"limits": {"image": 9, "audio": 0}}, hf_config=within) == []
+    assert found(**gemma | {"architecture": "Gemma4ForConditionalGeneration"}, hf_config=within) == []
 
 
 def test_a_class_of_vllms_encodes_for_the_models_that_it_serves() -> None:
@@ -179,10 +180,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Voxtral and Whisper on a GPU, and Gemma 4 with images or videos"],
+        ROWS["Voxtral, Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with images, videos or audio"],
         ROWS[
-            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and "
-            "Whisper as text"
+            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
+            "Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
@@ -899,13 +900,17 @@ def two_head_sizes(
     sizes |= {"enable_expert_parallel": False}
     model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
     model |= {"enable_prompt_embeds": False, "is_moe": False}
+    text = SimpleNamespace(attention_chunk_size=changes.pop("attention_chunk_size", None))
+    pages = {"cache_dtype": "auto", "block_size": None}
     one_group = changes.pop("disable_hybrid_kv_cache_manager", None)
     others = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(**{name: changes.pop(name, size) for name, size in sizes.items()}),
-        model_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in model.items()}),
-        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        model_config=SimpleNamespace(
+            hf_text_config=text, **{name: changes.pop(name, value) for name, value in model.items()}
+        ),
+        cache_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in pages.items()}),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_group),
         **others | changes,
     )
@@ -967,6 +972,8 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({"tensor_parallel_size": 2}, "attention in chunks with tensor parallelism 2"),
         ({"quantization": "fp8"}, "attention in chunks with quantisation fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, "attention in chunks with --disable-hybrid-kv-cache-manager"),
+        ({"attention_chunk_size": 8192, "block_size": 128}, None),
+        ({"attention_chunk_size": 64, "block_size": 128}, "attention in chunks of 64 tokens with --block-size 128"),
     ],
 )
 def test_what_has_not_run_with_attention_in_chunks_is_found(

@@ -215,3 +215,16 @@ def test_features_of_an_image_are_gone_in_the_step_behind_a_replayed_graph(cover
     assert all(torch.equal(one, torch.ones(3, 4)) for one in model.added())
     model.embed_input_ids(torch.arange(3))
     assert all(torch.equal(one, torch.zeros(3, 4)) for one in model.added()) == covered
+
+
+def test_a_square_of_zeros_is_encoded_and_a_tower_that_attends_under_a_mask_is_refused() -> None:
+    """vLLM leaves the square out, and gives the rows of those behind it to other images."""
+    called: list[dict[str, Any]] = []
+    model: Any = type("Idefics3ForConditionalGeneration", (torch.nn.Module,), {})()
+    model.model, model._tower_model_names = torch.nn.Module(), []
+    model.model.image_pixels_to_features = lambda *pixels, **named: called.append(named)
+    encoders.prepare(model)
+    model.model.image_pixels_to_features(torch.zeros(1), pixel_attention_mask=torch.ones(1))
+    assert called[0]["remove_padding"] is False
+    assert encoders.problem_of_tower(SimpleNamespace(apply_encoder_attention_mask=False)) is None
+    assert encoders.problem_of_tower(SimpleNamespace(apply_encoder_attention_mask=True)) == "its attention has a mask"

@@ -83,6 +83,43 @@ class Given:
         return str(Fingerprint.of(self.environment, self.engine, self.args, self.weights))
 
 
+class Processor:
+    def __init__(self) -> None:
+        self.fields = {"size": {"longest_edge": 784}, "of": object()}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.fields
+
+
+def seeing() -> Given:
+    """Of a model that sees images."""
+    given, processor = Given.usual(), Processor()
+    model = given.engine.model_config
+    model.architecture, model.is_multimodal_model = "Qwen2_5_VLForConditionalGeneration", True
+    model.multimodal_config = SimpleNamespace(
+        get_limit_per_prompt=lambda kind: 1, mm_processor_kwargs=None, media_io_kwargs={}, mm_processor_cache_gb=4
+    )
+    info = SimpleNamespace(get_hf_processor=lambda: processor)
+    given.engine.renderer = SimpleNamespace(get_mm_processor=lambda: SimpleNamespace(info=info))
+    given.engine.processor = processor
+    return given
+
+
+OF_ITEMS: dict[str, tuple[bool, Callable[[Given], Any]]] = {
+    "nothing": (False, lambda given: None),
+    "cache": (False, lambda given: vars(given.engine.model_config.multimodal_config).update(mm_processor_cache_gb=0)),
+    "processor": (True, lambda given: given.engine.processor.fields.update(size={"longest_edge": 392})),
+    "arguments of the processor": (
+        True,
+        lambda given: vars(given.engine.model_config.multimodal_config).update(mm_processor_kwargs={"max_pixels": 784}),
+    ),
+    "frames": (
+        True,
+        lambda given: given.engine.model_config.multimodal_config.media_io_kwargs.update(video={"num_frames": 4}),
+    ),
+}
+"""Whether it decides what is encoded, and the change."""
+
 Change = Callable[[Given], Any]
 DECIDING: dict[str, Change] = {
     "weights": lambda given: setattr(given, "weights", "v"),
@@ -130,6 +167,21 @@ def nothing_published(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(weights, "published", lambda: found[-1] if found else None)
     return found
+
+
+@pytest.mark.parametrize("name", OF_ITEMS)
+def test_what_is_made_of_an_image_changes_the_fingerprint(name: str) -> None:
+    decides, change = OF_ITEMS[name]
+    given = seeing()
+    change(given)
+    assert (str(given) != str(seeing())) is decides
+
+
+def test_how_videos_are_decoded_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = str(seeing()), str(Given.usual())
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "pyav")
+    assert str(seeing()) != before[0]
+    assert str(Given.usual()) == before[1]
 
 
 @pytest.mark.parametrize("name", DECIDING)

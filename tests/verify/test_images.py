@@ -152,8 +152,8 @@ def test_images_go_with_no_pooling_task(capsys: pytest.CaptureFixture[str]) -> N
     assert "--task embed goes without --image" in said.err
 
 
-def test_a_receipt_of_a_prompt_with_images_is_refused() -> None:
+def test_a_receipt_of_a_prompt_with_images_needs_what_they_were_made_into() -> None:
     output = SimpleNamespace(prompt_token_ids=[1, 7, 7], finished=True, outputs=[None])
-    info = EngineInfo(Model("seeing", why_no_digest="none"), Environment(), of_images=frozenset((7,)))
-    with pytest.raises(NoTestError, match="reproduce --image"):
+    info = EngineInfo(Model("seeing", why_no_digest="none"), Environment(), of_items=frozenset((7,)))
+    with pytest.raises(NoTestError, match="a receipt needs what they were made into"):
         receipt_engine.make(output, None, info)

@@ -26,9 +26,11 @@ from vllm_batch_invariant.verify.receipt import (
     Adapter,
     BadReceipt,
     Environment,
+    Item,
     Prompt,
     Receipt,
     Sampling,
+    Tensor,
     Text,
     compare,
     difference_of_logprobs,
@@ -37,8 +39,11 @@ from vllm_batch_invariant.verify.receipt import (
     make_on_server,
     verify_on_server,
 )
-from vllm_batch_invariant.verify.receipt.engine import require_adapter
+from vllm_batch_invariant.verify.receipt.engine import complete, require_adapter
+from vllm_batch_invariant.verify.receipt.items import require
 from vllm_batch_invariant.verify.receipt.model_files import model_at, public_name
+from vllm_batch_invariant.verify.receipt.page import page_of
+from vllm_batch_invariant.verify.receipt.recompute import recompute
 from vllm_batch_invariant.verify.receipt.record import Model, bits_of, canonical, environment_from_json, number_of
 
 NEXT = number_of(f"{int(bits_of(LOGPROBS[1]), 16) + 1:08x}")
@@ -76,6 +81,59 @@ def test_a_receipt_names_its_adapter_and_only_then_how_adapters_are_added() -> N
         compare(first, made(None))
 
 
+PIXELS = Tensor((60, 1536), "uint8", "a" * 64)
+PICTURE = Item("image", 1, 2, {"pixel_values": PIXELS})
+
+
+def test_a_receipt_without_items_has_the_hash_that_it_had() -> None:
+    assert receipt().sha256 == "6f0519e86715b422eda4287497394de6edf4f0bbbe8d9f8d179b9f7d0b63bee3"
+    assert receipt(items=(PICTURE,)).sha256 != receipt().sha256
+
+
+def test_a_receipt_with_items_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = receipt(items=(PICTURE,))
+    made.save(tmp_path / "receipt.json")
+    assert Receipt.load(tmp_path / "receipt.json") == made
+    assert compare(made, made)
+    assert "item 0, image" in str(page_of(made))
+    with pytest.raises(BadReceipt, match="do not stand one behind the other"):
+        receipt(items=(PICTURE, PICTURE))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(PICTURE, tensors={"pixel_values": replace(PIXELS, sha256="b" * 64)}), r"pixel_values is .*bbbb"),
+        (replace(PICTURE, tensors={"pixel_values": replace(PIXELS, dtype="float32")}), r"1536\] float32 \(aaaa"),
+        (replace(PICTURE, tensors={"pixel_values": PIXELS, "grid": PIXELS}), "grid is .* instead of none"),
+        (replace(PICTURE, tokens=1), "it has 1 tokens from 1 on instead of 2"),
+        (replace(PICTURE, kind="audio"), "the items are audio instead of image"),
+        (None, "the items are none instead of image"),
+    ],
+)
+def test_receipts_about_other_items_are_not_compared(other: Item | None, said: str) -> None:
+    right = receipt(items=(other,) if other else ())
+    with pytest.raises(NoTestError, match=f"receipts of different items: .*{said}.*; that is the second"):
+        compare(receipt(items=(PICTURE,)), right)
+
+
+def test_a_receipt_of_items_is_computed_again_with_as_many(tmp_path: Path) -> None:
+    made = receipt(items=(PICTURE,))
+    require(made, ["image"])
+    require(receipt(), [])
+    with pytest.raises(NoTestError, match=r"the receipt's request has 1 image, and none given: .*, --image"):
+        require(made, [])
+    with pytest.raises(NoTestError, match="has 1 image, and 1 image and 2 sounds given"):
+        require(made, ["audio", "image", "audio"])
+    with pytest.raises(NoTestError, match="has no images, videos or sounds: leave --audio out"):
+        require(receipt(), ["audio"])
+    with pytest.raises(NoTestError, match="1 image: the definition is of models that take tokens"):
+        recompute(made, str(tmp_path))
+    served = Page({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+    with fake_server(models=served) as url, pytest.raises(NoTestError, match="1 image: a server does not tell"):
+        asyncio.run(verify_on_server(made, url))
+
+
 def test_a_receipt_of_an_adapter_is_computed_again_with_one_alone() -> None:
     of_adapter = receipt(adapter=Adapter("mine", "a" * 64))
     with pytest.raises(NoTestError, match="has the LoRA adapter mine"):
@@ -97,6 +155,13 @@ def test_a_server_makes_no_receipt_of_an_adapter() -> None:
                 asyncio.run(ask)
         with pytest.raises(NoTestError, match="the completion has the LoRA adapter mine"):
             asyncio.run(verify_on_server(receipt(adapter=Adapter("mine", "a" * 64)), url))
+
+
+def test_a_request_that_an_engine_refuses_is_one_line() -> None:
+    pytest.importorskip("vllm")
+    engine = SimpleNamespace(has_unfinished_requests=lambda: False, abort_request=lambda names: None)
+    with pytest.raises(NoTestError, match=r"the engine refuses the request: top_p must be in \(0, 1\], got 7"):
+        complete(SimpleNamespace(llm_engine=engine), PROMPT, Sampling(top_p=7.0))
 
 
 def test_the_hash_is_the_sha256_of_the_canonical_json_of_everything_before_it() -> None:
@@ -148,6 +213,18 @@ def test_an_infinite_logprob_is_what_a_server_sends_for_it() -> None:
         (lambda data: data["prompt"]["token_ids"].append(1), True, "prompt's sha256"),
         (lambda data: data["model"].update(digest="0" * 64), True, "digest is not that of its files"),
         (lambda data: data["sampling"].update(temperature=0.5), True, "without a seed"),
+        (lambda data: data["sampling"].update(temperature=0.5, seed=-1), True, "without a seed"),
+        (lambda data: data["sampling"].update(seed=2**63), True, "no integer of 64 bits"),
+        (lambda data: data["sampling"].update(temperature=-1.0), True, "sampling.temperature"),
+        (lambda data: data["sampling"].update(top_p=0.0), True, "sampling.top_p"),
+        (lambda data: data["sampling"].update(min_p=1.5), True, "sampling.min_p"),
+        (lambda data: data["sampling"].update(top_k=-2), True, "sampling.top_k"),
+        (lambda data: data["sampling"].update(repetition_penalty=0.0), True, "sampling.repetition_penalty"),
+        (lambda data: data["sampling"].update(max_tokens=2), True, "has 3 tokens, and the request at most 2"),
+        (lambda data: data["completion"]["top_logprobs"][1].reverse(), True, "not in ascending order"),
+        (lambda data: data["completion"]["top_logprobs"][1].append([99, "c0400000"]), True, "not in ascending order"),
+        (lambda data: data.update(trace=[{"position": -1, "rows": 1, "digests": {}}]), True, "trace.0.position"),
+        (lambda data: data.update(trace=[{"position": 0, "rows": 0, "digests": {}}]), True, "trace.0.rows"),
     ],
 )
 def test_a_file_that_cannot_be_trusted_is_refused_in_one_line(
@@ -288,7 +365,7 @@ def test_an_engine_that_made_its_weights_up_has_no_digest_of_files(folder: Path)
 
     def info(load_format: str) -> Model:
         config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
-        model = SimpleNamespace(hf_config=None, model=str(folder), revision=None)
+        model = SimpleNamespace(hf_config=None, model=str(folder), revision=None, is_encoder_decoder=False)
         return engine_info(SimpleNamespace(llm_engine=SimpleNamespace(model_config=model, vllm_config=config))).model
 
     assert info("auto").digest is not None
@@ -360,6 +437,11 @@ def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
         ({"stages": 2}, {}),
         ({"stages": 2, "workers": 4}, {"tensor_parallel_size": "4"}),
         ({"hf_overrides": {"b": {"x": 1}, "a": 2}}, {"hf_overrides": '{"a": 2, "b": {"x": 1}}'}),
+        ({"model_class_overrides": {"A": "b:C"}}, {"model_class_overrides": '{"A": "b:C"}'}),
+        ({"model_impl": "vllm"}, {}),
+        ({"model_impl": "transformers"}, {"model_impl": "transformers"}),
+        ({"quantization": "experts_int8"}, {"quantization": "int8 experts"}),
+        ({"hf_config_path": "a/folder"}, {"hf_config_path": "f9d86028c6e0d64e"}),
         ({"rope_parameters": {"rope_type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"type": "longrope"}}, {"max_model_len": "4096"}),
         ({"rope_scaling": {"rope_type": "yarn"}}, {}),
@@ -377,7 +459,11 @@ def test_what_neither_engine_reports_is_not_taken_for_equal() -> None:
 )
 def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: dict[str, str]) -> None:
     rope = {name: change[name] for name in ("rope_parameters", "rope_scaling") if name in change}
+    of_model = ("model_class_overrides", "model_impl", "quantization", "hf_config_path")
     model = SimpleNamespace(
+        **{name: change[name] for name in of_model if name in change},
+        architecture="A",
+        hf_config=SimpleNamespace(to_dict=lambda: {"a": 1}),
         dtype=torch.bfloat16,
         logprobs_mode="raw_logprobs",
         hf_overrides=change.get("hf_overrides", {}),
@@ -398,6 +484,15 @@ def test_settings_that_decide_bits_are_reported(change: dict[str, Any], info: di
     )
     usual = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"}
     assert endpoint.settings(config, devices.of_config(config)) == usual | info
+
+
+def test_what_a_model_has_taken_of_settings_is_reported() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    assert endpoint.taken(model) == {}
+    model[0].attn_temperature_tuning = model[1].attn_temperature_tuning = False
+    assert endpoint.taken(model) == {"attn_temperature_tuning": "False"}
+    model[1].attn_temperature_tuning, model._suppress_token_ids = True, [7, 8]
+    assert endpoint.taken(model) == {"attn_temperature_tuning": "True", "suppress_tokens": "[7, 8]"}
 
 
 def test_a_silent_engine_is_noted_once_with_what_to_do() -> None:
@@ -468,6 +563,9 @@ def test_a_candidate_beside_the_chosen_token_counts_too() -> None:
     changed[2] = [(7, bits_of(LOGPROBS[2])), (98, bits_of(-3.0))]
     other = replace(completion(), top_logprobs=tuple(map(tuple, changed)))
     assert "candidate 98 is new" in str(first_difference_of(completion(), other))
+    changed[2] = [(99, bits_of(-3.0))]
+    other = replace(completion(), top_logprobs=tuple(map(tuple, changed)))
+    assert "candidate 7 is no longer listed" in str(first_difference_of(completion(), other))
 
 
 def test_a_trainers_logprobs_are_compared_by_their_bits() -> None:

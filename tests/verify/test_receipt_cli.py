@@ -260,3 +260,15 @@ def test_two_receipts_are_compared_without_a_server(capsys: pytest.CaptureFixtur
     assert (status, out) == (2, "")
     assert "receipts of different models: organisation/model in a.json and another in d.json" in err
     assert json.loads(paths[0].read_text()) == json.loads(paths[1].read_text())
+
+
+def test_items_are_files_for_an_engine_that_is_started_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    receipt().save(tmp_path / "kept.json")
+    for where, line in (
+        (("--model", "here"), f"--image {Path('no.png').resolve()}: no such file"),
+        (("--base-url", "http://localhost:1"), "--image is for an engine that is started here"),
+        (("--model", "here", "--without-engine"), "--image is for an engine that is started here"),
+    ):
+        said = ended(capsys, "receipt", "verify", str(tmp_path / "kept.json"), *where, "--image", "no.png")
+        assert said.status == 2
+        assert line in said.err

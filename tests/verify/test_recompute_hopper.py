@@ -1,19 +1,24 @@
 """A receipt in a Hopper's usual arithmetic is computed again without an engine, once a GPU has confirmed how."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.known_model import save_known_model
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
-from vllm_batch_invariant.provenance import Environment
+from vllm_batch_invariant.ops.moe import MoeReduction
+from vllm_batch_invariant.ops.scaled_linear import E4M3, WGMMA, ScaledLinearReduction
+from vllm_batch_invariant.provenance import Environment, plain
 from vllm_batch_invariant.verify.outcome import NoTestError
-from vllm_batch_invariant.verify.receipt.hopper import Hopper, attention
+from vllm_batch_invariant.verify.quantised_model import quantise
+from vllm_batch_invariant.verify.receipt.hopper import Hopper, attention, codes
 from vllm_batch_invariant.verify.receipt.model_files import model_at
 from vllm_batch_invariant.verify.receipt.recompute import config_of, recompute, weights_of
 from vllm_batch_invariant.verify.receipt.record import Completion, Prompt, Receipt, Sampling
@@ -49,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def receipt_of(folder: Path, tables_of_gpu: tables.Tables, sampling: Sampling) -> Receipt:
     """Of tokens that the plain definition takes one after the other."""
-    decoder = HopperDecoder(config_of(folder), dict(weights_of(folder)), tables_of_gpu, kernels=PLAIN)
+    decoder = HopperDecoder(config_of(folder), weights_of(folder, Hopper.dtypes), tables_of_gpu, kernels=PLAIN)
     tokens, positions = [*PROMPT], []
     for _ in range(sampling.max_tokens):
         [logits] = decoder.logits(tokens, slice(len(tokens) - 1, None))
@@ -156,6 +161,9 @@ def test_a_definition_that_was_changed_since_refuses(greedy: Receipt, hopper: Ho
         ({"environment": {"engine": {"dtype": "float16"}}}, "dtype float16"),
         ({"environment": {"engine": {"kv_cache_dtype": "fp8"}}}, "kv_cache_dtype fp8"),
         ({"environment": {"engine": {"tensor_parallel_size": "2"}}}, "tensor_parallel_size 2"),
+        ({"environment": {"engine": {"tensor_parallel_tree": "0"}}}, "tensor_parallel_tree 0"),
+        ({"environment": {"engine": {"tensor_parallel_tree": "many"}}}, "tensor_parallel_tree many"),
+        ({"environment": {"engine": {"model_runner": "third"}}}, "model_runner third"),
         ({"environment": {"reductions": {"experts 1": {}}}}, "experts 1"),
         ({"environment": {"reductions": {"attention": {"implementation": "flex"}}}}, "attention with"),
     ],
@@ -164,6 +172,46 @@ def test_what_is_not_computed_here_refuses(greedy: Receipt, hopper: Hopper, chan
     [(part, fields)] = changes.items()
     with pytest.raises(NoTestError, match=said):
         recompute(replace(greedy, **{part: replace(getattr(greedy, part), **fields)}), "nowhere", hopper=hopper)
+
+
+def test_receipts_of_codes_are_computed_where_a_gpu_has_confirmed_them(
+    folder: Path, ideal: tables.Tables, hopper: Hopper, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "fp8")
+    quantise(tmp_path / "fp8", "w8a8-fp8-block")
+    environment = replace(ENVIRONMENT, reductions=ENVIRONMENT.reductions | codes())
+    made = replace(receipt_of(tmp_path / "fp8", ideal, Sampling(max_tokens=3, logprobs=2)), environment=environment)
+    with pytest.raises(NoTestError, match="no GPU has confirmed quantise, scaled_linear"):
+        recompute(made, str(tmp_path / "fp8"), hopper=hopper)
+    counts = dict.fromkeys(OF_CODES, 1), dict.fromkeys(OF_CODES, 0)
+    values, different = (
+        of | more for of, more in zip((hopper.confirmed.values, hopper.confirmed.different), counts, strict=True)
+    )
+    known = Hopper(replace(hopper.confirmed, values=values, different=different), hopper.tables)
+    assert recompute(made, str(tmp_path / "fp8"), hopper=known)
+    assert not recompute(replace(made, model=model_at(folder, "known")), str(folder), hopper=known), "of the matrices"
+    other = {"linear (FP8 by block)": codes()["linear (FP8 by block)"] | {"mma": "exact"}}
+    environment = replace(environment, reductions=environment.reductions | other)
+    with pytest.raises(NoTestError, match=r"linear .FP8 by block. with"):
+        recompute(replace(made, environment=environment), str(tmp_path / "fp8"), hopper=known)
+
+
+def test_receipts_of_experts_are_computed_where_a_gpu_has_confirmed_them(greedy: Receipt, hopper: Hopper) -> None:
+    of = plain(MoeReduction(16, 4, torch.bfloat16))
+    environment = replace(ENVIRONMENT, reductions=ENVIRONMENT.reductions | {"experts 1": of})
+    for changes, said in (
+        ({}, "no GPU has confirmed route, experts"),
+        ({"reductions": {"experts 1": of | {"scoring": "sigmoid"}}}, "the definition has experts 1 with"),
+        ({"reductions": {"experts 1": plain(fp8_experts())}}, "no GPU has confirmed quantise, scaled_linear"),
+        ({"engine": environment.engine | {"tensor_parallel_tree": "2"}}, "experts with a tree"),
+    ):
+        with pytest.raises(NoTestError, match=said):
+            recompute(replace(greedy, environment=replace(environment, **changes)), "nowhere", hopper=hopper)
+
+
+def fp8_experts() -> MoeReduction:
+    product = ScaledLinearReduction.of(128, torch.bfloat16, E4M3, True, WGMMA)
+    return MoeReduction(16, 4, torch.bfloat16, renormalise=False, products=product)
 
 
 def test_what_this_package_has_confirmed_is_of_its_tables_and_its_definition() -> None:

@@ -720,7 +720,12 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
-    return _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {})
+    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}):
+        return found
+    chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
+    page = getattr(config.cache_config, "block_size", None)
+    # vLLM, which makes a request of each chunk, ends at the first one
+    return _when(chunk and page and chunk % page, f"attention in chunks of {chunk} tokens with --block-size {page}")
 
 
 def _beside_layers(
@@ -1092,10 +1097,10 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3 and 3.5 in Transformers' form, images of "
+        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, a GPU with 0.33; of Gemma 4, images of Llama "
-        "4 on the former; Qwen3-VL without experts and Gemma 3 also by two workers, which share layers of the encoder "
-        "or the images",
+        "4, Idefics 3, SmolVLM on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which share "
+        "layers or images",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1106,7 +1111,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; of "
-        "Voxtral (Mini, Small) and Whisper on a CPU with 0.32; by one worker",
+        "Voxtral (Mini, Small), Whisper and Gemma 4 (E2B, E4B) on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1164,8 +1169,8 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images and videos by one worker, as text also by two; as text on a GPU "
-        "with 0.33",
+        "experts: on a CPU with vLLM 0.32, with images, videos and audio by one worker, as text also by two; as text "
+        "on a GPU with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1543,23 +1548,23 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL, Mistral 3 and Voxtral around other text models than Qwen2, "
-        "Qwen3, Mistral and Ministral 3",
+        "Other multimodal models, also as text; InternVL, Mistral 3, Voxtral, Idefics 3 and SmolVLM around other text "
+        "models than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 have been proven to be text "
         "models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "Voxtral and Whisper on a GPU, and Gemma 4 with images or videos",
+        "Voxtral, Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with images, videos or audio",
         "they have been run on a CPU alone",
         "serve them on a CPU, Gemma 4 as text with --language-model-only",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper "
-        "as text",
+        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+        "Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1587,10 +1592,10 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of other models than Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, but images of Gemma "
-        "3, Llama 4, Mistral 3, GLM-4.1V, 4.5V; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper",
-        "nobody has compared what their encoders give",
-        "serve text only, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, Gemma 4's audio",
+        "Images and videos but of Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, images of Gemma 3, Llama 4, "
+        "Mistral 3, GLM-4.1V, 4.5V, Idefics 3, SmolVLM; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, Gemma 4",
+        "nobody compared what their encoders give",
+        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
         _multimodal_inputs,
     ),
     Feature(
@@ -1744,10 +1749,10 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Attention in chunks (Llama 4) elsewhere, by several workers or engines, whole experts, stages, drafts, "
-        "quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "Attention in chunks (Llama 4) elsewhere, of no whole pages, by several workers or engines, whole experts, "
+        "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
-        "serve Llama 4 by one worker on a CPU with vLLM 0.32",
+        "serve Llama 4 by one worker on a CPU with vLLM 0.32, a chunk of whole pages",
         _chunks_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
     ),

@@ -50,6 +50,17 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return number
 
 
+def seed_of_a_request(text: str) -> int:
+    """The type of an argument: a whole number of 64 bits, but -1, which vLLM takes for no seed."""
+    with suppress(ValueError):
+        number = int(text)
+        if number != -1 and -(2**63) <= number < 2**63:
+            return number
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a whole number of 64 bits, or is -1, which vLLM takes for no seed"
+    )
+
+
 def not_negative(text: str) -> float:
     """The type of an argument: a finite number not below 0."""
     with suppress(ValueError):

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from vllm_batch_invariant.ops.linear import autotune
 from vllm_batch_invariant.ops.linear.problem import ScaledProblem
 from vllm_batch_invariant.ops.scaled_linear import library, scaled_linear
-from vllm_batch_invariant.ops.scaled_linear.library import Library, operand_sets, run_library, side_by_side
+from vllm_batch_invariant.ops.scaled_linear.library import Library, operand_sets, run_library
 
 PROBLEM = ScaledProblem(160, 512, torch.bfloat16, device=0)
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_codes_and_scales_are_where_the_library_looks_for_them(cublaslt: ModuleT
         matmul = cublaslt.Matmul(PROBLEM)
         [algorithm] = matmul.algorithms(m, 1)
         out = torch.empty(m, PROBLEM.n, dtype=PROBLEM.dtype)
-        made = run_library(matmul, algorithm, *given, out, side_by_side(given[1]))
+        made = run_library(matmul, algorithm, *given, out)
         assert_same_bits(made, scaled_linear(*given, None, PROBLEM.dtype), f"{m} rows")
 
 

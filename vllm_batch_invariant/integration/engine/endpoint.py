@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Any
 
 from ... import envs
@@ -60,7 +61,7 @@ def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
             dtype=model.dtype,
             attention=device.backend.get_impl_cls().reduction,
             attention_by=device.ops.attention if chosen == "auto" else chosen,
-            engine=settings(config, device),
+            engine=settings(config, device) | taken(loaded),
             experts=experts.reductions(loaded) if model.is_moe else (),
             layers={
                 name: reduction for of in of_layers for name, reduction in of.reductions(loaded, model.dtype).items()
@@ -94,6 +95,17 @@ def of_workers(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "device": device, "reductions": reductions}
 
 
+def taken(loaded: Any) -> dict[str, str]:
+    """What a loaded model has taken of the settings of generation or of the longest request, beside its files: Llama 4
+    whether late tokens have a temperature, and Gemma 4 tokens that are never drawn.
+    """
+    tuned = [layer.attn_temperature_tuning for layer in loaded.modules() if hasattr(layer, "attn_temperature_tuning")]
+    found = {"attn_temperature_tuning": str(any(tuned))} if tuned else {}
+    if suppressed := getattr(loaded, "_suppress_token_ids", None):
+        found["suppress_tokens"] = json.dumps(suppressed)
+    return found
+
+
 def model_of(model: Any) -> dict[str, Any]:
     """A model but for its weights, its class and its configuration, of vLLM's ``ModelConfig``."""
     configuration = {name: value for name, value in model.hf_config.to_dict().items() if name not in NOT_OF_A_MODEL}
@@ -112,8 +124,16 @@ def settings(config: Any, device: Any) -> dict[str, str]:
     if scales == schemes.OF_HEADS and found["kv_cache_dtype"] in schemes.FP8_CACHES:  # the dtype names the others
         found["kv_cache_scales"] = schemes.CACHE_SCALES[scales]
     found |= device.engine_settings(config)
-    if overrides := model.hf_overrides:  # which no file of the model holds
-        found["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=repr)
+    for name in ("hf_overrides", "model_class_overrides"):  # which no file of the model holds
+        if overrides := getattr(model, name, None):
+            found[name] = json.dumps(overrides, sort_keys=True, default=repr)
+    if (classes := getattr(model, "model_impl", "auto")) not in ("auto", "vllm"):
+        found["model_impl"] = str(classes)
+    if getattr(model, "hf_config_path", None):
+        configuration = json.dumps(model_of(model)["configuration"], sort_keys=True, default=repr)
+        found["hf_config_path"] = sha256(configuration.encode()).hexdigest()[:16]
+    if schemes.makes_int8_experts(model, getattr(config, "quant_config", None)):  # of which no reduction tells
+        found["quantization"] = "int8 experts"
     if (pooler := getattr(model, "pooler_config", None)) is not None:
         chosen = {"convert": model.convert_type} | {name: value for name, value in asdict(pooler).items() if value}
         found["pooler_config"] = json.dumps(chosen, sort_keys=True, default=repr)

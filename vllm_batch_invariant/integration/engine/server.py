@@ -14,7 +14,7 @@ from ... import envs
 from ...provenance import installed
 from ...version import __version__
 from .. import devices
-from ..reviews import patch_points
+from ..reviews import encoding, patch_points
 from . import endpoint, metrics, weights, witness
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -44,6 +44,14 @@ REQUEST_LIBRARIES = (
     *("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer"),
 )
 """Packages that make tokens of text, and masks of grammars."""
+ITEM_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "interleave_mm_strings")
+"""Of an engine: what is made of an image, a video or a sound before it is encoded, and where it stands in a prompt."""
+ITEM_VARIABLES = ("VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR")
+ITEM_LIBRARIES = (
+    *("pillow", "torchvision", "opencv-python", "opencv-python-headless", "av"),
+    *("soundfile", "soxr", "librosa", "scipy"),
+)
+"""Packages that decode these, and change their size or rate."""
 
 
 def offer() -> None:
@@ -197,12 +205,31 @@ def _requests(engine: Any, args: Any) -> dict[str, Any]:
     found |= {name: os.environ.get(name) for name in REQUEST_VARIABLES}
     return found | {
         "tokenizer": _tokenizer(engine),
+        "items": _items(engine),
         "libraries": {name: installed(name) for name in REQUEST_LIBRARIES},
         "sampling": model.get_diff_sampling_param(),
         "end_of_answers": model.try_get_generation_config().get("eos_token_id"),
         "structured_outputs": asdict(config.structured_outputs_config),
         "thoughts": thoughts and asdict(thoughts),
         "seed": envs.SEED.read(),
+    }
+
+
+def _items(engine: Any) -> dict[str, Any] | None:
+    """What makes of the images, videos and sounds of requests what is encoded; None of a model that encodes none."""
+    model = engine.model_config
+    held = getattr(model, "multimodal_config", None)
+    if held is None or not encoding.encoded(model):
+        return None
+    processor = engine.renderer.get_mm_processor().info.get_hf_processor()
+    fields = processor.to_dict() if hasattr(processor, "to_dict") else {}
+    return {
+        "class": type(processor).__name__,
+        # an object's own words would have an address of memory
+        "processor": json.dumps(fields, sort_keys=True, default=lambda held: type(held).__name__),
+        "settings": {name: getattr(held, name, None) for name in ITEM_SETTINGS},
+        "variables": {name: os.environ.get(name) for name in ITEM_VARIABLES},
+        "libraries": {name: installed(name) for name in ITEM_LIBRARIES},
     }
 
 

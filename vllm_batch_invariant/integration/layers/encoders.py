@@ -7,7 +7,7 @@ follows from its own patches and its grid, or from its own sound, whatever it sh
 """
 
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -26,6 +26,12 @@ Whisper.
 """
 IN_TRANSFORMERS = "vllm_batch_invariant"
 """The name of our attention among Transformers' implementations."""
+IN_BLOCKS = "vllm_batch_invariant_blocks"
+"""The name there of masks whose elements say whether a key is seen, and of no attention."""
+_IN_BLOCKS = ("Gemma4AudioModel",)
+"""Towers that attend in a class of their own under such masks, from each block of an item's rows to those near it: by
+products and a softmax that are the mode's.
+"""
 _STEP = 16
 """Head sizes of the kernels are multiples of it: a head of 72 has zeros behind it, which add nothing to a score."""
 _ONLY_ON = {"vllm.v1.worker.gpu.": "cuda", "vllm.v1.attention.backends.utils.": "cuda"}
@@ -164,10 +170,16 @@ def mask_in_transformers(*sizes: Any, attention_mask: torch.Tensor | None = None
 
 
 def problem_of_tower(tower: Any) -> str | None:
-    """Why a tower is refused as a whole: it is Transformers' class, and attends by another implementation."""
+    """Why a tower is refused as a whole: it attends under a mask, or is Transformers' class and attends by another
+    implementation.
+    """
+    if getattr(tower, "apply_encoder_attention_mask", False):
+        return "its attention has a mask"
     if not _is_in_transformers(tower):
         return None
     chosen = tower.config._attn_implementation
+    if type(tower).__name__ in _IN_BLOCKS:
+        return None if chosen == IN_BLOCKS else f"Transformers' attention is {chosen}"
     if chosen != IN_TRANSFORMERS:
         return f"Transformers' attention is {chosen}"
     sizes = (layer.head_dim for layer in tower.modules() if hasattr(layer, "head_dim"))
@@ -179,7 +191,7 @@ def problem_of_attention(layer: Any) -> str | None:
     which is looked at where it is, nor ours.
     """
     chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    is_known = chosen in (None, "vllm", IN_TRANSFORMERS) or not _is_in_transformers(layer)
+    is_known = chosen in (None, "vllm", IN_TRANSFORMERS, IN_BLOCKS) or not _is_in_transformers(layer)
     return None if is_known else f"Transformers' attention is {chosen}"
 
 
@@ -199,21 +211,31 @@ def towers(model: Any) -> dict[str, Any]:
 
 def prepare(model: Any) -> None:
     """Have the encoders of a loaded model that are Transformers' classes attend by ours, and those of audio multiply
-    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone.
+    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone. Of
+    Idefics 3 a square of zeros is encoded like any other: vLLM leaves it out, and cannot tell whose rows those behind
+    it are.
     """
     kinds = encoding.encoded_by(type(model))
+    parts: Any = getattr(model, "model", None)
+    if kinds and hasattr(parts, "image_pixels_to_features"):
+        parts.image_pixels_to_features = partial(parts.image_pixels_to_features, remove_padding=False)
     for tower in towers(model).values() if kinds else ():
         if _is_in_transformers(tower):
             from transformers import AttentionInterface, AttentionMaskInterface
+            from transformers.masking_utils import sdpa_mask
 
             AttentionInterface.register(IN_TRANSFORMERS, attend_in_transformers)
             AttentionMaskInterface.register(IN_TRANSFORMERS, mask_in_transformers)
-            tower.config._attn_implementation = IN_TRANSFORMERS
+            AttentionMaskInterface.register(IN_BLOCKS, sdpa_mask)
+            in_blocks = type(tower).__name__ in _IN_BLOCKS
+            tower.config._attn_implementation = IN_BLOCKS if in_blocks else IN_TRANSFORMERS
         if "audio" in kinds:
             convolution.replace_in(tower)
             _attend_by_ours(tower)
             if hasattr(tower, "conv_chunksize"):
                 _fill_chunks(tower)
+        if type(tower).__name__ in _IN_BLOCKS:
+            _keep_axes(model)
 
 
 def _is_in_transformers(tower: Any) -> bool:
@@ -250,6 +272,20 @@ def _fill_chunks(tower: Any) -> None:
         return rows[: int(aftercnn_lens.sum())]
 
     tower.forward = forward
+
+
+def _keep_axes(model: Any) -> None:
+    """Have a model whose sounds are filled to the longest of a call (Gemma 4) get them one by one. Where all have one
+    frame, vLLM takes the axis of frames for one that it does not need, and its encoder refuses what is left.
+    """
+    parse = model._parse_and_validate_audio_input
+
+    @wraps(parse)
+    def _parse_and_validate_audio_input(**given: Any) -> Any:
+        names = "input_features_padded", "input_features_mask"
+        return parse(**given | {name: [*given[name]] for name in names if name in given})
+
+    model._parse_and_validate_audio_input = _parse_and_validate_audio_input
 
 
 def clear_before_each_step(model: Any) -> None:

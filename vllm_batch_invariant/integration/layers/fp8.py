@@ -292,6 +292,8 @@ def _method() -> type[Any]:
                     )
             if weight.is_cuda and self.k_slices == 1 and self.rows is None:
                 self.rows = _rows_of(patch_points.CURRENT_CONFIG.get()())  # not at hand when weights come again
+            if weight.is_cuda:
+                _use_deep_gemm()
             in_blocks, has_bias = self.source.shared == "block", getattr(layer, "bias", None) is not None
             part = weight[:, : weight.shape[1] // self.k_slices]
             prepare(part, layer.params_dtype, in_blocks, has_bias, *(self.rows or (0, ())))
@@ -322,6 +324,16 @@ def _method() -> type[Any]:
 
     patch_points.LOADERS.get().append(BatchInvariantFp8Method.__name__)
     return BatchInvariantFp8Method
+
+
+@functools.cache
+def _use_deep_gemm() -> None:
+    """Have products in blocks by vLLM's DeepGEMM, where there is one and its user has not switched it off."""
+    from ...ops.scaled_linear.deep_gemm import deep_gemm  # Triton is needed for it
+
+    if patch_points.HAS_DEEP_GEMM.is_there() and patch_points.HAS_DEEP_GEMM.get()():
+        product = functools.partial(patch_points.DEEP_GEMM.get(), is_deep_gemm_e8m0_used=False)
+        deep_gemm.use(product, f"vLLM {patch_points.installed_version()}")
 
 
 def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:

@@ -254,6 +254,8 @@ REQUEST = PatchPoint(("vllm.v1.request",), "Request")
 """What an engine keeps of a request."""
 VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
 """A server tells the client of it, with status 400."""
+MODEL_CLASS = PatchPoint(("vllm.model_executor.model_loader",), "get_model_cls")
+"""The class that serves a model, of its configuration."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")
 """Filters logits for vLLM's first model runner."""
 TOP_K_TOP_P_SAMPLER = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "TopKTopPSampler")
@@ -330,6 +332,9 @@ DRAFT_MODEL = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculat
 DRAFT_INPUTS = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",), "prepare_prefill_inputs")
 """Writes what that model reads of a verify step."""
 SLOTS_BY_LAYER = PatchPoint(("vllm.v1.worker.gpu.attn_utils",), "build_slot_mappings_by_layer")
+DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "fp8_gemm_nt")
+"""Products of e4m3 in blocks, by DeepGEMM where that is installed."""
+HAS_DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "is_deep_gemm_supported")
 COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 
 ALL = {name: value for name, value in list(globals().items()) if isinstance(value, PatchPoint)}

@@ -50,7 +50,14 @@ class Decoder:
         self.kv_heads = self._get("num_key_value_heads") or self.heads
         self.head_size = self._get("head_dim") or config["hidden_size"] // self.heads
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        return len(self._weights["model.embed_tokens.weight"])
+
     def _problem_of(self, architecture: str) -> str | None:
+        if self.config.get("quantization_config"):
+            return "a quantised checkpoint"
         return problem_of(architecture, self.config.get)
 
     def _get(self, name: str, default: Any = None) -> Any:
@@ -173,15 +180,22 @@ class Decoder:
         logits = self._linear(x, f"{name}.gate")
         seen(f"{name}.gate", logits)
         top_k = self.config["num_experts_per_tok"]
-        weights, experts = definition.route(logits, top_k, self._get("norm_topk_prob", False))
+        weights, experts = self._routed(logits, top_k, self._get("norm_topk_prob", False))
         made = np.empty((len(x), top_k, x.shape[-1]), fp32)
         for expert in np.unique(experts):
             tokens, slots = np.nonzero(experts == expert)
-            hidden = definition.silu_and_mul(self._gate_up(x[tokens], f"{name}.experts.{expert}"))
-            made[tokens, slots] = self._unrounded(hidden, f"{name}.experts.{expert}.down_proj")
+            hidden = self._activated(self._gate_up(x[tokens], f"{name}.experts.{expert}"))
+            made[tokens, slots] = self._of_expert(hidden, f"{name}.experts.{expert}.down_proj")
         out = definition.expert_sum(made, weights)
         seen(f"{name}.experts", out)
         return out
+
+    def _routed(self, logits: Floats, top_k: int, renormalise: bool) -> tuple[Floats, definition.Integers]:
+        return definition.route(logits, top_k, renormalise)
+
+    def _of_expert(self, hidden: Floats, name: str) -> Floats:
+        """What an expert's last layer gives, of which the weighted sum is made."""
+        return self._unrounded(hidden, name)
 
     def _gate_up(self, x: Floats, name: str) -> Floats:
         return self._stacked(x, name, "gate_up_proj", ("gate_proj", "up_proj"))

@@ -36,6 +36,8 @@ _CONFIG = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 1,
 }
+_ROWS = 8192
+"""Of a weight, drawn at a time."""
 _TOKENS = 300
 """More than a split of attention."""
 
@@ -63,12 +65,13 @@ def with_outliers(seed: int, rows: int, k: int) -> Floats:
     return definition.bf16(x)
 
 
-def checkpoint() -> tuple[dict[str, Any], dict[str, Floats]]:
-    """The small model: its configuration, and its weights by name, bf16 values in fp32."""
-    hidden, inner, heads = _CONFIG["hidden_size"], _CONFIG["intermediate_size"], _CONFIG["num_attention_heads"]
-    size, kv_heads, vocabulary = _CONFIG["head_dim"], _CONFIG["num_key_value_heads"], _CONFIG["vocab_size"]
+def checkpoint(**sizes: int) -> tuple[dict[str, Any], dict[str, Floats]]:
+    """The small model, or one of other sizes: its configuration, and its weights by name, bf16 values in fp32."""
+    config = _CONFIG | sizes
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    size, kv_heads, vocabulary = config["head_dim"], config["num_key_value_heads"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(_CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         shapes |= {
             f"{at}.input_layernorm.weight": (hidden,),
@@ -86,10 +89,14 @@ def checkpoint() -> tuple[dict[str, Any], dict[str, Floats]]:
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
     weights = {}
     for seed, (name, shape) in enumerate(shapes.items()):
-        drawn = normal(seed, *shape)
-        scaled = drawn / fp32(math.sqrt(shape[-1])) if len(shape) == 2 else fp32(1) + drawn * fp32(0.125)
-        weights[name] = definition.bf16(scaled)
-    return _CONFIG, weights
+        if len(shape) == 2:
+            starts = range(0, shape[0], _ROWS)
+            drawn = (normal(seed + 1000 * (start // _ROWS), min(_ROWS, shape[0] - start), shape[1]) for start in starts)
+            scaled = [definition.bf16(part / fp32(math.sqrt(shape[1]))) for part in drawn]
+            weights[name] = np.concatenate(scaled) if len(scaled) > 1 else scaled[0]
+        else:
+            weights[name] = definition.bf16(fp32(1) + normal(seed, *shape) * fp32(0.125))
+    return config, weights
 
 
 def model() -> Decoder:

@@ -15,6 +15,10 @@ OPERATIONS = (
 """Of a dense model and of greedy completions, each of which somebody has compared, or not."""
 OF_SEEDS = ("top_k_top_p", "noise")
 """Of completions that are drawn with a seed by vLLM's second model runner, too."""
+OF_EXPERTS = ("route", "experts")
+"""Of mixtures of experts, too."""
+OF_CODES = ("quantise", "scaled_linear")
+"""Of models whose weights and activations are codes of e4m3 in blocks, too."""
 RECORD = Path(__file__).with_name("confirmed.json")
 """What ran on a GPU, if something has."""
 

@@ -1,6 +1,6 @@
 """What takes time of :mod:`.definition`, in numba: the same bits, by vectors of sixteen columns and on many threads.
 
-Where an exponent is so large or so small that :mod:`.cpu_simd` does not serve, or an operand is no number, integers are
+Where an exponent is so large or so small that vectors do not serve, or an operand is no number, integers are
 added, one column at a time.
 """
 
@@ -16,12 +16,13 @@ from ..common.numba_exact_math import bits_of_float
 from ..common.numba_math import float_of_bits, fma
 from ..common.numba_rows import RowKernel, compiled
 from ..common.numba_simd import WIDTH, load, store
+from ..common.numba_tensor_core import NO_NUMBER, ZERO, are_usual, instruction
 from ..exact.definition import Floats, splits, to_bits
 from . import definition
-from .cpu_simd import NO_NUMBER, ZERO, add_products, are_usual, largest_exponents
 from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
 from .tables import Tables
 
+largest_exponents, add_products = instruction(K_STEP, FRACTION, kept=23)
 _BLOCK_K = 256
 """Elements of K of a panel of sixteen columns that lies in the first cache."""
 _BLOCK_ROWS = 64

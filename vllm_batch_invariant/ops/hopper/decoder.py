@@ -1,4 +1,6 @@
-"""A whole dense model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from the weights."""
+"""A whole model in a Hopper's usual arithmetic: the logits that an H100 or H200 computes, from weights of 16 bits or
+codes of e4m3 in blocks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +14,21 @@ from ...errors import NotCovered
 from ..exact import definition as exact
 from ..exact.decoder import Decoder
 from ..exact.definition import Floats
-from ..exact.families import FULL, rope_type, rotary_embedding
+from ..exact.families import FULL, problem_of, rope_type, rotary_embedding
 from ..norm.reduction import NormReduction
+from ..quantise import quantise
+from ..scaled_linear import E4M3, GROUP, WGMMA, scaled_linear
 from ..softmax.reduction import SoftmaxReduction
 from . import definition, sampling
 from .tables import Tables
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 HEAD_SIZES = (64, 128)
 """Of the kernels for Hopper."""
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
+"""Of a checkpoint whose linear layers are codes of e4m3 in blocks."""
 _REMEDY = "verify with an engine"
 _COLUMNS = 4096
 """Rows of a weight that are fp32 at a time."""
@@ -57,7 +65,7 @@ class HopperDecoder(Decoder):
 
     Args:
         config: as in its checkpoint's config.json.
-        weights: the bits of each weight, uint16, by its name in the checkpoint.
+        weights: the bits of each weight, uint16, by its name in the checkpoint; of codes uint8, and their scales.
         tables: the special functions of the GPU.
         k_slices: parts of K in layers that tensor-parallel workers may share.
         kernels: what computes.
@@ -71,7 +79,7 @@ class HopperDecoder(Decoder):
     def __init__(
         self,
         config: dict[str, Any],
-        weights: dict[str, NDArray[np.uint16]],
+        weights: dict[str, NDArray[Any]],
         tables: Tables,
         k_slices: int = 1,
         kernels: Kernels | None = None,
@@ -90,12 +98,19 @@ class HopperDecoder(Decoder):
         _, rope = rotary_embedding(self.config.get, FULL)
         if rope_type(rope) not in ("default", "llama3"):
             return f"a rotary embedding of type {rope_type(rope)}"
-        if self.config.get("sliding_window") and architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        if self.config.get("sliding_window") and not architecture.startswith("Qwen"):
             return "a sliding window"
-        return super()._problem_of(architecture)
+        quantised = self.config.get("quantization_config")
+        if quantised and {name: quantised.get(name) for name in FP8_BLOCKS} != FP8_BLOCKS:
+            return (
+                f"quantised weights of {quantised.get('quant_method')} that are no FP8 in blocks of {GROUP} x {GROUP}"
+            )
+        return problem_of(architecture, self.config.get)
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
         bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
+        if bits.dtype == np.uint8:
+            return self._of_codes(x, name, bits, bias, self._k_slices if shared else 1)
         out = np.empty((len(x), len(bits)), np.float32)
         slices = self._k_slices if shared else 1
         for start in range(0, len(bits), _COLUMNS):
@@ -103,6 +118,18 @@ class HopperDecoder(Decoder):
             own = None if bias is None else bias[part]
             out[:, part] = definition.linear(x, self._kernels.weight(bits[part]), own, slices, self._kernels.mma)
         return out
+
+    def _of_codes(self, x: Floats, name: str, bits: NDArray[np.uint8], bias: Floats | None, k_slices: int) -> Floats:
+        """A layer whose weight is codes: by the integer model of the tensor core."""
+        if k_slices > 1:
+            raise NotCovered("a tree of products of codes", "it has no definition here", _REMEDY)
+        codes, scales = quantise(_bf16(x), codes=E4M3, group=GROUP)
+        weight = torch.from_numpy(np.array(bits)).view(E4M3)
+        weight_scale = torch.from_numpy(np.array(self._weights[f"{name}.weight_scale_inv"]))
+        of_weight = weight_scale if weight_scale.dtype == torch.float32 else _of_bits(weight_scale)
+        own = None if bias is None else _bf16(bias)
+        made = scaled_linear(codes, scales, weight, of_weight, own, torch.bfloat16, mma=WGMMA)
+        return made.float().numpy()
 
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
         reduction = NormReduction.of_device("cuda", x.shape[-1], torch.bfloat16)
@@ -118,6 +145,13 @@ class HopperDecoder(Decoder):
 
     def _activated(self, gate_up: Floats) -> Floats:
         return self._kernels.silu_and_mul(gate_up, self._tables_of_gpu)
+
+    def _routed(self, logits: Floats, top_k: int, renormalise: bool) -> tuple[Floats, exact.Integers]:
+        reduction = SoftmaxReduction.of_device("cuda", logits.shape[-1], torch.float32)
+        return definition.route(logits, top_k, renormalise, reduction, self._tables_of_gpu)
+
+    def _of_expert(self, hidden: Floats, name: str) -> Floats:
+        return self._linear(hidden, name)
 
     def _attended(self, query: Floats, key: Floats, value: Floats, _: int | None) -> Floats:
         return self._kernels.attention(query, key, value, self._scale, self._tables_of_gpu)
@@ -136,3 +170,13 @@ class HopperDecoder(Decoder):
         """
         how = np.float32(request.temperature), request.top_k, request.top_p, request.seed
         return sampling.draw(logits, *how, position, self._tables_of_gpu)
+
+
+def _bf16(x: Floats) -> torch.Tensor:
+    """bf16 values that are held in fp32."""
+    return torch.from_numpy(np.ascontiguousarray(x)).to(torch.bfloat16)
+
+
+def _of_bits(bits: torch.Tensor) -> torch.Tensor:
+    """fp32 of the bits of bf16, as vLLM widens the scales of a checkpoint in 16 bits."""
+    return bits.view(torch.bfloat16).float()

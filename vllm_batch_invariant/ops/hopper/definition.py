@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..exact.definition import Floats, Integers, bf16, fp32, splits
+from ..exact.definition import Floats, Integers, bf16, fp32, in_order, splits
 from ..exact.families import rope_type
 from .tables import Tables
 
@@ -317,6 +317,20 @@ def silu_and_mul(x: Floats, tables: Tables) -> Floats:
     with np.errstate(over="ignore"):
         activated = divide(gate, fp32(1) + ex2(gate * MINUS_LOG2_E, tables), tables)
     return bf16(bf16(activated) * up)
+
+
+def route(logits: Floats, top_k: int, renormalise: bool, reduction: Any, tables: Tables) -> tuple[Floats, Integers]:
+    """([tokens, top_k] weights, [tokens, top_k] experts) by e**(x - max) / sum of a router's logits [tokens, experts]:
+    the highest first, of equal ones the lowest expert. Renormalised ones are divided by their sum from the first on.
+
+    Args:
+        reduction: a ``SoftmaxReduction`` on a GPU, of fp32, of rows that a program holds.
+    """
+    p = exp(_padded(logits, reduction.block, -np.inf) - logits.max(-1, keepdims=True), tables)
+    scores = divide(p, row_sums(p, WARP * reduction.num_warps)[:, None], tables)[:, : logits.shape[-1]]
+    experts = np.argsort(-scores, kind="stable", axis=-1)[:, :top_k]
+    chosen = np.take_along_axis(scores, experts, -1)
+    return (chosen / in_order(chosen.T)[:, None] if renormalise else chosen), experts
 
 
 def log_softmax(

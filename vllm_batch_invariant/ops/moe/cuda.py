@@ -409,10 +409,10 @@ def grouped_gemm(
     n, in_turn = rows if activation in UNGATED else rows // 2, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
-    scales, zeros, form, of_x, group_k = None, None, None, None, 0
+    scales, zeros, form, of_x, strides_of_x, group_k = None, None, None, None, (0, 0), 0
     if isinstance(x, Codes):
         weight, scales = weight.tensors
-        x, of_x, group_k = aligned(x.codes), aligned(x.scales), GROUP
+        x, of_x, strides_of_x, group_k = aligned(x.codes), x.scales, x.scales.stride(), GROUP
     elif isinstance(weight, StoredExperts):
         form = PackedTile.of(weight.format, x.dtype)
         if schedule.packed_ctas and form is not None:
@@ -446,6 +446,7 @@ def grouped_gemm(
         (
             x,
             of_x,
+            *strides_of_x,
             weight,
             scales,
             zeros,

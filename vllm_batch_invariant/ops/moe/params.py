@@ -77,7 +77,7 @@ class Codes:
 
     Attributes:
         codes: [rows, K] float8_e4m3fn, packed.
-        scales: [rows, ceil(K / 128)] fp32, packed.
+        scales: [rows, ceil(K / 128)] fp32, of any strides.
         dtype: of the rows that they were made of.
     """
 

@@ -340,8 +340,8 @@ def _add_bias(acc, bias_ptr, offs_n, mask_n, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x_ptr, x_scales_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
-    PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert,
+    first_n, N, K, PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
     PRECISION: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -356,7 +356,7 @@ def _tile(
     x_ptrs = x_ptr + (pairs // PAIRS_OF_A_ROW)[:, None] * K + offs_k[None, :]
     if GROUP:  # BLOCK_K is that, and a divisor of it is BLOCK_N
         groups = tl.cdiv(K, GROUP)
-        x_scales_ptr += pairs // PAIRS_OF_A_ROW * groups
+        x_scales_ptr += pairs // PAIRS_OF_A_ROW * x_scales_strides[0]
         blocks = tl.cdiv(2 * N if GATED else N, GROUP)  # of rows that share a scale, of an expert
         scales_ptr += (expert * blocks + first_n // GROUP) * groups
     row = ((expert * N if IN_TURN else first) + first_n).to(tl.int32)
@@ -382,7 +382,7 @@ def _tile(
         else:
             tile = tl.load(weight + offs_weight + start_k, mask=weight_mask, other=0.0)
         if GROUP:
-            of_x = tl.load(x_scales_ptr + start_k // GROUP, mask=mask_m, other=0.0)  # [BLOCK_M]
+            of_x = tl.load(x_scales_ptr + start_k // GROUP * x_scales_strides[1], mask=mask_m, other=0.0)  # [BLOCK_M]
             acc = _promoted(x, tile, acc, of_x * tl.load(scales_ptr + start_k // GROUP), SWAP_AB, GROUP)
         else:
             acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
@@ -420,10 +420,12 @@ def _tile(
     tl.store(out_ptr + pairs[:, None] * N + offs_n[None, :], out, mask=mask_m[:, None] & mask_n[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["x_scales_row", "x_scales_group", "num_pairs"])
 def grouped_gemm_kernel(
     x_ptr,
     x_scales_ptr,
+    x_scales_row,
+    x_scales_group,
     weight,
     scales_ptr,
     zeros_ptr,
@@ -456,7 +458,7 @@ def grouped_gemm_kernel(
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW. With FORMAT, a :class:`..formats.triton_decode.PackedTile`, ``weight`` has the codes of
     that format, and there are scales, and zero points or None. With GROUP both x and weight are codes of e4m3, with
-    x_scales [rows, ceil(K / GROUP)] and scales [experts, ceil(N / GROUP), ceil(K / GROUP)].
+    x_scales [rows, ceil(K / GROUP)], of these strides, and scales [experts, ceil(N / GROUP), ceil(K / GROUP)].
 
     With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
     turn, and out is the activation of both; without a gate they have N. With FEW_PAIRS ``pairs`` has each pair's
@@ -480,21 +482,22 @@ def grouped_gemm_kernel(
         pairs, mask_m = pairs_of_block(pairs_ptr, next_ptr, expert, block, BLOCK_M)
     expert = expert.to(tl.int64)
     pairs = tl.where(mask_m, pairs, 0).to(tl.int64)
+    x_scales_strides = x_scales_row, x_scales_group
     if HALVES:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.sum(mask_m.to(tl.int32)) <= BLOCK_M // 2:
             half = block * BLOCK_M + tl.arange(0, BLOCK_M // 2)
             mask_half = half < tl.load(next_ptr + expert)
             pairs_of_half = tl.load(pairs_ptr + half, mask=mask_half, other=0).to(tl.int64)
             _tile(
-                x_ptr, x_scales_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half, mask_half, expert,
-                first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2, BLOCK_N, BLOCK_K,
-                SWAP_AB, PRECISION, FORMAT, GROUP,
+                x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half,
+                mask_half, expert, first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2,
+                BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT, GROUP,
             )  # fmt: skip
             return
     _tile(
-        x_ptr, x_scales_ptr, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert, first_n, N, K,
-        PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT,
-        GROUP,
+        x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert,
+        first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB,
+        PRECISION, FORMAT, GROUP,
     )  # fmt: skip
 
 
@@ -552,10 +555,10 @@ def combine_kernel(
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_units"])
+@triton.jit(do_not_specialize=["scale_rows", "num_rows", "row_units"])
 def combine_norm_kernel(
     expert_out_ptr, weights_ptr, ids_ptr, places_ptr, residual_ptr, norm_weight_ptr, out_ptr, residual_out_ptr,
-    codes_ptr, scale_ptr, num_rows, row_units, eps,
+    codes_ptr, scale_ptr, scale_rows, num_rows, row_units, eps,
     TOP_K: tl.constexpr, IS_PART: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr, NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -581,4 +584,4 @@ def combine_norm_kernel(
     x = _round(total, out_ptr.dtype.element_ty) + residual.to(tl.float32)
     y = norm_of(x, norm_weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
     if QUANTISE is not None:
-        store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, NORM.length, GROUP, QUANTISE)
+        store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, scale_rows, NORM.length, GROUP, QUANTISE)

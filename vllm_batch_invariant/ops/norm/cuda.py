@@ -44,6 +44,7 @@ def _row_starts(row, inner_size, stride_outer, stride_inner, STRIDE_UNIT: tl.con
 # Two strided tensors need 18 parameters: a kernel takes no structure of pointers and strides.
 @triton.jit(
     do_not_specialize=[
+        "scale_rows",
         "num_rows",
         "x_inner_size",
         "stride_x_outer",
@@ -61,6 +62,7 @@ def _rms_norm_kernel(
     residual_out_ptr,
     codes_ptr,
     scale_ptr,
+    scale_rows,
     num_rows,
     x_inner_size,
     stride_x_outer,
@@ -101,7 +103,7 @@ def _rms_norm_kernel(
             VARIANCE_SIZE, HAS_RESIDUAL, HAS_WEIGHT, NORM,
         )  # fmt: skip
         if QUANTISE is not None:
-            store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, NORM.length, GROUP, QUANTISE)
+            store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, scale_rows, NORM.length, GROUP, QUANTISE)
     else:
         # Triton 3.6 takes no tuple of plain numbers.
         acc = tl.zeros((tl.constexpr(NORM.rows_per_program), tl.constexpr(NORM.block)), tl.float32)

@@ -12,7 +12,7 @@ import triton
 from ..common.launch import launch
 from ..common.nvidia_gpus import converts_e4m3
 from ..common.row_reduction import REDUCTIONS_KEPT, gpu_block, gpu_warps, next_power_of_two
-from ..common.triton_rows import aligned
+from ..common.triton_rows import ALIGNMENT, aligned
 from .kept import keep, kept
 from .reduction import E4M3, QuantiseReduction
 from .triton_kernels import quantise_kernel
@@ -29,6 +29,16 @@ _STORED = {E4M3: torch.uint8}
 def filled_up(rows: int) -> int:
     """The next multiple of :data:`ROWS`."""
     return -(-rows // ROWS) * ROWS
+
+
+def side_by_side(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [M, groups] with rows side by side, columns of which begin M, filled up to a multiple of 4, apart: as they
+    are, or copied.
+    """
+    rows = filled_up(len(scale))
+    if scale.stride() == (1, rows) and scale.data_ptr() % ALIGNMENT == 0:
+        return scale
+    return scale.new_empty(scale.shape[1], rows)[:, : len(scale)].t().copy_(scale)
 
 
 class QuantiseNumbers(NamedTuple):
@@ -86,7 +96,7 @@ def quantise(
         launch(
             quantise_kernel,
             x.shape[:-1].numel() * -(-(counts or 1) // schedule.groups),
-            (aligned(x), None if scale is None else aligned(scale), codes, scales),
+            (aligned(x), None if scale is None else aligned(scale), codes, scales, filled_up(x.shape[:-1].numel())),
             on=x,
             waits=True,
             LENGTH=length,
@@ -102,20 +112,24 @@ def quantise(
 
 def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of x, as a kernel takes them, and scales that nobody has written. Behind the codes there is memory up to a
-    multiple of ``ROWS`` rows.
+    multiple of ``ROWS`` rows; scales of groups lie with rows side by side, so many for each group, as libraries read
+    them.
     """
     counts = reduction.scales_of(x.shape[-1])
     rows = x.shape[:-1].numel()
     dtype = _STORED.get(reduction.codes, reduction.codes)
     codes = torch.empty(filled_up(rows), x.shape[-1], dtype=dtype, device=x.device)[:rows].view(x.shape)
-    shape = x.shape[:-1] if counts is None else (*x.shape[:-1], counts)
-    return codes, torch.empty(shape, dtype=torch.float32, device=x.device)
+    groups = 1 if counts is None else counts
+    scales = torch.empty(groups, filled_up(rows), dtype=torch.float32, device=x.device)[:, :rows].t()
+    return codes, scales.view(x.shape[:-1] if counts is None else (*x.shape[:-1], counts))
 
 
 class Quantised(NamedTuple):
-    """Codes that another kernel writes beside its rows: operands and constants of its launch."""
+    """Codes that another kernel writes beside its rows: operands (codes, scales, rows of memory that each group has of
+    scales) and constants of its launch.
+    """
 
-    operands: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    operands: tuple[torch.Tensor | None, torch.Tensor | None, int] = (None, None, 0)
     constants: Mapping[str, Any] = MappingProxyType({"GROUP": None, "QUANTISE": None})
 
 
@@ -128,4 +142,5 @@ def quantised(out: torch.Tensor, codes: QuantiseReduction) -> Quantised:
     """
     stored, scales = empty(out, codes)
     keep(out, stored.view(codes.codes), scales, codes)
-    return Quantised((stored, scales), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes, out.device)})
+    rows = filled_up(out.shape[:-1].numel())
+    return Quantised((stored, scales, rows), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes, out.device)})

@@ -80,15 +80,16 @@ def _scale_of(top_bits, static_ptr, QUANTISE: tl.constexpr, STATIC: tl.constexpr
 
 @triton.jit
 def store_codes(
-    y, row, row_mask, column, codes_ptr, scale_ptr, LENGTH: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr
-):
+    y, row, row_mask, column, codes_ptr, scale_ptr, scale_rows,
+    LENGTH: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
     """Codes and scales of parts of rows that lie in a tile.
 
     Args:
         y: [M, N] of the dtype that is quantised, 0 behind a row's length; N is a multiple of GROUP.
         row, row_mask: [M], which rows of [rows, LENGTH], and whether there are so many.
         column: of the tile's first column, a multiple of GROUP.
-        codes_ptr, scale_ptr: of :func:`quantise_kernel`.
+        codes_ptr, scale_ptr, scale_rows: of :func:`quantise_kernel`.
     """
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     OF_ROW: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
@@ -105,15 +106,17 @@ def store_codes(
     tl.store(codes_ptr + start * LENGTH + offs[None, :], codes, mask=row_mask[:, None] & (offs < LENGTH)[None, :])
     group = column // GROUP + tl.arange(0, GROUPS)
     scales = tl.reshape(tl.where(is_finite(top_bits), step, float("nan")), (y.shape[0], GROUPS))
-    tl.store(scale_ptr + start * OF_ROW + group[None, :], scales, mask=row_mask[:, None] & (group < OF_ROW)[None, :])
+    offs = group.to(tl.int64)[None, :] * scale_rows + start
+    tl.store(scale_ptr + offs, scales, mask=row_mask[:, None] & (group < OF_ROW)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_rows"])
 def quantise_kernel(
     x_ptr,
     static_ptr,
     codes_ptr,
     scale_ptr,
+    scale_rows,
     LENGTH: tl.constexpr,
     STATIC: tl.constexpr,
     QUANTISE: tl.constexpr,
@@ -123,7 +126,8 @@ def quantise_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """So many groups of a row of x [rows, LENGTH], packed, GROUP elements each: their codes, of e4m3 as uint8, and
-    their scales [rows, groups]. ``static_ptr`` has one number with STATIC, and is None without.
+    their scales [groups, scale_rows], of rows side by side. ``static_ptr`` has one number with STATIC, and is None
+    without.
     """
     wait_for_kernel_before(OVERLAPS)
     OF_ROW: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
@@ -141,7 +145,7 @@ def quantise_kernel(
         tops = tl.maximum(tops, top_of(x[None], 0))
     top_bits = tl.max(tops, 1)[:, None]
     finite, step, inverse = _scale_of(top_bits, static_ptr, QUANTISE, STATIC)
-    of_row = scale_ptr + row * OF_ROW + group[:, None]
+    of_row = scale_ptr + group.to(tl.int64)[:, None] * scale_rows + row
     tl.store(of_row, tl.where(is_finite(top_bits), step, float("nan")), mask=group[:, None] < OF_ROW)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     OF_16_BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16

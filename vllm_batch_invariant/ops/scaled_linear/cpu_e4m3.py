@@ -90,7 +90,7 @@ SUMS: dict[str, tuple[type, Callable[..., torch.Tensor]]] = {
     EXACT: (Widened, exact_sums),
     WGMMA: (Operand, wgmma_sums),
 }
-"""By ``mma``, what codes of a group become, and the function of two of them that gives the sums [M, N] in fp64."""
+"""By ``mma``, what codes of a group become, and the function of two of them that gives the sums [M, N], exactly."""
 
 
 def _groups(codes: torch.Tensor, size: int | None) -> Iterator[torch.Tensor]:

@@ -55,7 +55,13 @@ def scaled_linear(
         return sm90_kernel.scaled_gemm_sm90(codes, scale, weight, weight_scale, bias, out, schedule, weight_is_constant)
     choose = e4m3_schedule if is_e4m3 else scaled_linear_schedule
     tile = schedule or choose(m, n, gpu)
-    operands = [None if one is None else aligned(one) for one in (codes, scale, weight, weight_scale, bias)]
+    of_x = scale.stride() if reduction.in_blocks else (0, 0)
+    operands = [
+        aligned(codes),
+        scale if reduction.in_blocks else aligned(scale),
+        *(of_x if is_e4m3 else ()),
+        *(None if one is None else aligned(one) for one in (weight, weight_scale, bias)),
+    ]
     constants = {"IN_BLOCKS": reduction.in_blocks, "SWAP_AB": tile.swap_ab} if is_e4m3 else {}
     launch(
         scaled_linear_e4m3_kernel if is_e4m3 else scaled_linear_kernel,

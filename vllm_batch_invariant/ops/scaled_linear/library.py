@@ -5,7 +5,8 @@ range of M: that PyTorch's ``_scaled_mm``, which picks one for every M, had equa
 others. The library wants the scales of x with rows side by side, columns of which begin at multiples of 16 bytes, and
 so M is a multiple of 4: codes that lie in memory for some rows more are multiplied with these, whose products nobody
 reads. It wants rows of the weight's scales that do, so K is a multiple of 512. Of more rows than were compared, parts
-are multiplied one after the other. Other products, those with a bias and those of few rows are left to the tiles here.
+are multiplied one after the other. Numbers of rows at which DeepGEMM is faster are its (:mod:`.deep_gemm`). Other
+products, those with a bias and those of few rows are left to the tiles here.
 """
 
 import logging
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,8 @@ from ..linear import autotune, autotune_cache
 from ..linear import cuda as gemms
 from ..linear.autotune import M_BUCKETS, TunedSchedule, Tuner, m_bucket
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE, ScaledProblem
-from ..quantise.cuda import ROWS, filled_up
+from ..quantise.cuda import ROWS, filled_up, side_by_side
+from .deep_gemm import deep_gemm
 from .reduction import E4M3, GROUP
 
 if TYPE_CHECKING:
@@ -52,11 +55,6 @@ def problem_of(n: int, k: int, dtype: torch.dtype, device: torch.device, has_bia
     if not fits or has_bias or dtype.itemsize != 2 or not gemms._uses_cublaslt(device):
         return None
     return ScaledProblem(n, k, dtype, device.index or 0)
-
-
-def side_by_side(scale: torch.Tensor) -> torch.Tensor:
-    """Memory for scales [M, groups] with rows side by side: [groups, M], packed, M filled up to a multiple of 4."""
-    return scale.new_empty(scale.shape[1], filled_up(len(scale)))
 
 
 def _with_rows_behind(codes: torch.Tensor) -> torch.Tensor | None:
@@ -102,7 +100,7 @@ class ScaledTuner(Tuner):
 
     def runner(self, schedule: "Algorithm") -> Callable[..., torch.Tensor]:
         def run(rows: Any) -> torch.Tensor:
-            return run_library(self.matmul, schedule, *rows, self._new_out(rows[0]), side_by_side(rows[1]))
+            return run_library(self.matmul, schedule, *rows, self._new_out(rows[0]))
 
         return run
 
@@ -114,27 +112,30 @@ class ScaledTuner(Tuner):
         return self.matmul.algorithms(len(codes), _ASKED, scales=addresses)
 
     def times(self, m: int, schedules: Sequence[Any], timer: GraphTimer) -> dict[Any, float]:
-        (codes, scale, weight, weight_scale), _ = next(self.cases(m, False))
-        p, out, of_x = self.problem, self._new_out(codes), side_by_side(scale)  # allocated before a graph is captured
+        rows, _ = next(self.cases(m, False))
+        ways = {one: partial(run_library, self.matmul, one) for one in schedules}
+        runs = {one: way for one, way in ways.items() if self._runs(way, (*rows, self._new_out(rows[0])))}
+        return self.times_of(m, {None: self._own, **runs}, timer)
+
+    def times_of(self, m: int, ways: dict[Any, Run], timer: GraphTimer | None = None) -> dict[Any, float]:
+        """Median microseconds of ways to multiply m rows, of scales side by side, with weights that no cache holds."""
+        p, ((codes, scale, weight, weight_scale), _) = self.problem, next(self.cases(m, False))
+        # allocated before a graph is captured
+        scale, out = side_by_side(scale), torch.empty(filled_up(m), p.n, dtype=p.dtype, device=codes.device)
         copies = min(copies_beyond_cache(weight.numel(), Gpu.of(p.device).l2_bytes), 64)
         weights = [weight, *(weight.clone() for _ in range(copies - 1))]
-
-        def by(schedule: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-            if schedule is None:
-                return lambda one: self._own(codes, scale, one, weight_scale, out)
-            return lambda one: run_library(self.matmul, schedule, codes, scale, one, weight_scale, out, of_x)
-
-        runs = [one for one in schedules if self._runs(by(one), weight)]
-        ways = {one: [partial(by(one), other) for other in weights] for one in (None, *runs)}
+        runs = {
+            way: [partial(run, codes, scale, one, weight_scale, out) for one in weights] for way, run in ways.items()
+        }
         expected = 2 + (p.n * p.k + m * (2 * p.n + p.k)) / 4e6 + 2 * m * p.n * p.k / 1.3e9
-        return self.median_times(ways, expected, timer)
+        return self.median_times(runs, expected, timer or GraphTimer(p.device))
 
     @staticmethod
-    def _runs(run: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> bool:
+    def _runs(run: Run, given: tuple[torch.Tensor, ...]) -> bool:
         from ..linear.cublaslt import Error
 
         try:
-            run(weight)
+            run(*given)
         except Error:
             return False
         return True
@@ -173,7 +174,6 @@ def run_library(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     out: torch.Tensor,
-    of_x: torch.Tensor,
 ) -> torch.Tensor:
     """A product by an algorithm of cuBLASLt.
 
@@ -181,18 +181,17 @@ def run_library(
         matmul: of the problem.
         algorithm: which.
         codes: [M, K], packed, M a multiple of 4.
-        scale: [M, K / 128], or of up to three rows less.
+        scale: [M, K / 128], or of up to three rows less, behind which there is memory, if they lie side by side.
         weight: [N, K], packed.
         weight_scale: [ceil(N / 128), K / 128], packed.
         out: [M, N].
-        of_x: of :func:`side_by_side`, written.
 
     Raises:
         Error: of :mod:`..linear.cublaslt`: the library refuses it for this M; nothing of the product was launched.
     """
     assert matmul is not None
-    of_x[:, : len(scale)].copy_(scale.t())
-    matmul.run(algorithm, codes, weight.t(), None, out, scales=(of_x.data_ptr(), weight_scale.data_ptr()))
+    scale = side_by_side(scale)
+    matmul.run(algorithm, codes, weight.t(), None, out, scales=(scale.data_ptr(), weight_scale.data_ptr()))
     return out
 
 
@@ -203,36 +202,49 @@ class Library:
         self._tuned: dict[ScaledProblem, dict[int, TunedSchedule]] = {}
 
     def product(
-        self, codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: Any
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """A product in blocks without a bias, of packed operands; None where the tiles here are to serve."""
+        """A product in blocks without a bias, of packed operands; None where the tiles here are to serve.
+
+        Args:
+            out: what is written, of M rows filled up to a multiple of 4; None: new memory.
+        """
         m = len(codes)
-        if not self._tuned or m < LEAST_M or codes.data_ptr() % ALIGNMENT:
+        if not self._tuned or m < deep_gemm.least_m or codes.data_ptr() % ALIGNMENT:
             return None
         problem = ScaledProblem(len(weight), codes.shape[1], dtype, codes.get_device())
         tuned = self._tuned.get(problem)
         are_packed = all(one.is_contiguous() for one in (codes, weight, weight_scale))
-        if not tuned or not are_packed or weight.data_ptr() % ALIGNMENT:
+        if tuned is None or not are_packed or weight.data_ptr() % ALIGNMENT:
             return None
-        codes = _with_rows_behind(codes)
-        if codes is None:
+        ways = _ways(problem, tuned, m)
+        if ways is None:
             return None
-        most = filled_up(-(-m // -(-m // _LARGEST_M)))
-        parts = [slice(start, min(start + most, len(codes))) for start in range(0, m, most)]
-        chosen = [tuned.get(m_bucket(part.stop - part.start)) for part in parts]
-        if not all(one is not None and one.algorithm is not None for one in chosen):
-            return None
+        if any(way is not None for _, way in ways):
+            codes = _with_rows_behind(codes)
+            if codes is None:
+                return None
         from ..linear import cublaslt
 
+        out = torch.empty(filled_up(m), problem.n, dtype=dtype, device=codes.device) if out is None else out
         try:
-            out = torch.empty(len(codes), problem.n, dtype=dtype, device=codes.device)
-            for part, one in zip(parts, chosen, strict=True):
-                given = codes[part], scale[part], weight, weight_scale, out[part]
-                run_library(_matmul_of(problem), one.algorithm, *given, side_by_side(scale[part]))
-            return out[:m]
+            for part, algorithm in ways:
+                if algorithm is None:
+                    deep_gemm.run(codes[part], scale[part], weight, weight_scale, out[part])
+                    continue
+                filled = slice(part.start, part.start + filled_up(part.stop - part.start))
+                given = codes[filled], scale[part], weight, weight_scale, out[filled]
+                run_library(_matmul_of(problem), algorithm, *given)
         except cublaslt.Error:
             logger.debug("cuBLASLt refused %d rows of the product %s", m, problem)
             return None
+        return out[:m]
 
     def prepare(self, problem: ScaledProblem, max_m: int, sizes: Iterable[int], own: Run) -> None:
         """Choose and verify schedules for up to so many rows: at once from disk, or by measuring.
@@ -240,6 +252,22 @@ class Library:
         Raises:
             Inconsistent: the tiles here give a row other bits at another M.
         """
+        sizes = tuple(sizes)
+        self._prepare_library(problem, max_m, sizes, own)
+
+        def served(*given: torch.Tensor) -> torch.Tensor:
+            *operands, out = given
+            found = self.product(*operands, problem.dtype, out)
+            return own(*given) if found is None else found
+
+        def tuner(most: int) -> ScaledTuner:
+            return ScaledTuner(problem, None, most, own)
+
+        full = [_LARGEST_M] * (max_m >= _LARGEST_M)
+        asked = (*full, *sorted((one for one in sizes if one <= max_m), key=_rank))
+        deep_gemm.prepare(problem, asked, served, tuner)
+
+    def _prepare_library(self, problem: ScaledProblem, max_m: int, sizes: Iterable[int], own: Run) -> None:
         known = self._tuned.get(problem)
         if known is None:
             known = self._tuned[problem] = _stored(problem)
@@ -273,6 +301,33 @@ class Library:
 
 
 library = Library()
+
+
+def _rank(size: int) -> tuple[bool, int]:
+    """By which sizes of graphs are tried: powers of two first, and of each the largest."""
+    return size.bit_count() > 1, -size
+
+
+def _ways(
+    problem: ScaledProblem, tuned: dict[int, TunedSchedule], m: int
+) -> "list[tuple[slice, Algorithm | None]] | None":
+    """The parts of m rows, and who multiplies each: an algorithm of cuBLASLt, or DeepGEMM; None where neither can."""
+    rest = m % _LARGEST_M
+    if deep_gemm.serves(problem, _LARGEST_M) and (rest == 0 or rest >= LEAST_M):
+        counts = [_LARGEST_M] * (m // _LARGEST_M) + [rest] * (rest > 0)
+    else:
+        most = filled_up(-(-m // -(-m // _LARGEST_M)))
+        counts = [min(most, m - start) for start in range(0, m, most)]
+    ways: list[tuple[slice, Algorithm | None]] = []
+    for count, stop in zip(counts, accumulate(counts), strict=True):
+        if deep_gemm.serves(problem, count):
+            ways.append((slice(stop - count, stop), None))
+            continue
+        one = tuned.get(m_bucket(filled_up(count)))
+        if count < LEAST_M or one is None or one.algorithm is None:
+            return None
+        ways.append((slice(stop - count, stop), one.algorithm))
+    return ways
 
 
 @lru_cache(maxsize=1 << 10)

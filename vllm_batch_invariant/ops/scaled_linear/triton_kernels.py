@@ -65,10 +65,12 @@ def scaled_linear_kernel(
     tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["scale_row", "scale_group", "M"])
 def scaled_linear_e4m3_kernel(
     codes_ptr,
     scale_ptr,
+    scale_row,
+    scale_group,
     weight_ptr,
     weight_scale_ptr,
     bias_ptr,
@@ -85,8 +87,8 @@ def scaled_linear_e4m3_kernel(
     SWAP_AB: tl.constexpr,
 ):
     """A tile of the result of codes [M, K], weight [N, K], bias [N] or None: [M, N]. With IN_BLOCKS scale is
-    [M, groups] and weight_scale [ceil(N / 128), groups], else [M] and [N]. BLOCK_K is the reduction's ``promote``, and
-    BLOCK_N a divisor of 128.
+    [M, groups], of these strides, and weight_scale [ceil(N / 128), groups], else [M] and [N]. BLOCK_K is the
+    reduction's ``promote``, and BLOCK_N a divisor of 128.
     """
     pid_m, pid_n = swizzle_pid(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
     # 64-bit, because an operand may have more than 2**31 elements.
@@ -103,7 +105,8 @@ def scaled_linear_e4m3_kernel(
             tl.dot(b, a.T, max_num_imprecise_acc=BLOCK_K) if SWAP_AB else tl.dot(a, b.T, max_num_imprecise_acc=BLOCK_K)
         )
         if IN_BLOCKS:
-            scale = tl.load(scale_ptr + offs_m * groups + group, mask=mask_m, other=0.0)
+            offs = offs_m * scale_row + group * scale_group
+            scale = tl.load(scale_ptr + offs, mask=mask_m, other=0.0)
             scale *= tl.load(weight_scale_ptr + pid_n.to(tl.int64) * BLOCK_N // BLOCK_K * groups + group)
         else:
             scale = tl.full((BLOCK_M,), 1.0, tl.float32)

@@ -27,9 +27,9 @@ class SiluSchedule:
 _SCHEDULE = SiluSchedule()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_rows"])
 def _silu_and_mul_kernel(
-    x_ptr, out_ptr, codes_ptr, scale_ptr,
+    x_ptr, out_ptr, codes_ptr, scale_ptr, scale_rows,
     LENGTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(OVERLAPS)
@@ -46,7 +46,7 @@ def _silu_and_mul_kernel(
     if QUANTISE is not None:
         y, first = tl.where(mask, y, 0.0).to(dtype), tl.program_id(0) % PARTS * BLOCK
         rows = row + tl.arange(0, 1)
-        store_codes(y, rows, rows >= 0, first, codes_ptr, scale_ptr, LENGTH, GROUP, QUANTISE)
+        store_codes(y, rows, rows >= 0, first, codes_ptr, scale_ptr, scale_rows, LENGTH, GROUP, QUANTISE)
 
 
 def silu_and_mul(

@@ -8,11 +8,15 @@ data, of which pixels are made where they are needed.
 import math
 import random
 import struct
+import wave as wav
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from io import BytesIO
+from pathlib import Path
 from typing import Any, cast
+from urllib.request import urlopen
 
 from ..outcome import NoTestError
 from ..printing import one_line
@@ -34,9 +38,12 @@ _BLOCK = 5
 _TRIED = 0.34
 """Part of the context that one item may take."""
 
+_SHOWN = 60
+"""Characters of a path or a URL in an error: one of data may be long."""
+
 Item = dict[str, Any]
 """``kind`` ("image", "video" or "audio"), ``size`` ([height, width], [frames, height, width] or [samples]), ``seed``
-and ``at``, the token of the text before which it stands.
+and ``at``, the token of the text before which it stands; or ``data``, as vLLM takes it, for size and seed.
 """
 
 
@@ -82,6 +89,8 @@ def data_of(item: Mapping[str, Any]) -> Any:
     import numpy as np
     from PIL import Image
 
+    if "data" in item:
+        return item["data"]
     if item["kind"] == "audio":
         return wave(item["size"][0], item["seed"])
     if item["kind"] == "image":
@@ -92,6 +101,37 @@ def data_of(item: Mapping[str, Any]) -> Any:
     known = {"fps": 1.0, "duration": float(count), "total_num_frames": count, "frames_indices": list(range(count))}
     known |= {"video_backend": "opencv", "do_sample_frames": False}
     return np.stack(frames).reshape(count, height, width, 3), known
+
+
+def read(kind: str, where: str) -> Any:
+    """What vLLM takes for an item that is in a file: a picture, or fp32 samples and how many a second has.
+
+    Args:
+        kind: "image" or "audio".
+        where: a path, or a URL with ``file:`` or ``data:``.
+
+    Raises:
+        NoTestError: it cannot be read, or is none; a sound is a WAV file of one channel of 16 bits.
+    """
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        if where.startswith(("data:", "file:")):
+            with urlopen(where) as opened:
+                held = opened.read()
+        else:
+            held = Path(where).read_bytes()
+        if kind == "image":
+            return Image.open(BytesIO(held)).convert("RGB")
+        with wav.open(BytesIO(held)) as sound:
+            if (sound.getnchannels(), sound.getsampwidth()) != (1, 2):
+                raise wav.Error("it has other channels than one of 16 bits")
+            samples = np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
+            return (samples / 32768).astype(np.float32), sound.getframerate()
+    except (OSError, ValueError, EOFError, UnidentifiedImageError, wav.Error) as error:
+        hint = "" if kind == "image" else "; a sound is read of a WAV file of one channel of 16 bits"
+        raise NoTestError(f"--{kind} {where[:_SHOWN]}: {one_line(error)}{hint}") from error
 
 
 @cache
@@ -105,7 +145,7 @@ def placeholders(llm: Any) -> dict[str, list[int]]:
     kinds = encoding.encoded(model)
     if not kinds or model.is_encoder_decoder:
         return {}
-    written, tokenizer, processor = llm.apply_model(_written)[0], llm.get_tokenizer(), _processor(llm)
+    written, tokenizer, processor = _written(model), llm.get_tokenizer(), _processor(llm)
     own = processor.info.get_hf_processor()
     texts = {
         kind: text
@@ -123,10 +163,12 @@ def _processor(llm: Any) -> Any:
 
 def _written(model: Any) -> dict[str, str | None]:
     """What stands for an item in a chat, by kind; None where a chat template has it."""
-    found = {}
+    from ...integration.reviews import patch_points
+
+    kind_of_model, found = patch_points.MODEL_CLASS.get()(model), {}
     for kind in ("image", "video", "audio"):
         with suppress(ValueError):  # a model has none of that kind
-            found[kind] = type(model).get_placeholder_str(kind, 1)
+            found[kind] = kind_of_model.get_placeholder_str(kind, 1)
     return found
 
 
@@ -134,7 +176,8 @@ def _tokens_in_full(llm: Any, item: Mapping[str, Any]) -> list[int]:
     """What stands for a sound in a prompt of a model whose tokenizer is mistral-common's: as many as it takes."""
     extractor = _processor(llm).info.get_hf_processor().feature_extractor
     encoder = extractor.audio_encoder
-    samples = len(encoder.pad(data_of(item), extractor.sampling_rate))
+    data = data_of(item)
+    samples = len(encoder.pad(data[0] if isinstance(data, tuple) else data, extractor.sampling_rate))
     ids = encoder.special_ids
     return [ids.begin_audio, *[ids.audio] * extractor.get_num_audio_tokens(samples)]
 
@@ -157,23 +200,42 @@ def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]])
     Raises:
         NoTestError: the engine encodes none, or a file is none.
     """
-    from PIL import Image, UnidentifiedImageError
+    items = [
+        {"kind": "image", "data": read("image", one)}
+        if isinstance(one, str)
+        else {"kind": "image", "size": one[:2], "seed": one[2]}
+        for one in seen
+    ]
+    return chat_prompt(llm, text, items)
 
-    if "image" not in placeholders(llm):
-        raise NoTestError("the engine takes no images: leave out --image, or serve a model that sees them")
-    pictures = []
-    for one in seen:
-        try:
-            if isinstance(one, str):
-                pictures.append(Image.open(one).convert("RGB"))
-            else:
-                pictures.append(data_of({"kind": "image", "size": one[:2], "seed": one[2]}))
-        except (OSError, UnidentifiedImageError) as error:
-            raise NoTestError(f"--image {one}: {one_line(error)}") from error
-    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+
+def chat_prompt(llm: Any, text: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message of a chat that begins with items.
+
+    Raises:
+        NoTestError: the engine encodes none of that kind.
+    """
+    require_encoded(llm, items)
+    content = [*({"type": item["kind"]} for item in items), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
     made = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return {"prompt": made, "multi_modal_data": {"image": pictures}}
+    data = dict[str, list[Any]]()
+    for item in items:
+        data.setdefault(item["kind"], []).append(data_of(item))
+    return {"prompt": made, "multi_modal_data": data}
+
+
+def require_encoded(llm: Any, items: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse items of a kind that an engine does not encode.
+
+    Raises:
+        NoTestError: there is one.
+    """
+    known = placeholders(llm)
+    for kind in (item["kind"] for item in items if item["kind"] not in known):
+        senses = "hears it" if kind == "audio" else "sees them"
+        named = "audio" if kind == "audio" else f"{kind}s"
+        raise NoTestError(f"the engine takes no {named}: leave out --{kind}, or serve a model that {senses}")
 
 
 def require_text(info: Mapping[str, Any]) -> None:
@@ -229,6 +291,10 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         ]
         return [(FRAMES, *one) for one in found[2:]] if kind == "video" else found
     size = of_kind.size
+    if tile := getattr(of_kind, "max_image_size", {}).get("longest_edge"):  # of images with a longest side of their own
+        most = size["longest_edge"] // tile
+        sides = [(side * tile, most * tile) for side in range(1, most + 1)]
+        return sides + [(long, short) for short, long in sides[:-1]]
     if size.get("height"):
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]

@@ -81,7 +81,7 @@ class BatchSizes:
         """Raise ``NoTestError`` unless requests ran concurrently, in numbers that changed."""
         if self.largest < 2:
             raise NoTestError(
-                f"not a test: the engine never ran more than {self.largest} request at a time; "
+                "not a test: the engine never ran more than 1 request at a time; "
                 "raise --concurrency, --samples or --max-tokens, or the server's --max-num-seqs"
             )
         if len(set(self.running)) < 2:

@@ -23,7 +23,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
     from .engine import engine_info, make, verify
-    from .record import Adapter, BadReceipt, Completion, EngineInfo, Environment, Model, Prompt, Receipt, Sampling
+    from .items import items_of
+    from .record import (
+        Adapter,
+        BadReceipt,
+        Completion,
+        EngineInfo,
+        Environment,
+        Item,
+        Model,
+        Prompt,
+        Receipt,
+        Sampling,
+        Tensor,
+    )
     from .server import make_on_server, verify_on_server
     from .text import Text
 
@@ -34,17 +47,20 @@ __all__ = [
     "Difference",
     "EngineInfo",
     "Environment",
+    "Item",
     "Model",
     "Note",
     "Prompt",
     "Receipt",
     "Sampling",
+    "Tensor",
     "Text",
     "Verdict",
     "compare",
     "difference_of_logprobs",
     "engine_info",
     "first_difference_of",
+    "items_of",
     "make",
     "make_on_server",
     "verify",
@@ -54,16 +70,19 @@ __all__ = [
 _MODULES = {
     "comparison": ("Difference", "Note", "Verdict", "compare", "difference_of_logprobs", "first_difference_of"),
     "engine": ("engine_info", "make", "verify"),
+    "items": ("items_of",),
     "record": (
         "Adapter",
         "BadReceipt",
         "Completion",
         "EngineInfo",
         "Environment",
+        "Item",
         "Model",
         "Prompt",
         "Receipt",
         "Sampling",
+        "Tensor",
     ),
     "server": ("make_on_server", "verify_on_server"),
     "text": ("Text",),

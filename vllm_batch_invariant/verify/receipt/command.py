@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from ..arguments import (
     check_reports,
     choose_mode,
     not_negative,
+    seed_of_a_request,
 )
 from ..outcome import NoTestError, Status
 from ..printing import consoles, note, printable, waiting
@@ -73,9 +75,10 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
         with _engine(options) as engine:
             asked: dict[str, Any] = {"prompt": asdict(prompt), "sampling": asdict(sampling)}
             asked |= {"private": options.private, "trace": options.trace, "adapter": _adapter(options)}
+            asked["items"] = options.items
             receipt = Receipt.from_json(engine.call(f"{IN_ENGINE}:make", asked))
     receipt.save(options.receipt)
-    made = f"{options.receipt}: {extent(receipt.completion)} of {receipt.model.name}, sha256 {receipt.sha256}"
+    made = f"{options.receipt}: {extent(receipt)} of {receipt.model.name}, sha256 {receipt.sha256}"
     print(printable(made))
     if receipt.model.digest is None:
         how = "; name it with --model-files" if options.base_url else ""
@@ -96,6 +99,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     _check_target(parser, options)
     if options.without_engine and (options.base_url or options.serve_args):
         parser.error("--without-engine computes it here: leave out --base-url and --serve-args")
+    from . import items
     from .comparison import Note, as_json, verdict_of
     from .engine import require_adapter
     from .record import Receipt
@@ -127,6 +131,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
             verdict = recompute(receipt, options.model, before=_print_notes)
     else:
         require_adapter(receipt, options.adapter is not None)
+        items.require(receipt, [kind for kind, _ in options.items])
         if receipt.prompt.token_ids is None and prompt is None:
             receipt.prompt.ids()  # refuses before an engine is started in vain
         choose_mode(parser, options)
@@ -134,7 +139,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
             asked = {"receipt": receipt.to_json(), "prompt": prompt and asdict(prompt)}
             found = engine.call(
                 f"{IN_ENGINE}:verify",
-                asked | {"concurrent": options.concurrent, "adapter": _adapter(options)},
+                asked | {"items": options.items, "concurrent": options.concurrent, "adapter": _adapter(options)},
                 on_progress=lambda notes: _print_notes(tuple(Note(**one) for one in notes)),
             )
         verdict = verdict_of(found)
@@ -229,7 +234,7 @@ def add_arguments(parser: OneLineParser) -> None:
     making.add_argument(
         "--min-p", type=not_negative, default=0.0, metavar="P", help="least share of the largest probability"
     )
-    making.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the request")
+    making.add_argument("--seed", type=seed_of_a_request, default=0, metavar="N", help="seed of the request")
     making.add_argument("--logprobs", type=at_least(0), default=5, metavar="N", help="candidates at each position")
     making.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     making.add_argument(
@@ -271,6 +276,11 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
     if options.base_url and options.serve_args:
         parser.error("--base-url is a server that already runs: leave out --serve-args")
     check_adapter(parser, options)
+    if options.items and (options.base_url or getattr(options, "without_engine", False)):
+        parser.error(f"--{options.items[0][0]} is for an engine that is started here: a server tells no tensors")
+    for kind, where in options.items:
+        if not where.startswith(("data:", "file:")) and not Path(where).is_file():
+            parser.error(f"--{kind} {where}: no such file")
     if options.model_files and not options.base_url:
         parser.error("--model-files is for a server: the files of a model that is loaded here are known")
     if options.model_files and not options.model_files.is_dir():
@@ -284,9 +294,24 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add_model(target)
     add_base_url(target)
     add_adapter(target, "the request has", repeatable=False)
+    for option, what in (("--image", "an image"), ("--audio", "a sound (WAV, one channel of 16 bits)")):
+        target.add_argument(
+            option,
+            dest="items",
+            action="append",
+            type=partial(_item, option.lstrip("-")),
+            default=[],
+            metavar="FILE",
+            help=f"with an engine here: {what} before the prompt, a file or a data: URL; repeatable, in their order",
+        )
     target.add_argument(
         "--model-files", type=Path, metavar="FOLDER", help="with --base-url: a folder here with the served files"
     )
+
+
+def _item(kind: str, where: str) -> tuple[str, str]:
+    """An item's kind, and its file by a path that holds in any folder, or its URL."""
+    return kind, where if where.startswith(("data:", "file:")) else str(Path(where).resolve())
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:

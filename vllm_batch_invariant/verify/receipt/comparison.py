@@ -1,6 +1,6 @@
 """Compares two completions bit for bit, and the engines that computed them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from ...provenance import flat
 from ..answers import first_difference
 from ..outcome import NoTestError, Status
 from ..printing import printable
-from .record import UNNAMED, Adapter, Completion, EngineInfo, Model, Receipt, bits_of, number_of
+from .record import UNNAMED, Adapter, Completion, EngineInfo, Item, Model, Receipt, bits_of, number_of
 
 HOW_TO_REPORT = "a server with the mode on describes itself at /v1/batch_invariant"
 
@@ -30,8 +30,10 @@ class Note:
 class Difference:
     """The first difference between two completions; one printable line as a string."""
 
-    position: int
-    """Of the output token, from 0; the number of tokens if only the finish reason differs."""
+    position: int | None
+    """Of the output token, from 0; the number of tokens if only the finish reason differs; None where an item of the
+    request differs, so that no token was computed.
+    """
     text: str
 
     def __str__(self) -> str:
@@ -102,13 +104,15 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
         raise NoTestError(f"receipts of different adapters: {note.text.removeprefix('adapter: ')}")
     if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
         raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
+    if other_item := difference_of_items(left.items, right.items):
+        raise NoTestError(f"receipts of different items: {other_item}; that is {names[1]} against {names[0]}")
     other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))
     if other:
         raise NoTestError(f"receipts of different requests: {other}")
     difference = first_difference_of(left.completion, right.completion)
     if difference is not None:
         difference = replace(difference, text=f"{difference}; that is {names[1]} against {names[0]}")
-    return Verdict(notes_on(left.info, right.info, names), difference, extent(left.completion))
+    return Verdict(notes_on(left.info, right.info, names), difference, extent(left))
 
 
 def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: int, at_a_time: int) -> Verdict:
@@ -116,7 +120,26 @@ def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: 
     many = f", {at_a_time} at a time" if ran > at_a_time else ""
     concurrent = f"with {ran} concurrent request{'s' * (ran != 1)}{many}" if ran else "alone"
     difference = first_difference_of(receipt.completion, got)
-    return Verdict(notes, difference, f"{extent(receipt.completion)}, computed again {concurrent}")
+    return Verdict(notes, difference, f"{extent(receipt)}, computed again {concurrent}")
+
+
+def difference_of_items(expected: Sequence[Item], got: Sequence[Item]) -> Difference | None:
+    """The first item of a request that differs, and its first tensor that does; None if all are the same."""
+    if [item.kind for item in expected] != [item.kind for item in got]:
+        return Difference(None, f"the items are {_kinds(got)} instead of {_kinds(expected)}")
+    for number, (one, other) in enumerate(zip(expected, got, strict=True)):
+        for name in [*one.tensors, *(name for name in other.tensors if name not in one.tensors)]:
+            if one.tensors.get(name) != other.tensors.get(name):
+                said = f"{name} is {other.tensors.get(name, 'not there')} instead of {one.tensors.get(name, 'none')}"
+                return Difference(None, f"item {number} ({one.kind}): {said}")
+        if (one.at, one.tokens) != (other.at, other.tokens):
+            said = f"{other.tokens} tokens from {other.at} on instead of {one.tokens} from {one.at} on"
+            return Difference(None, f"item {number} ({one.kind}): it has {said}")
+    return None
+
+
+def _kinds(items: Sequence[Item]) -> str:
+    return ", ".join(item.kind for item in items) or "none"
 
 
 def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tuple[Note, ...]:
@@ -180,10 +203,12 @@ def difference_of_logprobs(receipt: Receipt, logprobs: Iterable[float]) -> Diffe
     return Difference(position, f"at token {position} {_instead(token, got[position], expected[position])}")
 
 
-def extent(completion: Completion) -> str:
+def extent(receipt: Receipt) -> str:
     """How much is compared, in words."""
+    completion, items = receipt.completion, len(receipt.items)
     logprobs = len(completion.logprobs) + sum(map(len, completion.top_logprobs))
-    return f"{len(completion.token_ids)} tokens and the bits of {logprobs} logprobs"
+    about = f" about {items} item{'s' * (items != 1)}" if items else ""
+    return f"{len(completion.token_ids)} tokens{about} and the bits of {logprobs} logprobs"
 
 
 def _positions(completion: Completion) -> list[tuple[Any, ...]]:
@@ -196,10 +221,7 @@ def _token(completion: Completion, position: int) -> str:
 
 
 def _logprob_that_differs(expected: Completion, got: Completion, position: int) -> str:
-    wanted, found = (
-        {side.token_ids[position]: side.logprobs[position]} | dict(side.top_logprobs[position])
-        for side in (expected, got)
-    )
+    wanted, found = (dict(side.top_logprobs[position]) for side in (expected, got))
     chosen = expected.token_ids[position]
     if expected.logprobs[position] != got.logprobs[position]:
         return _instead(chosen, got.logprobs[position], expected.logprobs[position])

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -11,12 +11,24 @@ from typing import Any
 from ...provenance import versions
 from ...seeds import SAMPLE_ID, sample_seed
 from ..answers import NO_LOGPROBS
+from ..harness import images
 from ..harness.drive import add_request, drive
 from ..outcome import NoTestError
 from ..printing import one_line
-from .comparison import Note, Verdict, notes_on, verdict_on
+from . import items
+from .comparison import Note, Verdict, extent, notes_on, verdict_on
 from .model_files import local_folder, model_at
-from .record import Adapter, Completion, EngineInfo, Environment, Receipt, Sampling, TracedStep, environment_from_json
+from .record import (
+    Adapter,
+    Completion,
+    EngineInfo,
+    Environment,
+    Item,
+    Receipt,
+    Sampling,
+    TracedStep,
+    environment_from_json,
+)
 
 _LONGEST = 400
 """Most tokens in the prompt of a concurrent request: prefill must overlap the completion without delaying it much."""
@@ -28,19 +40,34 @@ class ConcurrentRequest:
 
     token_ids: tuple[int, ...]
     sampling: Sampling
+    items: tuple[images.Item, ...] = ()
 
 
 class ConcurrentRequests:
-    """Requests of many lengths, made of the receipt's own tokens, which every engine that serves it knows.
+    """Requests of many lengths, made of the receipt's own tokens, which every engine that serves it knows;
+    every second one of a receipt with items has some, too.
 
     Attributes:
         size: how many run at a time.
     """
 
-    def __init__(self, receipt: Receipt, prompt: tuple[int, ...], context: int, size: int) -> None:
+    def __init__(
+        self,
+        receipt: Receipt,
+        prompt: tuple[int, ...],
+        context: int,
+        size: int,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Of an engine that takes so many tokens and items as :func:`.images.about` says."""
         self.size = size
         self._random = random.Random(receipt.sha256)
-        self._tokens = (*prompt, *receipt.completion.token_ids)
+        of_items = {place for item in receipt.items for place in range(item.at, item.at + item.tokens)}
+        text = [token for place, token in enumerate(prompt) if place not in of_items]
+        written = {prompt[place] for place in of_items}
+        answered = [token for token in receipt.completion.token_ids if token not in written]
+        self._tokens = (*text, *answered) or (0,)
+        self._about, self._count = about or {}, 0
         self._room = context - 1
         self._output = len(receipt.completion.token_ids)
 
@@ -49,7 +76,11 @@ class ConcurrentRequests:
         length = self._random.randint(1, max(1, min(_LONGEST, self._room // 2)))
         output = self._random.randint(2, max(2, min(self._output + 16, self._room - length)))
         sampling = Sampling(max_tokens=output, ignore_eos=True, logprobs=0)
-        return ConcurrentRequest(tuple(self._random.choices(self._tokens, k=length)), sampling)
+        tokens, self._count = tuple(self._random.choices(self._tokens, k=length)), self._count + 1
+        if not self._about or self._count % 2:
+            return ConcurrentRequest(tokens, sampling)
+        drawn = images.draw(self._random, self._about, length, self._room - length - output)
+        return ConcurrentRequest(tokens, sampling, tuple(drawn))
 
     def require(self, ran: int) -> None:
         """Refuse a run that was no test.
@@ -74,13 +105,19 @@ _NOT_RECORDED = {
     "stream_interval",
 }
 """Fields of vLLM's ``SamplingParams`` that decide no output token and no logprob of one."""
-IMAGES = "a receipt holds the tokens of a prompt, and this one has images: reproduce --image compares its answers"
-_OF_IMAGES = ("image_token_id", "image_token_index", "video_token_id")
-"""What configurations call the tokens that stand for images and videos in a prompt."""
+WITH_ITEMS = (
+    "the prompt has tokens of images, videos or sounds: a receipt needs what they were made into, "
+    "items=receipt.items_of(llm, prompt, output)"
+)
+_OF_ITEMS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+"""What configurations call the tokens that stand for images, videos and sounds in a prompt."""
+_AUDIO_ALONE = "a receipt is of a prompt of tokens, and this model answers about audio alone"
 _numbers = itertools.count()
 
 
-def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False) -> Receipt:
+def make(
+    output: Any, sampling: Any, info: EngineInfo, *, private: bool = False, items: tuple[Item, ...] = ()
+) -> Receipt:
     """The receipt of one finished completion.
 
     Args:
@@ -89,6 +126,7 @@ def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False)
         info: :func:`engine_info` of the engine. If its weights do not come from files, as in training, with a ``Model``
             of your own.
         private: keep the sha256 of the prompt's token ids instead of the ids. The completion itself is kept.
+        items: :func:`.items.items_of` of a request with images, videos or sounds.
 
     Raises:
         NoTestError: the request cannot be repeated (no seed, no logprobs), or has parameters that a receipt does not
@@ -97,10 +135,10 @@ def make(output: Any, sampling: Any, info: EngineInfo, *, private: bool = False)
     if output.prompt_token_ids is None or not output.finished or len(output.outputs) != 1:
         raise NoTestError("a receipt is of one finished completion of a prompt of tokens")
     token_ids = tuple(map(int, output.prompt_token_ids))
-    if info.of_images & {*token_ids}:
-        raise NoTestError(IMAGES)
+    if info.of_items & {*token_ids} and not items:
+        raise NoTestError(WITH_ITEMS)
     info = replace(info, adapter=adapter_of(output.lora_request))
-    return Receipt.of(info, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private)
+    return Receipt.of(info, token_ids, sampling_of(sampling), completion_of(output.outputs[0]), private, items=items)
 
 
 def adapter_of(lora_request: Any) -> Adapter | None:
@@ -127,23 +165,28 @@ def engine_info(llm: Any) -> EngineInfo:
 
     Args:
         llm: ``vllm.LLM``.
+
+    Raises:
+        NoTestError: its prompts are no tokens (Whisper).
     """
     from ...integration.engine import endpoint, install
     from ...integration.reviews import patch_points
 
     config = llm.llm_engine.model_config
+    if config.is_encoder_decoder:
+        raise NoTestError(_AUDIO_ALONE)
     name = str(Path(config.model).resolve()) if Path(config.model).is_dir() else config.model
     if llm.llm_engine.vllm_config.load_config.load_format == "dummy":
         model = model_at(None, name, "the engine made its weights up (--load-format dummy)")
     else:
         model = model_at(local_folder(config.model, config.revision), name)
-    asked = (getattr(config.hf_config, name, None) for name in _OF_IMAGES)
-    of_images = frozenset(token for token in asked if isinstance(token, int))
+    asked = (getattr(config.hf_config, name, None) for name in _OF_ITEMS)
+    of_items = frozenset(token for token in asked if isinstance(token, int))
     if patch_points.INIT_BATCH_INVARIANCE.get() is not install.install_worker:
         environment = Environment(mode=False, versions=versions(patch_points.installed_version()))
-        return EngineInfo(model, environment, of_images)
+        return EngineInfo(model, environment, of_items)
     environment = environment_from_json(endpoint.of_workers(llm.collective_rpc(endpoint.METHOD)))
-    return EngineInfo(model, environment, of_images)
+    return EngineInfo(model, environment, of_items)
 
 
 def verify(
@@ -154,6 +197,7 @@ def verify(
     prompt_token_ids: Sequence[int] | None = None,
     before: Callable[[tuple[Note, ...]], None] = lambda _: None,
     lora_request: Any = None,
+    multi_modal_data: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Compute a receipt's completion again with concurrent requests, and compare it bit for bit.
 
@@ -163,18 +207,32 @@ def verify(
         prompt_token_ids: the prompt of a private receipt.
         before: is called first, with the differences between this engine and the receipt's.
         lora_request: vLLM's, of the adapter, where the receipt has one. Every second concurrent request has it, too.
+        multi_modal_data: vLLM's, of a receipt with items: by kind one or several, in the order of the prompt. Where
+            one is made into another tensor than the receipt's, nothing is computed.
 
     Raises:
-        NoTestError: the prompt is missing or another one, the receipt has an adapter and none is given or the other way
-            round, the engine is busy or refuses the request, or no concurrent request ran in the same step.
+        NoTestError: the prompt is missing or another one, the receipt has an adapter or items and none are given or
+            the other way round, the engine is busy or refuses the request, or no concurrent request ran in the same
+            step.
     """
-    prompt = receipt.prompt.ids(prompt_token_ids)
     require_adapter(receipt, lora_request is not None)
+    data = {kind: one if isinstance(one, list) else [one] for kind, one in (multi_modal_data or {}).items()}
+    items.require(receipt, [kind for kind, those in data.items() for _ in those])
+    if not data:
+        receipt.prompt.ids(prompt_token_ids)
     info = engine_info(llm).asked_for(adapter_of(lora_request))
     notes = notes_on(receipt.info, info, ("the receipt", "this engine"))
     before(notes)
-    others = ConcurrentRequests(receipt, prompt, llm.llm_engine.model_config.max_model_len, concurrent)
-    got, ran = complete(llm, prompt, receipt.sampling, others, lora_request)
+    drawn = images.about(llm) if data and concurrent else {}
+    asked: dict[str, Any] = {}
+    if data:
+        asked, difference = items.prompt_of(llm, receipt, prompt_token_ids, data)
+        if difference is not None:
+            return Verdict(notes, difference, extent(receipt))
+    prompt = receipt.prompt.ids(prompt_token_ids)
+    asked = asked or {"prompt_token_ids": list(prompt)}
+    others = ConcurrentRequests(receipt, prompt, llm.llm_engine.model_config.max_model_len, concurrent, drawn)
+    got, ran = complete(llm, asked, receipt.sampling, others, lora_request)
     others.require(ran)
     return verdict_on(receipt, got, notes, ran, concurrent)
 
@@ -245,7 +303,7 @@ def _vllm_sampling(sampling: Sampling) -> Any:
 
 
 def traced(
-    llm: Any, prompt: tuple[int, ...], sampling: Sampling, lora_request: Any = None
+    llm: Any, prompt: Sequence[int] | Mapping[str, Any], sampling: Sampling, lora_request: Any = None
 ) -> tuple[Completion, tuple[TracedStep, ...]]:
     """A completion alone, and what every layer made of it. The engine has the worker extension of ``bisect``.
 
@@ -277,12 +335,15 @@ def traced(
 
 def complete(
     llm: Any,
-    prompt: tuple[int, ...],
+    prompt: Sequence[int] | Mapping[str, Any],
     sampling: Sampling,
     others: ConcurrentRequests | None = None,
     lora_request: Any = None,
 ) -> tuple[Completion, int]:
     """Step the engine until a prompt is completed, with an adapter if one is given.
+
+    Args:
+        prompt: tokens, or what vLLM takes.
 
     Returns:
         The completion, and how many concurrent requests got a token in a step in which it got one.
@@ -298,20 +359,21 @@ def complete(
     seen: dict[str, Any] = {}
     target = ""
 
-    def add(token_ids: Sequence[int], sampling: Sampling, lora_request: Any) -> str:
+    def add(prompt: Sequence[int] | Mapping[str, Any], sampling: Sampling, lora_request: Any) -> str:
         name = f"receipt-{next(_numbers)}"
-        given = {"prompt_token_ids": list(token_ids)}
+        given = prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
         try:
             add_request(engine, name, given, _vllm_sampling(sampling), lora_request=lora_request)
-        except ValueError as error:
-            raise NoTestError(f"the engine refuses the request: {' '.join(str(error).split())}") from error
+        except Exception as error:  # vLLM refuses a request by any exception
+            raise NoTestError(f"the engine refuses the request: {one_line(error)}") from error
         return name
 
     def arrive() -> bool:
         nonlocal target
         while others and len(running) < others.size:
             one = others.next()
-            running.add(add(one.token_ids, one.sampling, lora_request if len(running) % 2 else None))
+            beside = images.prompt_of(llm, one.token_ids, one.items)
+            running.add(add(beside, one.sampling, lora_request if len(running) % 2 else None))
         if not target and (seen or not running):
             target = add(prompt, sampling, lora_request)
         return True

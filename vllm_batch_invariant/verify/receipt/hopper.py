@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...envs import TP_TREE
 from ...ops.exact import FORMAT
 from ...ops.exact.definition import Floats
 from ...ops.hopper import confirmed, tables
+from ...provenance import OF_EXPERTS
 from ..outcome import NoTestError
 from .comparison import Note
 from .record import Environment, Receipt
@@ -19,12 +21,16 @@ if TYPE_CHECKING:
 
 CAPABILITY = "9.0"
 """Of a Hopper."""
-_SETTINGS = {"dtype": ("bfloat16",), "kv_cache_dtype": ("auto", "bfloat16"), "logprobs_mode": ("raw_logprobs",)}
-"""Of an engine, with the values that the definition is of."""
 TREE = "tensor_parallel_tree"
 _RUNNER, _SECOND = "model_runner", "second"
-_ANY_VALUE = (_RUNNER, TREE)
-"""Settings that the definition takes."""
+_SETTINGS = {
+    "dtype": ("bfloat16",),
+    "kv_cache_dtype": ("auto", "bfloat16"),
+    "logprobs_mode": ("raw_logprobs",),
+    _RUNNER: ("first", _SECOND),
+    TREE: TP_TREE.values,
+}
+"""Of an engine, with the values that the definition is of."""
 _REDUCTIONS = ("attention", "linear (output head)", "norm", "softmax (logprobs)", "top-p")
 """Of a dense model. Those but attention's follow from its sizes."""
 
@@ -41,6 +47,7 @@ class Hopper:
     confirmed: confirmed.Confirmed
     tables: tables.Tables | None
     name = "the usual arithmetic of a Hopper"
+    dtypes = ("BF16", "F8_E4M3", "F32")
 
     @classmethod
     def here(cls) -> "Hopper":
@@ -67,7 +74,7 @@ class Hopper:
                 f"without an engine receipts in {self.name} are not verified: of its definition no GPU has confirmed "
                 f"{', '.join(missing)}; verify with an engine, or make receipts in exact arithmetic"
             )
-        _check_engine(environment)
+        _check_engine(environment, self.confirmed)
         _check_sampling(receipt, self.confirmed)
 
     def _missing(self) -> tuple[str, ...]:
@@ -90,7 +97,7 @@ class Hopper:
         return (Note(text, promised=False),) if different else ()
 
     def decoder(
-        self, config: dict[str, Any], weights: Mapping[str, NDArray[np.uint16]], environment: Environment
+        self, config: dict[str, Any], weights: Mapping[str, NDArray[Any]], environment: Environment
     ) -> "HopperDecoder":
         """The decoder of a checkpoint."""
         from ...ops.hopper.decoder import HopperDecoder
@@ -114,15 +121,28 @@ class Hopper:
             yield token, listed[token], sorted(listed.items())
 
 
-def _check_engine(environment: Environment) -> None:
+def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
     for name, value in environment.engine.items():
-        if name not in _ANY_VALUE and value not in _SETTINGS.get(name, ()):
+        if value not in _SETTINGS.get(name, ()):
             raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
+    defined: dict[str, Any] = {"attention": attention(), **codes()}
+    defined |= {name: experts(of) for name, of in environment.reductions.items() if name.startswith(OF_EXPERTS)}
     for name, reduction in environment.reductions.items():
-        if name not in _REDUCTIONS:
+        if name not in (*_REDUCTIONS, *defined) or defined.get(name, {}) is None:
             raise NoTestError(f"without an engine a receipt of an engine with {name} is not computed again")
-        if name == "attention" and reduction != attention():
-            raise NoTestError(f"the definition has attention with {attention()}, and the receipt's engine {reduction}")
+        if name in defined and reduction != defined[name]:
+            raise NoTestError(f"the definition has {name} with {defined[name]}, and the receipt's engine {reduction}")
+    has_codes = any(name in codes() or "products mma" in of for name, of in environment.reductions.items())
+    has_experts = any(name.startswith(OF_EXPERTS) for name in environment.reductions)
+    if has_experts and environment.engine.get(TREE, "1") != "1":
+        raise NoTestError("without an engine a receipt of experts with a tree is not computed again")
+    kinds = {"FP8 in blocks": (has_codes, confirmed.OF_CODES), "experts": (has_experts, confirmed.OF_EXPERTS)}
+    for kind, (is_there, operations) in kinds.items():
+        if is_there and (missing := known.missing(operations)):
+            raise NoTestError(
+                f"without an engine receipts of {kind} are not computed again: no GPU has confirmed "
+                f"{', '.join(missing)}"
+            )
 
 
 def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
@@ -153,3 +173,36 @@ def attention() -> dict[str, str | int]:
     from ...provenance import plain
 
     return {"implementation": "triton", **plain(AttentionReduction.of_device("cuda"))}
+
+
+def experts(of: Mapping[str, str | int]) -> dict[str, str | int] | None:
+    """The reduction of experts that has a definition, with the numbers of one of an engine's environment; None where
+    these are missing.
+    """
+    import torch
+
+    from ...ops.moe import MoeReduction
+    from ...ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction
+    from ...provenance import plain
+
+    product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA) if "products mma" in of else None
+    try:
+        numbers = int(of["num_experts"]), int(of["top_k"]), torch.bfloat16
+        return plain(MoeReduction(*numbers, renormalise=str(of["renormalise"]) == "True", products=product))
+    except (KeyError, ValueError):
+        return None
+
+
+def codes() -> dict[str, dict[str, str | int]]:
+    """The reductions of layers in FP8 by blocks, as the environment of an engine has them."""
+    import torch
+
+    from ...ops.quantise import E4M3, QuantiseReduction
+    from ...ops.scaled_linear import GROUP, WGMMA, ScaledLinearReduction
+    from ...provenance import plain
+
+    product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
+    return {
+        "quantise (FP8 by block)": plain(QuantiseReduction.of_dtype(torch.bfloat16, E4M3, GROUP)),
+        "linear (FP8 by block)": plain(product),
+    }

@@ -1,27 +1,29 @@
 """What ``receipt make`` and ``verify`` do in the process of their engine; arguments and results are plain data."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..harness import worker_main
+from ..harness import images, worker_main
 from ..harness.engine import lora_request_of
-from . import engine
+from . import engine, items
 from .comparison import Note
-from .record import Receipt, Sampling
+from .record import Item, Receipt, Sampling
 from .text import Text
 
 
 def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
-    sampling = Sampling(**asked["sampling"])
-    token_ids = tuple(_token_ids(llm, Text(**asked["prompt"])))
+    sampling, given = Sampling(**asked["sampling"]), _read(asked["items"])
+    prompt, made = _prompt(llm, Text(**asked["prompt"]), given)
+    token_ids = tuple(prompt["prompt_token_ids"])
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
     info = engine.engine_info(llm).asked_for(engine.adapter_of(adapter))
     if asked["trace"]:
-        completion, trace = engine.traced(llm, token_ids, sampling, adapter)
+        completion, trace = engine.traced(llm, prompt, sampling, adapter)
     else:
-        (completion, _), trace = engine.complete(llm, token_ids, sampling, lora_request=adapter), ()
-    return Receipt.of(info, token_ids, sampling, completion, asked["private"], trace).to_json()
+        (completion, _), trace = engine.complete(llm, prompt, sampling, lora_request=adapter), ()
+    return Receipt.of(info, token_ids, sampling, completion, asked["private"], trace, made).to_json()
 
 
 def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -31,10 +33,32 @@ def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
         worker_main.tell([asdict(note) for note in notes])
 
     receipt = Receipt.from_json(asked["receipt"])
-    token_ids = None if asked["prompt"] is None else _token_ids(llm, Text(**asked["prompt"]))
-    how = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
+    given = _read(asked["items"])
+    words = asked["prompt"] and Text(**asked["prompt"])
+    token_ids = _prompt(llm, words, given)[0]["prompt_token_ids"] if words else None
+    how: dict[str, Any] = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
+    data = dict[str, list[Any]]()
+    for one in given:
+        data.setdefault(one["kind"], []).append(one["data"])
+    how["multi_modal_data"] = data
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
     return asdict(engine.verify(receipt, llm, lora_request=adapter, **how))
+
+
+def _read(files: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [{"kind": kind, "data": images.read(kind, where)} for kind, where in files]
+
+
+def _prompt(llm: Any, text: Text, given: list[dict[str, Any]]) -> tuple[dict[str, Any], tuple[Item, ...]]:
+    """A prompt behind items as vLLM takes it, and the items as a receipt has them."""
+    if not given:
+        return {"prompt_token_ids": _token_ids(llm, text)}, ()
+    if text.chat:
+        return items.processed(llm, images.chat_prompt(llm, text.text, given))
+    images.require_encoded(llm, given)
+    tokens = _token_ids(llm, text)
+    behind = int(tokens[:1] == [getattr(llm.get_tokenizer(), "bos_token_id", None)])
+    return items.processed(llm, images.prompt_of(llm, tokens, [one | {"at": behind} for one in given]))
 
 
 def _token_ids(llm: Any, prompt: Text) -> list[int]:

@@ -62,7 +62,8 @@ def _verdict(receipt: Receipt, compared: Compared) -> Verdict:
             "", Outcome.HOLDS, "Equal. Every token and logprob has the same bits.", _numbers(receipt), detail
         )
     assert compared.difference is not None
-    headline = f"Different from token {compared.difference.position} on."
+    position = compared.difference.position
+    headline = "Different in an item of the request." if position is None else f"Different from token {position} on."
     return Verdict("", Outcome.BREAKS, headline, _numbers(receipt), f"{compared.difference}. {detail}")
 
 
@@ -96,6 +97,9 @@ def _request(receipt: Receipt) -> Table:
     prompt = receipt.prompt
     kept = "only their sha256 is kept" if prompt.token_ids is None else " ".join(map(str, prompt.token_ids))
     rows = {"tokens of the prompt": str(prompt.tokens), "their ids": kept, "sha256": prompt.sha256}
+    for number, item in enumerate(receipt.items):
+        said = [f"{item.tokens} tokens from {item.at} on", *(f"{name} {one}" for name, one in item.tensors.items())]
+        rows |= {f"item {number}, {printable(item.kind)}": printable("; ".join(said))}
     rows |= {name.replace("_", " "): words(value) for name, value in vars(receipt.sampling).items()}
     return pairs("The prompt, and how tokens were chosen", rows)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,19 @@ from ...ops.exact import FORMAT, definition
 from ...ops.exact.decoder import Decoder
 from ...ops.exact.definition import Floats
 from ..outcome import NoTestError
+from ..printing import one_line
+from . import items
 from .comparison import Difference, Note, Verdict, extent, first_difference_of, notes_on
 from .hopper import Hopper
 from .model_files import local_folder, model_at
 from .record import Completion, EngineInfo, Environment, Receipt, TracedStep
 
+_STORED = {"BF16": "<u2", "F8_E4M3": "u1", "F32": "<f4"}
+"""What weights are read as, by the names of safetensors."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM takes this for one above 0 and below (``SamplingParams.__post_init__``)."""
+_OF_FILES = {"dtype", "kv_cache_dtype", "logprobs_mode", "max_model_len", "model_runner"}
+"""Settings of an engine in exact arithmetic whose model is that of the files."""
 _ROWS = 64
 """Of logits whose logprobs are held at a time."""
 
@@ -34,7 +43,7 @@ def recompute(
 ) -> Verdict:
     """Compute a receipt's completion again, as one prefill of its prompt and completion, and compare it bit for bit.
 
-    What ended the completion (a stop string, the end of the text) is taken from the receipt.
+    What ended the completion is taken from the receipt, but for a stop token of the request; the verdict says so.
 
     Args:
         model: a folder with the checkpoint, or a name in the cache of Hugging Face's hub.
@@ -44,12 +53,13 @@ def recompute(
 
     Raises:
         NoTestError: the receipt is neither of exact arithmetic in this format nor of a Hopper's usual arithmetic that
-            a GPU has confirmed, its request has what is not computed here, or the prompt or the model's files are
-            missing.
+            a GPU has confirmed, its request has what is not computed here, the prompt or the model's files are missing,
+            or these do not fit together or to the receipt.
         NotCovered: a model without a definition.
     """
     if receipt.adapter is not None:
         raise NoTestError("the completion has a LoRA adapter, which the definition has not")
+    items.refuse(receipt, "the definition is of models that take tokens; start an engine here")
     prompt = receipt.prompt.ids(prompt_token_ids)
     arithmetic = _arithmetic_of(receipt, hopper)
     arithmetic.check(receipt)
@@ -59,16 +69,26 @@ def recompute(
     here = EngineInfo(model_at(folder, model), receipt.environment)
     notes = notes_on(receipt.info, here, ("the receipt", "the definition")) + arithmetic.notes(receipt.environment)
     before(notes)
-    ids = receipt.completion.token_ids
-    trace = _Trace(receipt.trace)
-    decoder: Any = arithmetic.decoder(config_of(folder), weights_of(folder), receipt.environment)
-    logits = decoder.logits([*prompt, *ids[:-1]], slice(len(prompt) - 1, None), trace.compare)
-    parts = (slice(start, start + _ROWS) for start in range(0, len(ids), _ROWS))
+    sampling, ids = receipt.sampling, receipt.completion.token_ids
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        receipt = replace(receipt, sampling=replace(sampling, temperature=LOWEST_TEMPERATURE))
+    given = [*prompt, *ids[:-1]]
+    trace = _Trace(receipt.trace, len(given))
+    count, reason = _end(receipt)
+    try:
+        decoder: Any = arithmetic.decoder(config_of(folder), weights_of(folder, arithmetic.dtypes), receipt.environment)
+        _check_tokens([*prompt, *ids], decoder.vocabulary)
+        logits = decoder.logits(given, slice(len(prompt) - 1, None), trace.compare)
+    except (KeyError, ValueError) as error:
+        raise NoTestError(f"the files of {model} do not fit together: {one_line(error)}") from error
+    parts = (slice(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS))
     got = Completion.of(
         chain.from_iterable(arithmetic.positions(decoder, logits, part, receipt, prompt) for part in parts),
-        receipt.completion.finish_reason,
+        reason or receipt.completion.finish_reason,
     )
-    compared = f"{extent(receipt.completion)}, computed again by the definition of {arithmetic.name}"
+    compared = f"{extent(receipt)}, computed again by the definition of {arithmetic.name}"
+    if reason is None:
+        compared += f"; that it ended there ({receipt.completion.finish_reason}) is what the receipt says"
     if trace.compared:
         compared += f"; {trace.compared} outputs of layers"
     difference = first_difference_of(receipt.completion, got)
@@ -78,10 +98,37 @@ def recompute(
     return Verdict(notes, difference, compared)
 
 
-class _Trace:
-    """The layers of a traced receipt beside those of the definition."""
+def _end(receipt: Receipt) -> tuple[int, str | None]:
+    """How many of its tokens the completion has by its request, and why it ends there; None if only the receipt says
+    so: a tokenizer knows the end of a text and stop strings, and the engine how long a request may be.
+    """
+    sampling, completion = receipt.sampling, receipt.completion
+    for count, token in enumerate(completion.token_ids, 1):
+        if token in sampling.stop_token_ids:
+            return count, "stop"
+    is_full = len(completion.token_ids) == sampling.max_tokens
+    return len(completion.token_ids), "length" if is_full and completion.finish_reason != "stop" else None
 
-    def __init__(self, steps: tuple[TracedStep, ...]) -> None:
+
+def _check_tokens(ids: Sequence[int], vocabulary: int) -> None:
+    if (largest := max(ids)) >= vocabulary:
+        raise NoTestError(f"the receipt has the token {largest}, and the model a vocabulary of {vocabulary}")
+
+
+class _Trace:
+    """The layers of a traced receipt beside those of the definition.
+
+    Args:
+        steps: of the receipt.
+        rows: positions that are computed.
+
+    Raises:
+        NoTestError: a step has others.
+    """
+
+    def __init__(self, steps: tuple[TracedStep, ...], rows: int) -> None:
+        if any(step.position + step.rows > rows for step in steps):
+            raise NoTestError(f"the receipt's trace has other positions than the {rows} of its prompt and completion")
         self._steps = steps
         self._first: list[str | None] = [None] * len(steps)
         self.compared = 0
@@ -122,6 +169,7 @@ class _Exact:
     """Exact arithmetic, in the format that is defined here."""
 
     name = f"exact arithmetic {FORMAT}"
+    dtypes = ("BF16",)
 
     def check(self, receipt: Receipt) -> None:
         """Refuse what has no definition."""
@@ -134,6 +182,9 @@ class _Exact:
         mode = environment.engine.get("logprobs_mode", "raw_logprobs")
         if mode != "raw_logprobs":
             raise NoTestError(f"without an engine only raw logprobs are computed, and the receipt has {mode}")
+        if others := environment.engine.keys() - _OF_FILES:
+            other = f"{min(others)} {environment.engine[min(others)]}"
+            raise NoTestError(f"without an engine a receipt of an engine with {other} is not computed again")
         if receipt.sampling.min_tokens:
             raise NoTestError(
                 "without an engine min_tokens is not known: which tokens end a text follows the tokenizer"
@@ -177,24 +228,35 @@ def decoder_of(folder: Path) -> Decoder:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-def weights_of(folder: Path) -> dict[str, NDArray[np.uint16]]:
-    """The bits of every weight of a checkpoint, uint16 by name, which stay in their files until they are read: a model
-    may be larger than memory.
+    """The configuration of a checkpoint.
 
     Raises:
-        NotCovered: there is none in safetensors, or one in another dtype than bf16.
+        NoTestError: it has none that can be read.
+    """
+    try:
+        return dict(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise NoTestError(f"the model's config.json cannot be read: {one_line(error)}") from error
+
+
+def weights_of(folder: Path, dtypes: Sequence[str] = ("BF16",)) -> dict[str, NDArray[Any]]:
+    """The bits of every weight of a checkpoint by name, uint16 of bf16 and uint8 of e4m3, or fp32, which stay in their
+    files until they are read: a model may be larger than memory.
+
+    Args:
+        dtypes: of :data:`_STORED`, those that have a definition.
+
+    Raises:
+        NotCovered: there is none in safetensors, or one in another dtype.
         NoTestError: a file is not whole.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotCovered("a checkpoint without safetensors", "its weights are read from these alone", "convert it")
-    return dict(chain.from_iterable(map(_weights_of, files)))
+    return dict(chain.from_iterable(_weights_of(file, dtypes) for file in files))
 
 
-def _weights_of(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
+def _weights_of(file: Path, dtypes: Sequence[str]) -> Iterator[tuple[str, NDArray[Any]]]:
     """The names and bits of one file: eight bytes, the length of the JSON that follows; then the weights, where it says
     (https://huggingface.co/docs/safetensors).
     """
@@ -204,10 +266,13 @@ def _weights_of(file: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
         for name, tensor in json.loads(content[8:start].tobytes()).items():
             if name == "__metadata__":
                 continue
-            if tensor["dtype"] != "BF16":
+            if tensor["dtype"] not in dtypes:
                 raise NotCovered(
-                    f"the weight {name} in {tensor['dtype']}", "exact arithmetic is defined for bf16", "convert it"
+                    f"the weight {name} in {tensor['dtype']}",
+                    f"this arithmetic is defined for {' and '.join(dtypes)}",
+                    "verify with an engine",
                 )
-            yield name, np.ndarray(tensor["shape"], "<u2", content, start + tensor["data_offsets"][0])
+            stored = _STORED[tensor["dtype"]]
+            yield name, np.ndarray(tensor["shape"], stored, content, start + tensor["data_offsets"][0])
     except (ValueError, TypeError, KeyError) as error:  # empty, no JSON, or too short
         raise NoTestError(f"{file.name} is no whole file of safetensors") from error

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -27,9 +28,14 @@ UNNAMED = "nobody named the folder of the server's files"
 LOWEST_LOGPROB = -9999.0
 """vLLM's server sends this for anything below, -inf included, because JSON has no infinity."""
 
+_NO_SEED = -1
+"""vLLM takes this for none."""
+
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Bits = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 Token = Annotated[int, Field(ge=0)]
+Part = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 _CONFIG = ConfigDict(extra="forbid", strict=True)
 
 
@@ -143,24 +149,57 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """One tensor of what a processor made of an item: its shape, PyTorch's name of its dtype, and the sha256 of its
+    bytes, row by row.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    dtype: str
+    sha256: Hash
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype} ({self.sha256[:12]})"
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image, a video or a sound of a request, as an encoder gets it, and where it stands."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    kind: str
+    at: Token
+    """The first of its tokens in the prompt."""
+    tokens: Annotated[int, Field(ge=1)]
+    """How many tokens of the prompt are its own."""
+    tensors: dict[str, Tensor]
+    """By vLLM's names; ``is_embed`` says which of its tokens get rows of the encoder, where some get none."""
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen, under vLLM's names; nothing is left to a server's defaults.
 
+    A value that vLLM refuses is none of a receipt that is read.
+
     Raises:
-        NoTestError: sampling without a seed cannot be repeated.
+        NoTestError: sampling without a seed cannot be repeated; an engine takes seeds of 64 bits.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
 
     max_tokens: Annotated[int, Field(ge=1)] = 64
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[Part, Field(gt=0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Part = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[Token, ...] = ()
@@ -170,10 +209,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for number in fields(self):
-            if number.type is float:  # 1 and 1.0 are one value, with one hash
+            if isinstance(number.default, float):  # 1 and 1.0 are one value, with one hash
                 object.__setattr__(self, number.name, float(getattr(self, number.name)))
-        if self.temperature > 0 and self.seed is None:
-            raise NoTestError("sampling without a seed is random and cannot be repeated; give a seed")
+        if self.temperature > 0 and self.seed in (None, _NO_SEED):
+            raise NoTestError("sampling without a seed is random and cannot be repeated; give a seed, and not -1")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise NoTestError(f"the seed {self.seed} is no integer of 64 bits")
 
 
 @dataclass(frozen=True)
@@ -192,6 +233,9 @@ class Completion:
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.top_logprobs) or not self.token_ids:
             raise BadReceipt("tokens and logprobs are not equally many")
+        for candidates in self.top_logprobs:
+            if any(left[0] >= right[0] for left, right in pairwise(candidates)):
+                raise BadReceipt("the candidates of a position are not in ascending order, each once")
 
     @classmethod
     def of(cls, positions: Iterable[tuple[int, float, Iterable[tuple[int, float]]]], finish_reason: str) -> Self:
@@ -227,9 +271,9 @@ class TracedStep:
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
 
-    position: int
+    position: Annotated[int, Field(ge=0)]
     """Of the first row."""
-    rows: int
+    rows: Annotated[int, Field(ge=1)]
     digests: dict[str, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]]
     """By a layer's path: the first digits of the sha256 of the bytes of its first output."""
 
@@ -240,8 +284,8 @@ class EngineInfo:
 
     model: Model
     environment: Environment
-    of_images: frozenset[int] = frozenset()
-    """Tokens that stand for images and videos in a prompt."""
+    of_items: frozenset[int] = frozenset()
+    """Tokens that stand for images, videos and sounds in a prompt."""
     adapter: Adapter | None = None
     """Of the request, if it has one."""
 
@@ -270,6 +314,17 @@ class Receipt:
     trace: tuple[TracedStep, ...] = ()
     """What the layers made, if it was asked for: with it a difference is found in its operation."""
     adapter: Adapter | None = None
+    items: tuple[Item, ...] = ()
+    """In the order of the prompt."""
+
+    def __post_init__(self) -> None:
+        end = 0
+        for item in self.items:
+            if item.at < end or item.at + item.tokens > self.prompt.tokens:
+                raise BadReceipt("the items of the request do not stand one behind the other in its prompt")
+            end = item.at + item.tokens
+        if (tokens := len(self.completion.token_ids)) > self.sampling.max_tokens:
+            raise BadReceipt(f"the completion has {tokens} tokens, and the request at most {self.sampling.max_tokens}")
 
     @classmethod
     def of(
@@ -280,10 +335,11 @@ class Receipt:
         completion: Completion,
         private: bool,
         trace: tuple[TracedStep, ...] = (),
+        items: tuple[Item, ...] = (),
     ) -> "Receipt":
         """The receipt of a completion, as it would be read from a file; ``private`` leaves out the prompt's ids."""
         prompt, info = Prompt.of(token_ids, private), info.asked_for(info.adapter)
-        made = cls(info.model, prompt, sampling, completion, info.environment, trace, info.adapter)
+        made = cls(info.model, prompt, sampling, completion, info.environment, trace, info.adapter, items)
         return cls.from_json(made.to_json())
 
     @property
@@ -293,7 +349,7 @@ class Receipt:
 
     def _body(self) -> dict[str, Any]:
         body = {"format": FORMAT, "version": VERSION} | asdict(self)
-        for name in ("trace", "adapter"):
+        for name in ("trace", "adapter", "items"):
             if not body[name]:
                 del body[name]
         return body

@@ -19,6 +19,7 @@ from ..harness.client import Connection, Served, connect
 from ..harness.metrics import Reading, read_metrics
 from ..outcome import NoTestError
 from ..printing import one_line
+from . import items
 from .comparison import Note, Verdict, notes_on, verdict_on
 from .engine import ConcurrentRequests
 from .model_files import model_at
@@ -89,6 +90,7 @@ async def verify_on_server(
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
         _refuse_adapter(served)
+        items.refuse(receipt, "a server does not tell what it makes of files; start an engine here")
         if receipt.adapter is not None:
             raise NoTestError(f"the completion has the LoRA adapter {receipt.adapter.name}: {_HERE}")
         info = (await server_info(server, served, files)).asked_for(None)

@@ -28,6 +28,7 @@ from ..arguments import (
     check_reports,
     choose_mode,
     not_negative,
+    seed_of_a_request,
 )
 from ..harness import pooling
 from ..printing import consoles, waiting
@@ -76,7 +77,9 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     request.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="tokens to generate")
     request.add_argument("--temperature", type=not_negative, default=0.0, metavar="T", help="0 is greedy")
-    request.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the request and of the load")
+    request.add_argument(
+        "--seed", type=seed_of_a_request, default=0, metavar="N", help="seed of the request and of the load"
+    )
     request.add_argument(
         "--logprobs", type=at_least(1), default=5, metavar="N", help="candidates to compare at each position"
     )
