@@ -1437,10 +1437,11 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with one scale a head, "
-        "or a token and head, on a GPU, the latter in float16 anywhere",
-        "no kernel reads it, or it has not been run, or fp16 has too little range for weights times scales",
-        "pass --kv-cache-dtype with the model's dtype",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of heads or "
+        "tokens on a GPU; of tokens in float16",
+        "no kernel reads it, it has not been run, or fp16 has too little range",
+        "pass --kv-cache-dtype with the model's dtype; "
+        f"{envs.UNTRIED.name}=1 starts scales of heads and tokens on a GPU",
         _fp8_kv_cache_elsewhere,
         arguments=(KV_CACHE, envs.ARITHMETIC.name),
     ),
