@@ -348,6 +348,20 @@ def test_weights_of_a_model_whose_layers_are_not_found_beneath_adapters_are_refu
         core.collective_rpc(method)
 
 
+def test_weights_beneath_adapters_of_experts_are_refused_where_nobody_has_replaced_them(
+    core_class: type[Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_class("cpu")
+    core.vllm_config.lora_config = object()
+    core.vllm_config.model_config.architecture = "Qwen3MoeForCausalLM"
+    assert core.collective_rpc("reload_weights") == ["done"]
+    core.vllm_config.device_config.device_type = "cuda"
+    with pytest.raises(NotCovered, match="new weights of Qwen3MoeForCausalLM with LoRA adapters on cuda"):
+        core.collective_rpc("reload_weights")
+    monkeypatch.setenv(envs.UNTRIED.name, "1")
+    assert core.collective_rpc("reload_weights") == ["done"]
+
+
 def test_other_weights_empty_the_cache_of_encoded_items_too(core_class: type[Core]) -> None:
     core = core_class()
     core.vllm_config.model_config.is_multimodal_model = True

@@ -404,12 +404,14 @@ def _adapters_of_experts(config: Config) -> str | None:
     model, lora = config.model_config, config.lora_config
     if lora is None or not model.is_moe or _adapters_elsewhere(config):
         return None
-    ran = RAN.lora_experts.get(_ran_on(devices.of_config(config).ops.type), ())
+    ops, workers = devices.of_config(config).ops, config.parallel_config.tensor_parallel_size
+    ran, shared = (of.get(_ran_on(ops.type), ()) for of in (RAN.lora_experts, RAN.lora_expert_workers))
     mixed = expert_adapters.takes_stacked(lora) and model.architecture in expert_adapters.STACKED
     found = {
         f"of the mixture of experts {model.architecture}": model.architecture not in ran,
         "of quantised experts": bool(getattr(model, "quantization", None)),
         "of experts beside expert parallelism": bool(config.parallel_config.enable_expert_parallel),
+        f"of a mixture of experts by {workers} workers on {ops.name}": workers > 1 and workers not in shared,
         f"of {model.architecture} with --enable-mixed-moe-lora-format": mixed,
     }
     first = _first(found)
@@ -798,10 +800,12 @@ def _unknown_multimodal(config: Config) -> str | None:
 
 def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
-    if not model.is_multimodal_model or model.architecture not in RAN.multimodal_on_cpus_alone:
+    if not model.is_multimodal_model or envs.starts_untried():
         return None
-    sees = model.architecture in RAN.with_encoder_alone or encoding.encoded(model)
-    return _when(sees and not envs.starts_untried(), f"{model.architecture} on a GPU")
+    kinds = RAN.encoded_on_cpus_alone.get(model.architecture, ())
+    if model.architecture not in RAN.with_encoder_alone:  # and may be served as text
+        kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))
+    return _when(kinds, f"{' and '.join(kinds)} inputs of {model.architecture} on a GPU")
 
 
 def _text_of_what_sees(config: Config) -> str | None:
@@ -1098,20 +1102,20 @@ COVERED = (
     Feature(
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
-        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V: on a CPU with vLLM 0.32, a GPU with 0.33; of Gemma 4, images of Llama "
-        "4, Idefics 3, SmolVLM on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which share "
+        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, both of Gemma 4: on a CPU with vLLM 0.32, a GPU with 0.33; images of "
+        "Llama 4, Idefics 3, SmolVLM on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which share "
         "layers or images",
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "FP8 by rows with activations by tokens and INT4 of compressed-tensors, of Qwen2.5-VL, Qwen3-VL, Gemma 3 and "
-        "Mistral 3; FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral 3; INT4 of "
-        "Qwen3.5; encoders in 16 bits: on a CPU with vLLM 0.32",
+        "encoders in 16 bits: FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral "
+        "3, on a CPU with vLLM 0.32, a GPU with 0.33; FP8 by rows and INT4 of compressed-tensors, of Qwen2.5-VL, "
+        "Qwen3-VL, Gemma 3, Mistral 3 and INT4 of Qwen3.5 on the former",
     ),
     Feature(
         "Audio",
-        "of Qwen2-Audio and Qwen3-ASR, any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; of "
-        "Voxtral (Mini, Small), Whisper and Gemma 4 (E2B, E4B) on a CPU with 0.32; by one worker",
+        "of Qwen2-Audio, Qwen3-ASR and Voxtral (Mini, Small), any number and lengths of it: on a CPU with vLLM 0.32, "
+        "on a GPU with 0.33; of Whisper and Gemma 4 (E2B, E4B) on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1158,8 +1162,8 @@ COVERED = (
     Feature(
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
-        "layer and one for its values, those of the checkpoint or 1; on a CPU with vLLM 0.32, also one scale a head, "
-        "or with `fp8_per_token_head` one a token and head; on a GPU with 0.33",
+        "layer and one for its values, those of the checkpoint or 1, or one scale a head; on a CPU with vLLM 0.32, "
+        "also with `fp8_per_token_head` one a token and head; on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -1169,8 +1173,8 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images, videos and audio by one worker, as text also by two; as text "
-        "on a GPU with 0.33",
+        "experts: on a CPU with vLLM 0.32, with images, videos and audio by one worker, as text also by two; on a GPU "
+        "with 0.33, without audio",
     ),
     Feature(
         "Attention in chunks",
@@ -1204,8 +1208,8 @@ COVERED = (
     Feature(
         "LoRA adapters of mixtures of experts",
         "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
-        "quantised, on a CPU with vLLM 0.32 by one worker or two, with drafts of n-grams, or new weights; each expert "
-        "with products of its own, or stacked",
+        "quantised, on a CPU with vLLM 0.32 by one worker or two, on a GPU with 0.33 by one, with drafts of n-grams, "
+        "on the former also with new weights; each expert with products of its own, or stacked",
     ),
     Feature(
         "Scheduling",
@@ -1437,11 +1441,10 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of heads or "
-        "tokens on a GPU; of tokens in float16",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of tokens "
+        "on a GPU, or in float16",
         "no kernel reads it, it has not been run, or fp16 has too little range",
-        "pass --kv-cache-dtype with the model's dtype; "
-        f"{envs.UNTRIED.name}=1 starts scales of heads and tokens on a GPU",
+        f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts scales of tokens on a GPU",
         _fp8_kv_cache_elsewhere,
         arguments=(KV_CACHE, envs.ARITHMETIC.name),
     ),
@@ -1467,8 +1470,8 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of mixtures of experts on a GPU, of other ones than those above, of quantised experts, and "
-        "beside --enable-expert-parallel",
+        "LoRA adapters of other mixtures of experts than those above, of quantised experts, beside "
+        "--enable-expert-parallel, and by two GPUs",
         "these have not been run",
         f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
         _adapters_of_experts,
@@ -1556,9 +1559,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Voxtral, Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with images, videos or audio",
+        "Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with audio",
         "they have been run on a CPU alone",
-        "serve them on a CPU, Gemma 4 as text with --language-model-only",
+        "serve them on a CPU, Gemma 4 with --limit-mm-per-prompt.audio 0",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ... import envs
 from ...errors import NotCovered
 from .. import reviews
 from ..layers import linear, quantised
@@ -96,7 +97,8 @@ def install(device_of: Callable[[Any], Any]) -> None:
             return [digest_in(_served(self))]
         if method in _REPLACING:  # before vLLM lets go of the old ones
             of_engine = self.vllm_config
-            _refuse_beside_adapters(of_engine.lora_config is not None, of_engine.model_config.architecture)
+            of_model, on = of_engine.model_config.architecture, of_engine.device_config.device_type
+            _refuse_beside_adapters(of_engine.lora_config is not None, of_model, on)
         if method != ENGINE_INFO:
             _before_call(self, device_of)
         return call(self, method, *args, **kwargs)
@@ -327,7 +329,8 @@ def watch_loading(model: torch.nn.Module) -> None:
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, type(model).__name__)
+        on = next((one.device.type for one in model.parameters()), "cpu")
+        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, type(model).__name__, on)
         global _written
         _written += 1
         linear.restore_weights()
@@ -341,12 +344,13 @@ def watch_loading(model: torch.nn.Module) -> None:
     model.load_weights = watched
 
 
-def _refuse_beside_adapters(has_adapters: bool, architecture: str) -> None:
-    """Refuse new weights of a model with LoRA adapters where vLLM does not take them.
+def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: str) -> None:
+    """Refuse new weights of a model with LoRA adapters where vLLM does not take them, or nobody has replaced them.
 
     Args:
         has_adapters: whether the model may have some.
         architecture: of the model.
+        device_type: where it is.
 
     Raises:
         NotCovered: it is such a model.
@@ -356,6 +360,14 @@ def _refuse_beside_adapters(has_adapters: bool, architecture: str) -> None:
             f"new weights of {architecture} with LoRA adapters",
             "vLLM finds no layer for them once others are around its layers",
             "load new adapters, or start another engine",
+        )
+    of_experts = any(architecture in models for models in reviews.ran().lora_experts.values())
+    elsewhere = of_experts and device_type not in reviews.ran().lora_expert_updates
+    if has_adapters and elsewhere and not envs.starts_untried():
+        raise NotCovered(
+            f"new weights of {architecture} with LoRA adapters on {device_type}",
+            "they have been replaced beneath adapters of a mixture of experts on a CPU alone",
+            f"load new adapters, or start another engine; {envs.UNTRIED.name}=1 takes them",
         )
 
 

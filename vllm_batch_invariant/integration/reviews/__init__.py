@@ -219,7 +219,6 @@ class Ran:
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
-        multimodal_on_cpus_alone: multimodal models whose encoder no GPU has run.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         encoders: models whose tokens see those after them that have pooled.
@@ -253,9 +252,12 @@ class Ran:
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
         lora_experts: mixtures of experts that have been served with them, by device.
         lora_quantised: kinds of quantised weights that have been served with them, by device.
+        lora_expert_workers: numbers of workers above 1 that have served those of mixtures of experts, by device.
         lora_without_updates: models whose weights vLLM does not replace beneath them.
+        lora_expert_updates: devices where weights of mixtures of experts have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
+        encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
             and device.
@@ -268,7 +270,6 @@ class Ran:
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
     encoded_by_two: tuple[str, ...]
-    multimodal_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     encoders: tuple[str, ...]
@@ -299,12 +300,15 @@ class Ran:
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]
+    lora_expert_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
     lora_experts: Mapping[str, tuple[str, ...]]
     lora_quantised: Mapping[str, tuple[str, ...]]
     lora_without_updates: tuple[str, ...]
+    lora_expert_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
+    encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]

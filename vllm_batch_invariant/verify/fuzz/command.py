@@ -39,7 +39,6 @@ from .schedule import (
     draw_schedule,
     draw_settings,
     draw_targets,
-    sees_all,
 )
 from .trial import Trial
 
@@ -327,7 +326,7 @@ def _encodes(model: str, device: str) -> bool:
     architecture = (config.get("architectures") or [""])[0]
     ran = coverage.RAN.encoding.get(device)
     here = ran is not None and coverage.patch_points.installed_version().startswith(ran)
-    on_cpus = architecture in coverage.RAN.multimodal_on_cpus_alone or sees_all(config)
+    on_cpus = "image" in coverage.RAN.encoded_on_cpus_alone.get(architecture, ())
     on_cpus |= architecture in coverage.RAN.two_head_sizes and device not in coverage.RAN.large_heads
     untried = on_cpus and device != "cpu" and not starts_untried()
     return here and architecture in coverage.RAN.encoded and not untried
