@@ -127,3 +127,15 @@ def test_a_product_is_its_parts(
     else:
         assert_same_bits(made, scaled_linear(*given, None, torch.bfloat16))
         assert rows == multiplied_by_it
+
+
+def test_few_sizes_of_graphs_are_tried_those_of_most_use_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    found = DeepGemm()
+    monkeypatch.setattr(found, "prepare", lambda problem, rows, served, operands: asked.extend(rows))
+    monkeypatch.setattr(library, "deep_gemm", found)
+    serving = Library()
+    monkeypatch.setattr(serving, "_prepare_library", lambda *_: None)
+    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+    serving.prepare(PROBLEM, 8192, sizes, lambda *_: pytest.fail("run"))
+    assert asked == [8192, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 448, 384, 320, 192]

@@ -43,6 +43,7 @@ STEP_K = 4 * GROUP
 _STEP_N = 16
 _LARGEST_M = 8192
 """Rows of the operands that bits are compared of, and of what is multiplied at once."""
+_TRIED_STEP = 64
 _ASKED = 8
 _TUNING_SECONDS = 5.0
 Run = Callable[..., torch.Tensor]
@@ -264,7 +265,7 @@ class Library:
             return ScaledTuner(problem, None, most, own)
 
         full = [_LARGEST_M] * (max_m >= _LARGEST_M)
-        asked = (*full, *sorted((one for one in sizes if one <= max_m), key=_rank))
+        asked = (*full, *sorted((one for one in sizes if one <= max_m and _is_tried(one)), key=_rank))
         deep_gemm.prepare(problem, asked, served, tuner)
 
     def _prepare_library(self, problem: ScaledProblem, max_m: int, sizes: Iterable[int], own: Run) -> None:
@@ -301,6 +302,11 @@ class Library:
 
 
 library = Library()
+
+
+def _is_tried(size: int) -> bool:
+    """Whether DeepGEMM compiles kernels for a size of graphs, which takes seconds: of all no start would wait for."""
+    return size.bit_count() == 1 or size % _TRIED_STEP == 0
 
 
 def _rank(size: int) -> tuple[bool, int]:
