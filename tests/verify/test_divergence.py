@@ -166,7 +166,7 @@ def test_the_others_of_a_load_differ_in_parameters_as_much_as_in_lengths():
     assert not any("prompt_logprobs" in other.params for other in others if other.streamed)
 
 
-@pytest.mark.parametrize(("running", "reason"), [((), "more than 0"), ((1, 1), "more than 1"), ((3, 3), "ran 3")])
+@pytest.mark.parametrize(("running", "reason"), [((), "more than 1"), ((1, 1), "more than 1"), ((3, 3), "ran 3")])
 def test_a_batch_that_never_varied_is_no_test(running: tuple[int, ...], reason: str):
     with pytest.raises(NoTestError, match=reason):
         BatchSizes(running, ()).require_variation()

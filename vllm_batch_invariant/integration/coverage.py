@@ -1478,7 +1478,7 @@ REFUSED = (
         "these have not been run",
         f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
         _adapters_of_experts,
-        arguments=(ADAPTERS, WHOLE_EXPERTS),
+        arguments=(ADAPTERS, TENSOR, WHOLE_EXPERTS),
     ),
     Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "

@@ -388,8 +388,8 @@ class Option:
         arguments: what each value but :data:`NONE` adds to ``vllm serve``.
         values: those to draw from, as often as they are to be drawn.
         where: whether an engine in a place has it; everywhere if None.
-        beside: whether it is drawn beside the rest of the settings, a :class:`.schedule.Settings`; if not, it is
-            :data:`NONE`.
+        beside: whether it is drawn beside the rest of the settings, a :class:`.schedule.Settings`, in a place; if not,
+            it is :data:`NONE`.
         decides: kinds of requests whose tokens follow from it.
         of_pooling: whether models that pool have it, too.
         is_first: whether it is drawn before all fields: of what few of them are open beside.
@@ -399,7 +399,7 @@ class Option:
     arguments: Mapping[str, tuple[str, ...]]
     values: tuple[str, ...]
     where: Callable[[Place], bool] | None = None
-    beside: Callable[[Any], bool] | None = None
+    beside: Callable[[Any, Place], bool] | None = None
     decides: frozenset[str] = frozenset()
     of_pooling: bool = False
     is_first: bool = False
@@ -430,6 +430,11 @@ def _takes_adapters(place: Place) -> bool:
     has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
     has_run &= _has_run(coverage.RAN.lora, place)
     return has_run and architecture in adapters.MODELS and not place.is_quantised
+
+
+def _replaces_beneath_adapters(place: Place) -> bool:
+    """Whether weights have been replaced beneath adapters on such a device."""
+    return not place.has_experts or place.device in coverage.RAN.lora_expert_updates
 
 
 def _has_run(versions: Mapping[str, str], place: Place) -> bool:
@@ -466,7 +471,7 @@ OPTIONS = (
         {"uncached": ("--mm-processor-cache-gb", "0")},
         (NONE, "uncached"),
         lambda place: place.encodes,
-        lambda settings: not settings.text,
+        lambda settings, _: not settings.text,
     ),
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
@@ -514,6 +519,7 @@ OPTIONS = (
         {},
         (NONE, "on", NONE),
         lambda place: place.is_open("--load-format"),
+        lambda settings, place: "adapters" not in settings.options or _replaces_beneath_adapters(place),
         of_pooling=True,
     ),
     Option(
@@ -521,7 +527,7 @@ OPTIONS = (
         {"whole": (coverage.WHOLE_EXPERTS,)},
         (NONE, "whole"),
         lambda place: place.has_experts,
-        lambda settings: settings.workers > 1,
+        lambda settings, _: settings.workers > 1,
     ),
 )
 

@@ -209,7 +209,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         settings = replace(settings, pooler=pooler, whole=whole, prefix_cache=settings.prefix_cache and not whole)
 
     def choose(option: Option) -> Settings:
-        if not option.is_in(place) or (option.beside is not None and not option.beside(settings)):
+        if not option.is_in(place) or (option.beside is not None and not option.beside(settings, place)):
             return settings
         value = take(option.name, option.values)
         tried = replace(settings, options={**settings.options, option.name: value})

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..harness import images
 from ..outcome import NoTestError
 from ..printing import one_line
@@ -146,6 +144,8 @@ def _item(kind: str, place: Any, content: Any) -> Item:
 
 def _tensors(name: str, value: Any) -> dict[str, Tensor]:
     """Of a tensor, a number, or several of them."""
+    import torch  # a client of a server need not have it
+
     if value is None:
         return {}
     if isinstance(value, list | tuple):
