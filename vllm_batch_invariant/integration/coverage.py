@@ -1449,7 +1449,7 @@ REFUSED = (
         "no kernel reads it, it has not been run, or fp16 has too little range",
         f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts either on GPUs",
         _fp8_kv_cache_elsewhere,
-        arguments=(KV_CACHE, envs.ARITHMETIC.name),
+        arguments=(KV_CACHE, TENSOR, envs.ARITHMETIC.name),
     ),
     Feature(
         "A KV cache in fp32, bf16 or fp16 of a model in another of these",
