@@ -808,7 +808,9 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
 def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = [row for name, row in ROWS.items() if name.startswith("A KV cache in fp8 in exact arithmetic")]
 
-    def found_of_cache(device: str, strategy: str, cache_dtype: str = "auto", dtype: str = "bfloat16") -> str | None:
+    def found_of_cache(
+        device: str, strategy: str, cache_dtype: str = "auto", dtype: str = "bfloat16", workers: int = 1
+    ) -> str | None:
         version = {"cpu": "0.32.0", "cuda": "0.33.0"}[device]
         monkeypatch.setattr(patch_points, "installed_version", lambda: version)
         config = SimpleNamespace(
@@ -816,9 +818,13 @@ def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypat
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             quant_config=SimpleNamespace(kv_cache_scheme={"strategy": strategy}),
             model_config=SimpleNamespace(dtype=f"torch.{dtype}"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=workers),
         )
         return row.found(config)
 
+    assert found_of_cache("cpu", "attn_head", workers=2) is found_of_cache("cuda", "tensor", workers=2) is None
+    by_two = found_of_cache("cuda", "attn_head", workers=2)
+    assert by_two == "a KV cache in fp8 with one scale a head by 2 workers on a GPU"
     assert found_of_cache("cpu", "tensor") is found_of_cache("cpu", "attn_head") is None
     assert found_of_cache("cuda", "tensor") is found_of_cache("cuda", "attn_head") is None
     of_heads = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
@@ -832,7 +838,7 @@ def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypat
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(cache_dtype=tokens) == f"short convolutions with a KV cache in {tokens}"
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found_of_cache("cuda", "attn_head") is found_of_cache("cuda", "tensor", tokens) is None
+    assert found_of_cache("cuda", "attn_head", workers=2) is found_of_cache("cuda", "tensor", tokens) is None
 
 
 def test_states_of_gated_delta_rules_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,3 +297,19 @@ def test_blocks_that_nobody_has_tested_are_refused() -> None:
     other = Form("block", form.config | {"weight_block_size": [64, 64]}, form.scale)
     with pytest.raises(NotCovered, match="in other blocks or scales"):
         build(linear.RowParallelLinear, HIDDEN, 128, form=other)
+
+
+def test_what_was_found_of_deep_gemm_is_of_the_one_that_its_user_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM imports that before its own, whatever vLLM's version is."""
+    for name in fp8._TELL_DEEP_GEMM:
+        monkeypatch.delenv(name, raising=False)
+    own = fp8._deep_gemm_itself()
+    monkeypatch.syspath_prepend(tmp_path)
+    for version in ("2.1.0", "2.2.0"):
+        (tmp_path / "deep_gemm-1.dist-info").mkdir(exist_ok=True)
+        (tmp_path / "deep_gemm-1.dist-info" / "METADATA").write_text(f"Name: deep_gemm\nVersion: {version}\n")
+        assert fp8._deep_gemm_itself() == f"{own}, and deep_gemm {version}"
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert fp8._deep_gemm_itself() == f"{own}, and deep_gemm 2.2.0, DG_JIT_USE_NVRTC=1"

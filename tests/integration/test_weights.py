@@ -579,6 +579,24 @@ def test_a_trainer_that_writes_into_the_model_of_its_process_is_seen(core_class:
     assert core.resets == [True]
 
 
+def test_weights_beneath_adapters_of_experts_are_those_of_the_device_that_has_them() -> None:
+    """vLLM's reload puts tensors without memory in their place before it loads."""
+
+    class Qwen3MoeForCausalLM(torch.nn.Linear):
+        lora_manager = object()
+
+        def load_weights(self, names: list[str]) -> list[str]:
+            return names
+
+    model, elsewhere = Qwen3MoeForCausalLM(1, 1), Qwen3MoeForCausalLM(1, 1, device="meta")
+    for one in (model, elsewhere):
+        weights.watch_loading(one)
+    model.to("meta")
+    assert model.load_weights(["one"]) == ["one"]
+    with pytest.raises(NotCovered, match="new weights of Qwen3MoeForCausalLM with LoRA adapters on meta"):
+        elsewhere.load_weights(["one"])
+
+
 def test_slopes_of_alibi_come_back_when_a_gpu_wakes_up() -> None:
     from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention
 

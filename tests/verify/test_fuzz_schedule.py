@@ -234,6 +234,15 @@ def test_a_checkpoint_whose_cache_is_in_fp8_is_drawn_in_no_exact_arithmetic(monk
     assert not any(one.exact or one.options.get("cache") for one in drawn)
 
 
+def test_two_gpus_are_not_drawn_where_each_head_of_a_checkpoint_has_a_scale() -> None:
+    pytest.importorskip("vllm")
+    workers = [
+        {draw_settings(5, number, CONTEXT, Place("cuda", 32, 2, DENSE | of)).workers for number in range(48)}
+        for of in ({}, {"quantization_config": {"kv_cache_scheme": {"strategy": "attn_head"}}})
+    ]
+    assert workers == [{1, 2}, {1}]
+
+
 def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     pytest.importorskip("vllm")
     for device in ("cpu", "cuda"):

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from scripts.hopper_receipts import save_model
 from tests.known_model import save_known_model
+from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
 from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS, Confirmed
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
@@ -189,7 +192,10 @@ def test_receipts_of_codes_are_computed_where_a_gpu_has_confirmed_them(
     )
     known = Hopper(replace(hopper.confirmed, values=values, different=different), hopper.tables)
     assert recompute(made, str(tmp_path / "fp8"), hopper=known)
-    assert not recompute(replace(made, model=model_at(folder, "known")), str(folder), hopper=known), "of the matrices"
+    with pytest.raises(NoTestError, match="has layers of codes, and the files no layers of codes"):
+        recompute(replace(made, model=model_at(folder, "known")), str(folder), hopper=known)
+    with pytest.raises(NoTestError, match="has no layers of codes, and the files layers of codes"):
+        recompute(replace(made, environment=ENVIRONMENT), str(tmp_path / "fp8"), hopper=known)
     other = {"linear (FP8 by block)": codes()["linear (FP8 by block)"] | {"mma": "exact"}}
     environment = replace(environment, reductions=environment.reductions | other)
     with pytest.raises(NoTestError, match=r"linear .FP8 by block. with"):
@@ -207,6 +213,60 @@ def test_receipts_of_experts_are_computed_where_a_gpu_has_confirmed_them(greedy:
     ):
         with pytest.raises(NoTestError, match=said):
             recompute(replace(greedy, environment=replace(environment, **changes)), "nowhere", hopper=hopper)
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "said"),
+    [
+        ("layers.0.input_layernorm", torch.float32, "input_layernorm.weight in fp32"),
+        ("layers.1.mlp.down_proj", torch.float32, "down_proj.weight in fp32"),
+        ("embed_tokens", E4M3, "embed_tokens.weight as codes of e4m3"),
+        ("layers.0.mlp.up_proj", E4M3, "up_proj.weight as codes of e4m3"),
+    ],
+)
+def test_a_weight_that_an_engine_would_round_refuses(
+    weights: str, dtype: torch.dtype, said: str, folder: Path, greedy: Receipt, hopper: Hopper, tmp_path: Path
+) -> None:
+    """Its bits are read as those of no other dtype."""
+    shutil.copytree(folder, tmp_path / "other")
+    made = load_file(folder / "model.safetensors")
+    changed = {name: one.to(dtype) if weights in name else one for name, one in made.items()}
+    save_file(changed, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotCovered, match=said):
+        recompute(greedy, str(tmp_path / "other"), hopper=hopper)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("mixture"), "qwen3-moe")
+
+
+@pytest.mark.parametrize(
+    ("config", "reductions", "said"),
+    [
+        ({}, {}, r"the experts \[\], and the files"),
+        ({}, {"experts 1": MoeReduction(128, 8, torch.bfloat16)}, "'num_experts': 128.* and the files .*: 16"),
+        ({"norm_topk_prob": False}, None, "'renormalise': 'True'.* and the files .*'False'"),
+        ({"num_experts_per_tok": 17}, None, "17 of 16 experts"),
+        ({"num_experts_per_tok": 0}, None, "0 of 16 experts"),
+        ({"num_experts": 8}, {"experts 1": MoeReduction(8, 4, torch.bfloat16)}, "a router of 16"),
+        ({"num_attention_heads": "4"}, None, "do not fit together"),
+        ({"mlp_only_layers": [0]}, None, "do not fit together: 'model.layers.0.mlp.gate_proj.weight'"),
+        ({"shared_expert_intermediate_size": 64}, None, "experts that all tokens share"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, None, "attention in chunks"),
+        ({"quantization_config": ["fp8"]}, None, "a quantisation that is no table"),
+    ],
+)
+def test_a_receipt_of_experts_is_of_those_of_the_files(
+    config: dict, reductions: dict | None, said: str, greedy: Receipt, mixture: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(mixture, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config_of(mixture) | config))
+    of = {"experts 1": MoeReduction(16, 4, torch.bfloat16)} if reductions is None else reductions
+    given = ENVIRONMENT.reductions | {name: plain(one) for name, one in of.items()}
+    made = replace(greedy, environment=replace(ENVIRONMENT, reductions=given))
+    with pytest.raises((NoTestError, NotCovered), match=said):
+        recompute(made, str(tmp_path / "other"), hopper=Hopper.here())
 
 
 def fp8_experts() -> MoeReduction:

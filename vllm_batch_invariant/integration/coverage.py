@@ -290,12 +290,15 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
     if dtype not in FP8_CACHES:
         return None
     device, version, named = devices.of_config(config), patch_points.installed_version(), f"a KV cache in {dtype}"
-    scales = _cache_scales(config)
+    scales, workers = _cache_scales(config), config.parallel_config.tensor_parallel_size
+    shares_scales = scales == schemes.OF_HEADS and workers > 1
     if device.ops.type not in RAN.fp8_kv_cache:
         return f"{named} on {device.ops.name}"
     found = {
         f"with {schemes.CACHE_SCALES.get(scales, scales)} on {device.ops.name}": scales
         not in RAN.fp8_kv_cache_scales.get(_ran_on(device.ops.type), ()),
+        f"with {schemes.GIVEN_SCALES[schemes.OF_HEADS]} by {workers} workers on {device.ops.name}": shares_scales
+        and workers not in RAN.fp8_kv_cache_head_workers.get(_ran_on(device.ops.type), ()),
         f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
         "by FlexAttention": envs.ATTENTION.read() == "flex",
@@ -1441,12 +1444,12 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of tokens "
-        "on a GPU, or in float16",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of heads by "
+        "two GPUs; of tokens on a GPU, or in float16",
         "no kernel reads it, it has not been run, or fp16 has too little range",
-        f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts scales of tokens on a GPU",
+        f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts either on GPUs",
         _fp8_kv_cache_elsewhere,
-        arguments=(KV_CACHE, envs.ARITHMETIC.name),
+        arguments=(KV_CACHE, TENSOR, envs.ARITHMETIC.name),
     ),
     Feature(
         "A KV cache in fp32, bf16 or fp16 of a model in another of these",

@@ -14,7 +14,7 @@ from tests.ops.hopper.cases import same
 from tests.ops.hopper.test_definition import ideal
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.exact import known_answers
-from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder, fast
+from vllm_batch_invariant.ops.hopper.decoder import FP8_BLOCKS, PLAIN, HopperDecoder, fast
 from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
 from vllm_batch_invariant.verify.receipt.recompute import config_of, weights_of
@@ -58,6 +58,7 @@ def test_a_family_without_a_definition_is_refused(family: str, tmp_path: Path) -
         ({"head_dim": 96}, "heads of 96"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "type yarn"),
         ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"quantization_config": FP8_BLOCKS | {"scale_fmt": "ue8m0"}}, "that are no FP8"),
         ({"hidden_size": 20_000}, "rows of 20000"),
     ],
 )

@@ -2,6 +2,7 @@
 quantises the rows next finds.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,20 @@ def test_of_other_rows_nothing_is_found(device, read: Callable[[torch.Tensor], t
     assert kept(read(made), of(dtype)) is None
     codes = quantise(made, codes=E4M3, group=128)[0]
     assert quantise(read(made), codes=E4M3, group=128)[0].data_ptr() != codes.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(0, 512), (2, 0, 512), (1, 3, 200), (2, 3, 512)], ids=str)
+def test_rows_are_found_in_any_shape(device, shape: tuple[int, ...]):
+    """Also none, and scales whose rows lie side by side."""
+    *rows, length = shape
+    x = device.draw(*(max(row, 1) for row in rows), 2 * length, dtype=dtype_of(device))[: rows[0]]
+    x = x[:, : rows[1]].contiguous() if len(rows) > 1 else x
+    made = device.module("silu").silu_and_mul(x, codes=of(x.dtype))
+    for view in (made, made.view(1, *shape), made.view(math.prod(rows), length)):
+        codes, scales = quantise(view, codes=E4M3, group=128)
+        assert codes.shape == view.shape
+        assert scales.shape == (*view.shape[:-1], -(-length // 128))
+        assert_same_bits(scales, quantise(view.clone(), codes=E4M3, group=128)[1])
 
 
 def test_codes_of_whole_rows_are_not_kept(device):

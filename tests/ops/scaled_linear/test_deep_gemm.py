@@ -11,6 +11,7 @@ from tests.assertions import assert_same_bits
 
 pytest.importorskip("triton")
 
+from vllm_batch_invariant.ops.linear import autotune_cache
 from vllm_batch_invariant.ops.linear.problem import ScaledProblem
 from vllm_batch_invariant.ops.scaled_linear import deep_gemm as module
 from vllm_batch_invariant.ops.scaled_linear import library, scaled_linear
@@ -99,6 +100,16 @@ def test_what_was_found_is_kept_on_disk_for_its_version(monkeypatch: pytest.Monk
     assert loaded == [48]
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         prepared(version="2", m48=9.0)
+
+
+@pytest.mark.parametrize("known", [True, None, 9, [], {}, {"serves": "false"}, {"serves": 1}], ids=repr)
+def test_what_a_file_should_not_hold_is_measured_again(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"gpu": "made up", "of": "1"}
+    autotune_cache.save(environment, {str(PROBLEM): {"48": known}})
+    assert served(prepared(m48=11.0)) == []
+    assert autotune_cache.load(environment)[str(PROBLEM)]["48"]["serves"] is False
+    autotune_cache.save(environment, {str(PROBLEM): {"48": known}})
+    assert served(prepared(m48=9.0)) == [48]
 
 
 def test_no_more_is_tried_in_a_start_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:

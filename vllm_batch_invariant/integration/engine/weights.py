@@ -326,10 +326,10 @@ def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
 def watch_loading(model: torch.nn.Module) -> None:
     """See when a trainer in this process writes weights without a call of the workers."""
     load_weights, copied = model.load_weights, _written_by_copies(model)
+    on = next((one.device.type for one in model.parameters()), "cpu")  # vLLM's reload leaves them without memory
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        on = next((one.device.type for one in model.parameters()), "cpu")
         _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, type(model).__name__, on)
         global _written
         _written += 1

@@ -5,8 +5,11 @@ shards of a fused layer keep their own scales, and no scale is rounded. Where vL
 while it loads them, ours does, each shard by itself.
 """
 
+import contextlib
 import functools
+import importlib.metadata
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +36,8 @@ _CHECKED_ROWS = 4096
 _SHARDS = "batch_invariant_shards"
 """Buffer of a layer whose shards have a scale each: the shard of each row."""
 _WHOLE = "serve a checkpoint that is whole"
+_TELL_DEEP_GEMM = ("CUDA_HOME", "CUDA_PATH", "DG_JIT_NVCC_COMPILER", "DG_JIT_USE_NVRTC")
+"""Variables that tell DeepGEMM its compiler."""
 _SCALES = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of scales that fp32 holds."""
 
@@ -333,7 +338,18 @@ def _use_deep_gemm() -> None:
 
     if patch_points.HAS_DEEP_GEMM.is_there() and patch_points.HAS_DEEP_GEMM.get()():
         product = functools.partial(patch_points.DEEP_GEMM.get(), is_deep_gemm_e8m0_used=False)
-        deep_gemm.use(product, f"vLLM {patch_points.installed_version()}")
+        deep_gemm.use(product, f"vLLM {patch_points.installed_version()}{_deep_gemm_itself()}")
+
+
+def _deep_gemm_itself() -> str:
+    """What else tells versions of DeepGEMM apart: vLLM prefers one that its user has installed to its own, and its user
+    may say by what it compiles.
+    """
+    installed = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = f", and deep_gemm {importlib.metadata.version('deep_gemm')}"
+    told = sorted(f"{name}={value}" for name, value in os.environ.items() if name in _TELL_DEEP_GEMM)
+    return ", ".join([installed, *told])
 
 
 def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:

@@ -237,6 +237,7 @@ class Ran:
         large_head_workers: numbers of workers above 1 that have shared such models, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         fp8_kv_cache_scales: what has a scale of its own in such a cache, by device.
+        fp8_kv_cache_head_workers: numbers of workers above 1 that have shared heads with a scale each, by device.
         fp8_kv_cache_beside: states, and models that take images, beside which one scale a tensor has, by device.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
@@ -288,6 +289,7 @@ class Ran:
     large_head_workers: Mapping[str, tuple[int, ...]]
     fp8_kv_cache: Mapping[str, str]
     fp8_kv_cache_scales: Mapping[str, tuple[str, ...]]
+    fp8_kv_cache_head_workers: Mapping[str, tuple[int, ...]]
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     short_convolutions: Mapping[str, str]
     short_convolution_quantised: Mapping[str, tuple[str, ...]]

@@ -127,7 +127,7 @@ class Decoder:
         hidden, residual = definition.scaled(embedded, self._embedding_factor), None
         tables = self._tables(len(token_ids))
         for layer, layer_type in enumerate(self._layer_types):
-            hidden, residual = self._layer(f"model.layers.{layer}", hidden, residual, layer_type, tables, seen)
+            hidden, residual = self._layer(layer, hidden, residual, layer_type, tables, seen)
         hidden, _ = self._norm(hidden[rows], "model.norm", None if residual is None else residual[rows])
         tied = self._get("tie_word_embeddings", False)
         logits = self._linear(hidden, "model.embed_tokens" if tied else "lm_head")
@@ -148,10 +148,10 @@ class Decoder:
         return self._multiplier("embedding_multiplier")
 
     def _layer(
-        self, name: str, x: Floats, residual: Floats | None, layer_type: str, tables: dict[str, Floats], seen: Seen
+        self, number: int, x: Floats, residual: Floats | None, layer_type: str, tables: dict[str, Floats], seen: Seen
     ) -> tuple[Floats, Floats | None]:
         """What a layer gives, and the residual that is still to be added to it."""
-        after = self._family.norms_after
+        name, after = f"model.layers.{number}", self._family.norms_after
 
         def norm(x: Floats, of: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
             made = self._norm(x, f"{name}.{of}", residual)
@@ -164,11 +164,21 @@ class Decoder:
             hidden, _ = norm(hidden, "post_attention_layernorm")
         hidden, residual = self._add(hidden, residual)
         hidden, residual = norm(hidden, "pre_feedforward_layernorm" if after else "post_attention_layernorm", residual)
-        has_experts = f"{name}.mlp.gate.weight" in self._weights
-        hidden = (self._experts if has_experts else self._mlp)(hidden, f"{name}.mlp", seen)
+        hidden = (self._experts if self._has_experts(number) else self._mlp)(hidden, f"{name}.mlp", seen)
         if after:
             hidden, _ = norm(hidden, "post_feedforward_layernorm")
         return self._add(hidden, residual)
+
+    @property
+    def _num_experts(self) -> int:
+        """Of layers that have some, by the name that later configurations have for it, or the earlier."""
+        return self._own("num_experts") and (self._get("num_local_experts") or self._get("num_experts"))
+
+    def _has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of an MLP, as the configuration says."""
+        if not self._num_experts or layer in (self._get("mlp_only_layers") or ()):
+            return False
+        return (layer + 1) % self._get("decoder_sparse_step") == 0
 
     def _add(self, made: Floats, residual: Floats) -> tuple[Floats, Floats | None]:
         """The result of attention or an MLP, and the residual, which Granite adds at once and others in their norms."""
@@ -179,7 +189,9 @@ class Decoder:
     def _experts(self, x: Floats, name: str, seen: Seen) -> Floats:
         logits = self._linear(x, f"{name}.gate")
         seen(f"{name}.gate", logits)
-        top_k = self.config["num_experts_per_tok"]
+        count, top_k = self._num_experts, self.config["num_experts_per_tok"]
+        if logits.shape[-1] != count or not 0 < top_k <= count:
+            raise ValueError(f"{top_k} of {count} experts, and a router of {logits.shape[-1]}")
         weights, experts = self._routed(logits, top_k, self._get("norm_topk_prob", False))
         made = np.empty((len(x), top_k, x.shape[-1]), fp32)
         for expert in np.unique(experts):

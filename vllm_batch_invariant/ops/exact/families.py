@@ -44,7 +44,9 @@ MODELS = {
     "MistralForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(windows=False),
     "Qwen3ForCausalLM": Family(windows=False),
-    "Qwen3MoeForCausalLM": Family(windows=False),
+    "Qwen3MoeForCausalLM": Family(
+        windows=False, usual={"num_experts": 128, "mlp_only_layers": (), "decoder_sparse_step": 1}
+    ),
     "GemmaForCausalLM": Family(_TANH, is_gemma=True, usual=_GEMMA),
     "Gemma2ForCausalLM": Family(
         _TANH,
@@ -86,6 +88,10 @@ def problem_of(architecture: str, get: Get) -> str | None:
         return "windows, angles and sinks of single layers of a Granite"
     if get("use_sliding_window", False):
         return "sliding windows of a Qwen"
+    if get("shared_expert_intermediate_size", None):
+        return "experts that all tokens share"
+    if get("dual_chunk_attention_config", None):
+        return "attention in chunks of two kinds"
     return "attention in both directions" if get("use_bidirectional_attention", False) else None
 
 

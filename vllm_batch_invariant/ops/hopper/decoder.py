@@ -15,9 +15,10 @@ from ..exact import definition as exact
 from ..exact.decoder import Decoder
 from ..exact.definition import Floats
 from ..exact.families import FULL, problem_of, rope_type, rotary_embedding
+from ..moe import MoeReduction
 from ..norm.reduction import NormReduction
 from ..quantise import quantise
-from ..scaled_linear import E4M3, GROUP, WGMMA, scaled_linear
+from ..scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction, scaled_linear
 from ..softmax.reduction import SoftmaxReduction
 from . import definition, sampling
 from .tables import Tables
@@ -27,9 +28,13 @@ ARCHITECTURES = (
 )  # fmt: skip
 HEAD_SIZES = (64, 128)
 """Of the kernels for Hopper."""
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
+FP8_BLOCKS = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP], "scale_fmt": None,
+}  # fmt: skip
 """Of a checkpoint whose linear layers are codes of e4m3 in blocks."""
 _REMEDY = "verify with an engine"
+_OF_EXPERTS = ".mlp.experts."
+_SCALE = ".weight_scale_inv"
 _COLUMNS = 4096
 """Rows of a weight that are fp32 at a time."""
 
@@ -86,6 +91,9 @@ class HopperDecoder(Decoder):
     ) -> None:
         super().__init__(config, weights)
         self._tables_of_gpu, self._k_slices, self._kernels = tables, k_slices, kernels or fast()
+        for name, weight in weights.items():
+            if problem := self._problem_of_weight(name, weight):
+                raise NotCovered(f"the weight {name} {problem}", "it has no definition here", _REMEDY)
         if self.head_size not in HEAD_SIZES:
             raise NotCovered(f"heads of {self.head_size}", "other kernels serve them, without a definition", _REMEDY)
         norm = NormReduction.of_device("cuda", config["hidden_size"], torch.bfloat16)
@@ -101,11 +109,41 @@ class HopperDecoder(Decoder):
         if self.config.get("sliding_window") and not architecture.startswith("Qwen"):
             return "a sliding window"
         quantised = self.config.get("quantization_config")
+        if quantised and not isinstance(quantised, dict):
+            return "a quantisation that is no table"
         if quantised and {name: quantised.get(name) for name in FP8_BLOCKS} != FP8_BLOCKS:
             return (
                 f"quantised weights of {quantised.get('quant_method')} that are no FP8 in blocks of {GROUP} x {GROUP}"
             )
         return problem_of(architecture, self.config.get)
+
+    def _problem_of_weight(self, name: str, weight: NDArray[Any]) -> str | None:
+        """What of a weight's dtype is read as no operation here reads it."""
+        if weight.dtype == np.float32:
+            return None if name.endswith(_SCALE) else "in fp32, which an engine rounds"
+        if weight.dtype == np.uint16:
+            return None
+        is_of_layer = name.endswith("_proj.weight") and self.config.get("quantization_config")
+        return None if is_of_layer else "as codes of e4m3, which no engine here multiplies"
+
+    @property
+    def experts(self) -> MoeReduction | None:
+        """Of its layers with experts; None of a model without."""
+        if not any(map(self._has_experts, range(self.config["num_hidden_layers"]))):
+            return None
+        numbers = self._num_experts, self.config["num_experts_per_tok"], torch.bfloat16
+        product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
+        has_codes = self._has_codes(lambda name: _OF_EXPERTS in name)
+        renormalise = bool(self._get("norm_topk_prob", False))
+        return MoeReduction(*numbers, renormalise=renormalise, products=product if has_codes else None)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether layers that are no experts are codes."""
+        return self._has_codes(lambda name: _OF_EXPERTS not in name)
+
+    def _has_codes(self, of: Callable[[str], bool]) -> bool:
+        return any(weight.dtype == np.uint8 for name, weight in self._weights.items() if of(name))
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
         bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
@@ -125,7 +163,7 @@ class HopperDecoder(Decoder):
             raise NotCovered("a tree of products of codes", "it has no definition here", _REMEDY)
         codes, scales = quantise(_bf16(x), codes=E4M3, group=GROUP)
         weight = torch.from_numpy(np.array(bits)).view(E4M3)
-        weight_scale = torch.from_numpy(np.array(self._weights[f"{name}.weight_scale_inv"]))
+        weight_scale = torch.from_numpy(np.array(self._weights[f"{name}{_SCALE}"]))
         of_weight = weight_scale if weight_scale.dtype == torch.float32 else _of_bits(weight_scale)
         own = None if bias is None else _bf16(bias)
         made = scaled_linear(codes, scales, weight, of_weight, own, torch.bfloat16, mma=WGMMA)

@@ -100,8 +100,9 @@ class DeepGemm:
         started, found, made = time.monotonic(), {}, None
         for m in asked:
             try:
-                if str(m) in stored:
-                    serves = bool(stored[str(m)].get("serves")) and self._loads(problem, m)
+                known = stored.get(str(m))
+                if isinstance(known, dict) and isinstance(known.get("serves"), bool):  # what else is there is measured
+                    serves = known["serves"] and self._loads(problem, m)
                 elif time.monotonic() - started < _SECONDS:
                     if made is None:
                         made = operands(max(asked))

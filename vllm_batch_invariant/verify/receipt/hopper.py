@@ -106,7 +106,9 @@ class Hopper:
 
         if self.tables is None:
             raise NoTestError("nobody has recorded the special functions of a Hopper")
-        return HopperDecoder(config, dict(weights), self.tables, int(environment.engine.get(TREE, 1)))
+        decoder = HopperDecoder(config, dict(weights), self.tables, int(environment.engine.get(TREE, 1)))
+        _check_layers(environment, decoder)
+        return decoder
 
     def positions(
         self, decoder: "HopperDecoder", logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
@@ -146,6 +148,20 @@ def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
                 f"without an engine receipts of {kind} are not computed again: no GPU has confirmed "
                 f"{', '.join(missing)}"
             )
+
+
+def _check_layers(environment: Environment, decoder: "HopperDecoder") -> None:
+    """Refuse a receipt whose engine had other layers than the files: what it says is what was checked."""
+    from ...provenance import plain
+
+    of_files = [] if decoder.experts is None else [plain(decoder.experts)]
+    said = [of for name, of in environment.reductions.items() if name.startswith(OF_EXPERTS)]
+    if said != of_files:
+        raise NoTestError(f"the receipt's engine has the experts {said}, and the files {of_files}")
+    has_codes = any(name in environment.reductions for name in codes())
+    if has_codes != decoder.has_codes:
+        kinds = {True: "layers of codes", False: "no layers of codes"}
+        raise NoTestError(f"the receipt's engine has {kinds[has_codes]}, and the files {kinds[decoder.has_codes]}")
 
 
 def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:

@@ -79,7 +79,7 @@ def recompute(
         decoder: Any = arithmetic.decoder(config_of(folder), weights_of(folder, arithmetic.dtypes), receipt.environment)
         _check_tokens([*prompt, *ids], decoder.vocabulary)
         logits = decoder.logits(given, slice(len(prompt) - 1, None), trace.compare)
-    except (KeyError, ValueError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:  # of a made-up config.json
         raise NoTestError(f"the files of {model} do not fit together: {one_line(error)}") from error
     parts = (slice(start, min(start + _ROWS, count)) for start in range(0, count, _ROWS))
     got = Completion.of(
