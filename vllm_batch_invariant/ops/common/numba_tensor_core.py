@@ -68,6 +68,16 @@ def are_usual(typing_context, exponents):
     return types.boolean(EXPONENTS16), codegen
 
 
+def _operands(context, builder, arrays, k, a, at, b, panel, lanes, align):
+    """Element ``at`` + k of a in every lane, and row ``panel`` + k of a panel b [K, 16]; ``arrays`` are their types."""
+    of_a, of_b = arrays
+    data = context.make_array(of_a)(context, builder, a).data
+    one = builder.load(builder.gep(data, [builder.add(at, at.type(k))]))
+    row = builder.mul(builder.add(panel, panel.type(k)), panel.type(WIDTH))
+    place = pointer(context, builder, of_b, b, row, lanes)
+    return _spread(builder, one, lanes), builder.load(place, align=align)
+
+
 class Instruction(NamedTuple):
     """Functions of a kernel that add products as one instruction does."""
 
@@ -94,15 +104,9 @@ def instruction(k_step: int, fraction: int, kept: int) -> Instruction:
 
         def codegen(context, builder, signature, arguments):
             c, a, at, b, panel = arguments
-            top = None
+            arrays, top = (signature.args[1], signature.args[3]), None
             for k in range(k_step):
-                index = builder.add(at, at.type(k))
-                one = builder.load(
-                    builder.gep(context.make_array(signature.args[1])(context, builder, a).data, [index])
-                )
-                row = builder.mul(builder.add(panel, panel.type(k)), panel.type(WIDTH))
-                place = pointer(context, builder, signature.args[3], b, row, _SHORTS)
-                both = builder.add(_spread(builder, one, _SHORTS), builder.load(place, align=2))
+                both = builder.add(*_operands(context, builder, arrays, k, a, at, b, panel, _SHORTS, 2))
                 top = both if top is None else _larger(builder, top, both)
             bits = builder.bitcast(c, _WORDS)
             field = builder.and_(builder.lshr(bits, _all(_WORDS, 23)), _all(_WORDS, 255))
@@ -119,18 +123,13 @@ def instruction(k_step: int, fraction: int, kept: int) -> Instruction:
 
         def codegen(context, builder, signature, arguments):
             c, e, a, at, b, panel = arguments
+            arrays = signature.args[2], signature.args[4]
             e = _larger(builder, e, _all(_WORDS, _LOWEST))
             scale = builder.shl(builder.sub(_all(_WORDS, fraction + 127), e), _all(_WORDS, 23))
             scale = builder.bitcast(scale, _FLOATS)
             sums = [builder.fptosi(builder.fmul(c, scale), _WORDS), None, None]  # half of the products stay below 2**31
             for k in range(k_step):
-                index = builder.add(at, at.type(k))
-                one = builder.load(
-                    builder.gep(context.make_array(signature.args[2])(context, builder, a).data, [index])
-                )
-                row = builder.mul(builder.add(panel, panel.type(k)), panel.type(WIDTH))
-                place = pointer(context, builder, signature.args[4], b, row, _FLOATS)
-                product = builder.fmul(_spread(builder, one, _FLOATS), builder.load(place, align=4))
+                product = builder.fmul(*_operands(context, builder, arrays, k, a, at, b, panel, _FLOATS, 4))
                 term = builder.fptosi(builder.fmul(product, scale), _WORDS)
                 which = 1 + k % 2
                 sums[which] = term if sums[which] is None else builder.add(sums[which], term)
