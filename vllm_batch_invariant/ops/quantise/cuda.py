@@ -91,12 +91,12 @@ def quantise(
         return found
     length, counts = x.shape[-1], reduction.scales_of(x.shape[-1])
     schedule = QuantiseSchedule.of(length, reduction.group)
-    codes, scales = empty(x, reduction)
+    codes, scales, scale_rows = empty(x, reduction)
     if scales.numel():
         launch(
             quantise_kernel,
             x.shape[:-1].numel() * -(-(counts or 1) // schedule.groups),
-            (aligned(x), None if scale is None else aligned(scale), codes, scales, filled_up(x.shape[:-1].numel())),
+            (aligned(x), None if scale is None else aligned(scale), codes, scales, scale_rows),
             on=x,
             waits=True,
             LENGTH=length,
@@ -110,18 +110,18 @@ def quantise(
     return codes.view(reduction.codes), scales
 
 
-def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x, as a kernel takes them, and scales that nobody has written. Behind the codes there is memory up to a
-    multiple of ``ROWS`` rows; scales of groups lie with rows side by side, so many for each group, as libraries read
-    them.
+def empty(x: torch.Tensor, reduction: QuantiseReduction) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Codes of x, as a kernel takes them, and scales that nobody has written, and how many rows both have memory for, a
+    multiple of ``ROWS``. Scales of groups lie with rows side by side, so many for each group, as libraries read them.
     """
     counts = reduction.scales_of(x.shape[-1])
     rows = x.shape[:-1].numel()
+    held = filled_up(rows)
     dtype = _STORED.get(reduction.codes, reduction.codes)
-    codes = torch.empty(filled_up(rows), x.shape[-1], dtype=dtype, device=x.device)[:rows].view(x.shape)
+    codes = torch.empty(held, x.shape[-1], dtype=dtype, device=x.device)[:rows].view(x.shape)
     groups = 1 if counts is None else counts
-    scales = torch.empty(groups, filled_up(rows), dtype=torch.float32, device=x.device)[:, :rows].t()
-    return codes, scales.view(x.shape[:-1] if counts is None else (*x.shape[:-1], counts))
+    scales = torch.empty(groups, held, dtype=torch.float32, device=x.device)[:, :rows].t()
+    return codes, scales.view(x.shape[:-1] if counts is None else (*x.shape[:-1], counts)), held
 
 
 class Quantised(NamedTuple):
@@ -140,7 +140,8 @@ def quantised(out: torch.Tensor, codes: QuantiseReduction) -> Quantised:
     """What a kernel writes beside ``out`` [..., K], a new packed tensor, as :func:`.triton_kernels.store_codes` takes
     it; from then on that is kept with ``out``.
     """
-    stored, scales = empty(out, codes)
+    stored, scales, scale_rows = empty(out, codes)
     keep(out, stored.view(codes.codes), scales, codes)
-    rows = filled_up(out.shape[:-1].numel())
-    return Quantised((stored, scales, rows), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes, out.device)})
+    return Quantised(
+        (stored, scales, scale_rows), {"GROUP": codes.group, "QUANTISE": QuantiseNumbers.of(codes, out.device)}
+    )
