@@ -21,7 +21,7 @@ from .reduction import GROUP
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-_LEAST_M = 32
+LEAST_M = 32
 """Rows from which it is asked: fewer are 16 to the tiles here, which are the bytes of the weight then."""
 _SECONDS = 20.0
 """After which no more numbers of rows of a problem are tried in one start; the next goes on with them."""
@@ -51,11 +51,6 @@ class DeepGemm:
         self._version = ""
         self._serves: dict[ScaledProblem, set[int]] = {}
         self._seen: dict[ScaledProblem, set[int]] = {}
-
-    @property
-    def least_m(self) -> int:
-        """Rows below which no library serves."""
-        return _LEAST_M
 
     def use(self, run: Library, version: str) -> None:
         """Have a library, with what tells its versions apart."""
@@ -92,7 +87,7 @@ class DeepGemm:
         if self._run is None or problem.dtype != torch.bfloat16 or problem.n % _STEP_N:
             return
         seen = self._seen.setdefault(problem, set())
-        asked = [m for m in dict.fromkeys(rows) if m >= _LEAST_M and m not in seen]
+        asked = [m for m in dict.fromkeys(rows) if m >= LEAST_M and m not in seen]
         if not asked:
             return
         seen.update(asked)

@@ -27,6 +27,7 @@ from ..linear import cuda as gemms
 from ..linear.autotune import M_BUCKETS, TunedSchedule, Tuner, m_bucket
 from ..linear.problem import ALIGNMENT, LARGEST_SIDE, ScaledProblem
 from ..quantise.cuda import ROWS, filled_up, side_by_side
+from .deep_gemm import LEAST_M as LEAST_OF_DEEP_GEMM
 from .deep_gemm import deep_gemm
 from .reduction import E4M3, GROUP
 
@@ -217,7 +218,7 @@ class Library:
             out: what is written, of M rows filled up to a multiple of 4; None: new memory.
         """
         m = len(codes)
-        if not self._tuned or m < deep_gemm.least_m or codes.data_ptr() % ALIGNMENT:
+        if not self._tuned or m < LEAST_OF_DEEP_GEMM or codes.data_ptr() % ALIGNMENT:
             return None
         problem = ScaledProblem(len(weight), codes.shape[1], dtype, codes.get_device())
         tuned = self._tuned.get(problem)
