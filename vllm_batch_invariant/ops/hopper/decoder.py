@@ -32,6 +32,8 @@ FP8_BLOCKS = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP], "scale_fmt": None,
 }  # fmt: skip
 """Of a checkpoint whose linear layers are codes of e4m3 in blocks."""
+PRODUCTS = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
+"""Of layers whose weights are codes."""
 _REMEDY = "verify with an engine"
 _OF_EXPERTS = ".mlp.experts."
 _SCALE = ".weight_scale_inv"
@@ -63,6 +65,16 @@ def fast() -> Kernels:
             raise
         return PLAIN
     return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp, weight=lambda bits: bits)
+
+
+def of_experts(num_experts: int, top_k: int, renormalise: bool, has_codes: bool) -> MoeReduction:
+    """The reduction of experts that has a definition.
+
+    Raises:
+        ValueError: the numbers do not fit.
+    """
+    products = PRODUCTS if has_codes else None
+    return MoeReduction(num_experts, top_k, torch.bfloat16, renormalise=renormalise, products=products)
 
 
 class HopperDecoder(Decoder):
@@ -131,11 +143,9 @@ class HopperDecoder(Decoder):
         """Of its layers with experts; None of a model without."""
         if not any(map(self._has_experts, range(self.config["num_hidden_layers"]))):
             return None
-        numbers = self._num_experts, self.config["num_experts_per_tok"], torch.bfloat16
-        product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
         has_codes = self._has_codes(lambda name: _OF_EXPERTS in name)
         renormalise = bool(self._get("norm_topk_prob", False))
-        return MoeReduction(*numbers, renormalise=renormalise, products=product if has_codes else None)
+        return of_experts(self._num_experts, self.config["num_experts_per_tok"], renormalise, has_codes)
 
     @property
     def has_codes(self) -> bool:

@@ -33,6 +33,8 @@ _SETTINGS = {
 """Of an engine, with the values that the definition is of."""
 _REDUCTIONS = ("attention", "linear (output head)", "norm", "softmax (logprobs)", "top-p")
 """Of a dense model. Those but attention's follow from its sizes."""
+_PRODUCTS = "products mma"
+"""A field of the reduction of experts that are codes."""
 _OF_A_LAYER = "linear (model."
 """Of layers in 16 bits beside those in FP8, as routers are."""
 
@@ -129,7 +131,8 @@ def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
     for name, value in environment.engine.items():
         if value not in _SETTINGS.get(name, ()):
             raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
-    defined: dict[str, Any] = {"attention": attention(), **codes()}
+    of_codes = codes()
+    defined: dict[str, Any] = {"attention": attention(), **of_codes}
     defined |= {name: experts(of) for name, of in environment.reductions.items() if name.startswith(OF_EXPERTS)}
     for name, reduction in environment.reductions.items():
         is_defined = name in (*_REDUCTIONS, *defined) or name.startswith(_OF_A_LAYER)
@@ -137,7 +140,7 @@ def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
             raise NoTestError(f"without an engine a receipt of an engine with {name} is not computed again")
         if name in defined and reduction != defined[name]:
             raise NoTestError(f"the definition has {name} with {defined[name]}, and the receipt's engine {reduction}")
-    has_codes = any(name in codes() or "products mma" in of for name, of in environment.reductions.items())
+    has_codes = any(name in of_codes or _PRODUCTS in of for name, of in environment.reductions.items())
     has_experts = any(name.startswith(OF_EXPERTS) for name in environment.reductions)
     if has_experts and environment.engine.get(TREE, "1") != "1":
         raise NoTestError("without an engine a receipt of experts with a tree is not computed again")
@@ -198,16 +201,12 @@ def experts(of: Mapping[str, str | int]) -> dict[str, str | int] | None:
     """The reduction of experts that has a definition, with the numbers of one of an engine's environment; None where
     these are missing.
     """
-    import torch
-
-    from ...ops.moe import MoeReduction
-    from ...ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction
+    from ...ops.hopper.decoder import of_experts
     from ...provenance import plain
 
-    product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA) if "products mma" in of else None
     try:
-        numbers = int(of["num_experts"]), int(of["top_k"]), torch.bfloat16
-        return plain(MoeReduction(*numbers, renormalise=str(of["renormalise"]) == "True", products=product))
+        renormalise = str(of["renormalise"]) == "True"
+        return plain(of_experts(int(of["num_experts"]), int(of["top_k"]), renormalise, _PRODUCTS in of))
     except (KeyError, ValueError):
         return None
 
@@ -216,12 +215,12 @@ def codes() -> dict[str, dict[str, str | int]]:
     """The reductions of layers in FP8 by blocks, as the environment of an engine has them."""
     import torch
 
-    from ...ops.quantise import E4M3, QuantiseReduction
-    from ...ops.scaled_linear import GROUP, WGMMA, ScaledLinearReduction
+    from ...ops.hopper.decoder import PRODUCTS
+    from ...ops.quantise import QuantiseReduction
     from ...provenance import plain
 
-    product = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
+    quantised = QuantiseReduction.of_dtype(torch.bfloat16, PRODUCTS.codes, PRODUCTS.promote)
     return {
-        "quantise (FP8 by block)": plain(QuantiseReduction.of_dtype(torch.bfloat16, E4M3, GROUP)),
-        "linear (FP8 by block)": plain(product),
+        "quantise (FP8 by block)": plain(quantised),
+        "linear (FP8 by block)": plain(PRODUCTS),
     }
