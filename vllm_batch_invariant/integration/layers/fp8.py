@@ -5,9 +5,7 @@ shards of a fused layer keep their own scales, and no scale is rounded. Where vL
 while it loads them, ours does, each shard by itself.
 """
 
-import contextlib
 import functools
-import importlib.metadata
 import inspect
 import os
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from ...ops.linear import LinearReduction
 from ...ops.quantise import E4M3, QuantiseReduction, quantise
 from ...ops.quantise.weights import quantise_weight
 from ...ops.scaled_linear import GROUP, ScaledLinearReduction, prepare, scaled_linear
+from ...provenance import installed
 from ..parallel import tensor_tree
 from ..reviews import patch_points
 
@@ -345,11 +344,10 @@ def _deep_gemm_itself() -> str:
     """What else tells versions of DeepGEMM apart: vLLM prefers one that its user has installed to its own, and its user
     may say by what it compiles.
     """
-    installed = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        installed = f", and deep_gemm {importlib.metadata.version('deep_gemm')}"
+    of_user = installed("deep_gemm")
+    named = "" if of_user == "none" else f", and deep_gemm {of_user}"
     told = sorted(f"{name}={value}" for name, value in os.environ.items() if name in _TELL_DEEP_GEMM)
-    return ", ".join([installed, *told])
+    return ", ".join([named, *told])
 
 
 def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:
