@@ -58,6 +58,7 @@ PROMPT = tuple(int(one) % 4096 for one in (7919 * number**2 + 13 * number + 5 fo
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 7, "top_k": 100, "top_p": 0.9}}
 TOKENS = 24
 SERVED_TOKENS = 200
+CONTEXT = 1024
 
 
 def save_model(folder: Path, name: str) -> Path:
@@ -93,20 +94,24 @@ def _with_experts(weights: dict[str, Floats], hidden: int) -> Iterator[tuple[str
             yield f"{layer}.mlp.gate.weight", bf16(normal(5000 + number, count, hidden) / fp32(math.sqrt(hidden)))
 
 
-def make(folder: Path, name: str) -> dict[str, Receipt]:
-    """The receipts of completions of this process's engine, by :data:`SAMPLINGS`."""
+def engine_of(folder: Path, name: str, **settings: Any) -> Any:
+    """This process's engine of a model that is written first."""
     os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     from vllm import LLM
 
+    return LLM(str(save_model(folder / name, name)), skip_tokenizer_init=True, max_model_len=CONTEXT, **settings)
+
+
+def make(folder: Path, name: str) -> dict[str, Receipt]:
+    """The receipts of completions of this process's engine, by :data:`SAMPLINGS`."""
     from vllm_batch_invariant.verify import receipt
     from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
     from vllm_batch_invariant.verify.receipt import engine
 
-    llm = LLM(
-        str(save_model(folder / name, name)),
-        skip_tokenizer_init=True,
+    llm = engine_of(
+        folder,
+        name,
         enforce_eager=True,
-        max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=128,
         kv_cache_memory_bytes=1 << 30,
@@ -123,16 +128,12 @@ def make(folder: Path, name: str) -> dict[str, Receipt]:
 
 def make_served(folder: Path, name: str) -> dict[str, Receipt]:
     """The receipts of completions of one of :data:`SHAPES`, as an engine serves them: in graphs, among others."""
-    os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    from vllm import LLM
-
     from vllm_batch_invariant.verify import receipt
     from vllm_batch_invariant.verify.receipt import engine
 
-    llm = LLM(
-        str(save_model(folder / name, name)),
-        skip_tokenizer_init=True,
-        max_model_len=1024,
+    llm = engine_of(
+        folder,
+        name,
         max_num_seqs=64,
         max_num_batched_tokens=1024,
         kv_cache_memory_bytes=8 << 30,
@@ -143,7 +144,7 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
         sampling = Sampling(max_tokens=SERVED_TOKENS, logprobs=5, ignore_eos=True, **chosen)
         alone, _ = engine.complete(llm, PROMPT, sampling)
         one = Receipt.of(info, PROMPT, sampling, alone, False)
-        others = engine.ConcurrentRequests(one, PROMPT, 1024, 31)
+        others = engine.ConcurrentRequests(one, PROMPT, CONTEXT, 31)
         started = time.monotonic()
         completion, beside = engine.complete(llm, PROMPT, sampling, others)
         print(f"{name}, {how}: beside {beside} requests in {time.monotonic() - started:.1f} s", flush=True)
