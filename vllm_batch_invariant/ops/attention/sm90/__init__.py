@@ -189,6 +189,7 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     return (
         not call.spec.added
         and not cache.scales_of_tokens
+        and not cache.tail
         and page_size >= 16
         and page_size & (page_size - 1) == 0
         and cache.block_table.device == call.query.device
