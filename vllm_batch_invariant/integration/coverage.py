@@ -24,6 +24,10 @@ _SMALLER = tuple(range(64, 257, 16))
 HEAD_SIZES = (*_SMALLER, 512)
 """Elements of a decoder's attention head that the kernels for CPUs and NVIDIA GPUs have."""
 ENCODER_HEAD_SIZES = (32, 48, *_SMALLER)
+LATENT_SIZES = ((64, 16), (512, 64))
+"""Elements of the cache's vectors of latent attention that are keys and values, and of those that are keys alone: of
+DeepSeek's, and of the small models of tests.
+"""
 SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
 """The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,6 +62,8 @@ def _attention_backend(config: Config) -> str | None:
         *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
     ]
     allowed = devices.of_config(config).attention_choices
+    if _is_latent(config):
+        allowed = (*allowed, *devices.of_config(config).latent_choices)
     if _has_heads_of_two_sizes(config):  # vLLM chooses one for them where nobody has
         allowed = (*allowed, "TRITON_ATTN")
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
@@ -702,11 +708,43 @@ def _experts_without_a_gate(config: Config) -> str | None:
     return _when("E" in pattern, "experts without a gate")
 
 
+def _is_latent(config: Config) -> bool:
+    return bool(getattr(config.model_config, "use_mla", False))
+
+
 def _latent_attention(config: Config) -> str | None:
-    return _when(config.model_config.use_mla, "multi-head latent attention")
+    model = config.model_config
+    architecture = getattr(model, "architecture", "")
+    if not model.use_mla or architecture in RAN.latent_models:
+        return None
+    return f"multi-head latent attention{f' of {architecture}' if architecture else ''}"
+
+
+def _latent_elsewhere(config: Config) -> str | None:
+    """What has not been run with models whose layers have latent attention."""
+    untried = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
+    named = "latent attention"
+    if found := _beside_layers(config, named, RAN.latent_models, {**RAN.latent, **untried}, {}):
+        return found
+    if not _is_latent(config):
+        return None
+    text = config.model_config.hf_text_config
+    sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    connector, scaling = connectors.name(config), getattr(text, "llama_4_scaling", None)
+    beside = {
+        "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
+        f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
+        "queries that are scaled by their position": scaling is not None,
+        f"the KV connector {connector}": connector,
+        "sleep": getattr(config.model_config, "enable_sleep_mode", False),
+    }
+    first = _first(beside)
+    return _when(first, f"{named} with {first}")
 
 
 def _head_size(config: Config) -> str | None:
+    if _is_latent(config):  # whose sizes are others
+        return None
     size = config.model_config.get_head_size()
     others = HEAD_SIZES if _has_heads_of_two_sizes(config) else _SMALLER
     sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else others
@@ -1172,6 +1210,11 @@ COVERED = (
         "Attention",
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit "
         "soft-cap, ALiBi, sinks; of encoders all keys or a window to both sides, also with head sizes 32 and 48",
+    ),
+    Feature(
+        "Multi-head latent attention (MLA)",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash in fp32, bf16 and fp16 by one worker on a CPU with vLLM 0.32: "
+        "every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1680,10 +1723,19 @@ REFUSED = (
         ("cpu",),
     ),
     Feature(
-        "MLA (DeepSeek)",
-        "it has attention kernels of its own",
-        "serve a model with plain attention",
+        "MLA but of DeepSeek-V2 and V3, Moonlight and GLM-4.7-Flash; sparse attention (DeepSeek-V3.2)",
+        "other models have not been run, and an indexer has kernels of its own",
+        "serve DeepSeek-V2 or V3, Moonlight or GLM-4.7-Flash, or a model with plain attention",
         _latent_attention,
+    ),
+    Feature(
+        "MLA elsewhere, with an indexer, vectors of other sizes than 512 and 64, by several workers, engines or "
+        "stages, whole experts, drafts, quantisation, FP8 caches, KV connectors, LoRA, prompt embeddings, poolers, "
+        "sleep, exact arithmetic, FlexAttention",
+        "these have not been run",
+        f"serve it by one worker on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
+        _latent_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
         "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",
@@ -1851,7 +1903,7 @@ def check(config: Config) -> None:
 
 _OF_A_FOLDER = (_attention_of_another_device, _latent_attention, _head_size)
 """What finds the features that the variables and a model's config.json tell."""
-_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2")
 """Types of models that vLLM computes by latent attention if they have a rank for it."""
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 """Types of models whose tokens see those after them."""
@@ -1875,6 +1927,7 @@ def check_folder(device_type: str, text: Mapping[str, Any]) -> None:
         size = hidden // heads
     known = isinstance(size, int) and size > 0 and not any(text.get(name) for name in _OTHER_HEADS)
     model = SimpleNamespace(
+        architecture=next(iter(text.get("architectures") or ()), ""),
         use_mla=text.get("model_type") in _LATENT and text.get("kv_lora_rank") is not None,
         get_head_size=lambda: size if known else HEAD_SIZES[0],
         runner_type="pooling",

@@ -42,7 +42,10 @@ def install() -> None:
     _check_configurations(platform)
     device.install(platform)
     adapters.install(platform, device.adapters)
-    patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
+    register = patch_points.REGISTER_BACKEND.get()
+    register(device.vllm_backend, device.attention_backend)
+    for backend in device.latent_backends():
+        register(backend, device.latent_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
     install_on_every_device()
     _installed = True

@@ -48,6 +48,11 @@ class Metadata:
     NO_RANGE; None where no token sees what is behind it.
     """
 
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that vLLM's latent attention takes as it takes those of decode: all."""
+        return self.num_actual_tokens
+
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Takes what it needs from vLLM's common metadata; nothing is planned by the batch."""
@@ -178,8 +183,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         causal = attn_type == AttentionType.DECODER
         self.reads_another_cache = kv_sharing_target_layer_name is not None
         """Whether keys and values are those of an earlier layer, which writes them."""
-        served = ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
-        if head_size not in served:
+        if head_size not in self.head_sizes:
             raise NotCovered(
                 f"attention heads of size {head_size}", f"the kernels have sizes {SIZES}", "serve another model"
             )
@@ -214,6 +218,11 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                 "that implementation sees no keys after a token",
                 f"leave {envs.ATTENTION.name} out",
             )
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Those that such a layer may have."""
+        return ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
 
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""

@@ -230,6 +230,8 @@ class Ran:
         mamba2_models: with state spaces of Mamba-2 beside attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
+        latent_models: models whose layers have latent attention.
+        latent: versions whose engines have served it, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -282,6 +284,8 @@ class Ran:
     mamba2_models: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
     chunked_models: tuple[str, ...]
+    latent_models: tuple[str, ...]
+    latent: Mapping[str, str]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
