@@ -10,9 +10,9 @@ pytest.importorskip("vllm")
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration.layers import attention_cpu, latent, review
+from vllm_batch_invariant.integration.layers import attention_latent_cpu, latent, review
 from vllm_batch_invariant.integration.layers.attention import Metadata
-from vllm_batch_invariant.integration.layers.latent import LatentAttention
+from vllm_batch_invariant.integration.layers.attention_latent import LatentAttention
 from vllm_batch_invariant.integration.reviews import claims, patch_points
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is of CPUs")
@@ -197,7 +197,7 @@ def test_a_kernel_for_few_rows_is_turned_off_and_refused_where_it_is_on() -> Non
 
 
 def test_its_backend_claims_nothing_that_is_not_listed() -> None:
-    backend = attention_cpu.LatentBackend
+    backend = attention_latent_cpu.LatentBackend
     asked = {name for name in dir(backend) if name.startswith("supports_")} - claims().known
     assert {name for name in asked if callable(claim := getattr(backend, name)) and claim()} == set()
     assert backend.is_mla()

@@ -168,7 +168,7 @@ DEVICE = Cpu(
     DEVICES["cpu"],
     attention_backend="vllm_batch_invariant.integration.layers.attention_cpu.Backend",
     attention_choices=("CPU_ATTN", "CUSTOM"),
-    latent_backend="vllm_batch_invariant.integration.layers.attention_cpu.LatentBackend",
+    latent_backend="vllm_batch_invariant.integration.layers.attention_latent_cpu.LatentBackend",
     latent_choices=("CPU_MLA", "AMX_MLA"),
     serving="Matmuls: chains of fused multiply-adds in fp32. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,

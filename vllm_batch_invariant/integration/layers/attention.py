@@ -142,7 +142,13 @@ def cache_of(layer: torch.nn.Module) -> torch.Tensor:
 
 def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
     """Its keys, [pages, KV heads, page, head size]; of codes their bytes."""
-    return split_cache(cache_of(layer))[0]
+    held = cache_of(layer)
+    return pages_of(held) if layer.impl.tail else split_cache(held)[0]
+
+
+def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The latent cache [pages, 1, page, latent + turned size] of vLLM's [pages, page, ...]."""
+    return kv_cache.unsqueeze(1)
 
 
 class FixedSplitAttention(AttentionImpl[Metadata]):
@@ -223,6 +229,11 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     def head_sizes(self) -> tuple[int, ...]:
         """Those that such a layer may have."""
         return ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
+
+    @property
+    def tail(self) -> int:
+        """Elements of a key behind those that are its value, too."""
+        return 0
 
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""

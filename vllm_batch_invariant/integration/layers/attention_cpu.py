@@ -2,12 +2,10 @@
 
 from typing import Any, ClassVar
 
-import torch
-from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionType
 
 from ..reviews import patch_points
 from .attention import ExactAttention, FixedSplitAttention, FixedSplitBackendMixin
-from .latent import LatentAttention, LatentBackendMixin
 
 
 class CpuFixedSplitAttention(FixedSplitAttention):
@@ -38,20 +36,3 @@ class ExactBackend(Backend):
     @staticmethod
     def get_impl_cls() -> type[FixedSplitAttention]:
         return ExactAttention
-
-
-_LatentBase: Any = patch_points.LATENT_BACKEND.get()
-
-
-class LatentBackend(LatentBackendMixin, _LatentBase):
-    """In the place of those of latent attention that the CPU platform chooses."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @staticmethod
-    def get_impl_cls() -> type[FixedSplitAttention]:
-        return LatentAttention

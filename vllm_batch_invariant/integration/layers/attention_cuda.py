@@ -20,7 +20,6 @@ from .attention import (
     cache_of,
     split_cache,
 )
-from .latent import LatentAttention, LatentBackendMixin
 
 PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
 """Keys in a page unless the user says otherwise: a tile of them."""
@@ -75,7 +74,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
         spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config
         holds_codes = layers[0].holds_codes
-        tail = layers[0].turned_size if isinstance(layers[0], LatentAttention) else 0
+        tail = layers[0].tail
         shape = AttentionShape(
             layers[0].num_heads,
             spec.num_kv_heads,
@@ -250,50 +249,3 @@ class ExactBackend(Backend):
     @staticmethod
     def get_builder_cls() -> type[MetadataBuilder]:
         return ExactMetadataBuilder
-
-
-class CudaLatentAttention(LatentAttention):
-    """One layer of latent attention, whose cache is written by vLLM's kernel: a copy, row by row."""
-
-    reduction = AttentionReduction.of_device("cuda")
-
-    def do_kv_cache_update(  # type: ignore[override]  # vLLM's layers of latent attention give it other arguments
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        *others: object,
-    ) -> None:
-        """Write the step's latent vectors and turned keys to their pages. A negative slot is padding."""
-        if kv_cache.numel():
-            write = patch_points.WRITE_LATENT_CACHE.get()
-            write(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_cache_dtype, k_scale)
-
-
-_LatentBase: Any = patch_points.LATENT_BACKEND.get()
-
-
-class LatentBackend(LatentBackendMixin, _LatentBase):
-    """In the place of vLLM's Triton backend of latent attention."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """A page that the tensor memory accelerator copies as one tile."""
-        return max(default_block_size, PAGE_SIZE)
-
-    @staticmethod
-    def get_impl_cls() -> type[FixedSplitAttention]:
-        return CudaLatentAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[MetadataBuilder]:
-        return PlannedMetadataBuilder
