@@ -1729,11 +1729,11 @@ REFUSED = (
         _latent_attention,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, vectors of other sizes than 512 and 64, by several workers, engines or "
-        "stages, whole experts, drafts, quantisation, FP8 caches, KV connectors, LoRA, prompt embeddings, poolers, "
-        "sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with an indexer, not of 512 + 64 elements, by several workers or engines, whole experts, "
+        "stages, drafts, quantisation, FP8 caches, KV connectors, LoRA, prompt embeddings, poolers, sleep, exact "
+        "arithmetic, FlexAttention",
         "these have not been run",
-        f"serve it by one worker on a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts it on a GPU with 0.33",
+        f"use a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts a GPU with 0.33",
         _latent_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

@@ -266,6 +266,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             hf_text_config=SimpleNamespace(**model),
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
+            use_mla=model.get("kv_lora_rank") is not None,
             is_multimodal_model=place.is_multimodal,
             multimodal_config=SimpleNamespace(
                 enable_mm_embeds=False, get_limit_per_prompt=lambda _: 0 if settings.text else 1
