@@ -916,7 +916,7 @@ def two_head_sizes(
     model |= {"enable_prompt_embeds": False, "is_moe": False, "use_mla": False, "enable_sleep_mode": False}
     chunk = changes.pop("attention_chunk_size", None)
     text = changes.pop("text", SimpleNamespace(attention_chunk_size=chunk))
-    pages = {"cache_dtype": "auto", "block_size": None, "kv_offloading_size": None}
+    pages = {"cache_dtype": "auto", "block_size": None}
     one_group = changes.pop("disable_hybrid_kv_cache_manager", None)
     others = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
     config = SimpleNamespace(
@@ -1031,7 +1031,6 @@ def latent(untried: bool = False, **changes: Any) -> str | None:
         ({"kv_lora_rank": 256}, "latent attention with vectors of 256 and 64 elements"),
         ({"llama_4_scaling": {}}, "latent attention with queries that are scaled by their position"),
         ({"enable_sleep_mode": True}, "latent attention with sleep"),
-        ({"kv_offloading_size": 1.0}, "latent attention with the KV connector OffloadingConnector"),
     ],
 )
 def test_what_has_not_run_with_latent_attention_is_found(changes: dict[str, Any], said: str | None) -> None:

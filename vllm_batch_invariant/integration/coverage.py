@@ -355,6 +355,7 @@ def _beside_a_connector(config: Config) -> str | None:
         "a multimodal model": model.is_multimodal_model,
         "layers that keep states": _has_states(model),
         "windows of attention": model.get_sliding_window() is not None,
+        "latent attention": _is_latent(config),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": model.enable_sleep_mode,
     }
@@ -730,12 +731,11 @@ def _latent_elsewhere(config: Config) -> str | None:
         return None
     text = config.model_config.hf_text_config
     sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
-    connector, scaling = connectors.name(config), getattr(text, "llama_4_scaling", None)
+    scaling = getattr(text, "llama_4_scaling", None)
     beside = {
         "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
         f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
         "queries that are scaled by their position": scaling is not None,
-        f"the KV connector {connector}": connector,
         "sleep": getattr(config.model_config, "enable_sleep_mode", False),
     }
     first = _first(beside)
@@ -1730,8 +1730,8 @@ REFUSED = (
     ),
     Feature(
         "MLA elsewhere, with an indexer, not of 512 + 64 elements, by several workers or engines, whole experts, "
-        "stages, drafts, quantisation, FP8 caches, KV connectors, LoRA, prompt embeddings, poolers, sleep, exact "
-        "arithmetic, FlexAttention",
+        "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, sleep, exact arithmetic, "
+        "FlexAttention",
         "these have not been run",
         f"use a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts a GPU with 0.33",
         _latent_elsewhere,
@@ -1847,7 +1847,7 @@ REFUSED = (
     ),
     Feature(
         "KV connectors beside several workers or engines, drafts, exact arithmetic, FlexAttention, FP8 caches, "
-        "quantisation, experts, models that pool or take images, states, windows, embeddings as prompts and sleep",
+        "quantisation, experts, models that pool or take images, states, windows, MLA, embeddings as prompts and sleep",
         "these have not been run together",
         "leave --kv-transfer-config and --kv-offloading-size out",
         _beside_a_connector,

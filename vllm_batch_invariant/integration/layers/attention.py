@@ -141,9 +141,9 @@ def cache_of(layer: torch.nn.Module) -> torch.Tensor:
 
 
 def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
-    """Its keys, [pages, KV heads, page, head size]; of codes their bytes."""
+    """Its keys, [pages, KV heads, page, head size]; of codes their bytes. A latent cache has no dimension of heads."""
     held = cache_of(layer)
-    return pages_of(held) if layer.impl.tail else split_cache(held)[0]
+    return pages_of(held) if held.dim() == 3 else split_cache(held)[0]
 
 
 def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
