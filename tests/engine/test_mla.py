@@ -115,6 +115,19 @@ def test_half_precision_keeps_its_bits(name: str, checkpoint: Callable[[str], Pa
     assert decodes_as_it_prefills(other)
 
 
+@pytest.mark.skipif(ON_GPU, reason="two GPUs have not shared it")
+@pytest.mark.parametrize("name", ["V2-Lite", "V3"])
+def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """They share heads and experts; each has all of the latent cache."""
+    two = {"tensor_parallel_size": 2, "dtype": "float32"} | DEFAULT
+    shared = kept_states.started(checkpoint(name), mla.ask, variables={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **two)
+    assert [where for where in SAME if shared[where] != shared["alone"]] == []
+    assert decodes_as_it_prefills(shared)
+    assert distance_from_float64(checkpoint(name), shared["alone"]) < NEAR
+
+
 @pytest.mark.parametrize("name", ["V2-Lite", "V3"])
 def test_replaced_weights_give_the_bits_of_a_fresh_engine(
     name: str, found: Callable[..., dict[str, Any]], checkpoint: Callable[[str], Path], tmp_path: Path

@@ -725,7 +725,7 @@ def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
     untried = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
     named = "latent attention"
-    if found := _beside_layers(config, named, RAN.latent_models, {**RAN.latent, **untried}, {}):
+    if found := _beside_layers(config, named, RAN.latent_models, {**RAN.latent, **untried}, RAN.latent_workers):
         return found
     if not _is_latent(config):
         return None
@@ -1213,8 +1213,8 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash in fp32, bf16 and fp16 by one worker on a CPU with vLLM 0.32: "
-        "every row, of prefill as of decode, attends to the latent cache",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash in fp32, bf16 and fp16 by one worker or two on a CPU with vLLM "
+        "0.32: every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1729,13 +1729,16 @@ REFUSED = (
         _latent_attention,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not of 512 + 64 elements, by several workers or engines, whole experts, "
+        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, or 2 GPUs, whole experts, engines, "
         "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, sleep, exact arithmetic, "
         "FlexAttention",
         "these have not been run",
         f"use a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts a GPU with 0.33",
         _latent_elsewhere,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, SLEEP, RUNNER, envs.TP_TREE.name),
+        arguments=(
+            *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),
+            envs.TP_TREE.name,
+        ),
     ),
     Feature(
         "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",

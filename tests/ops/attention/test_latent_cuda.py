@@ -46,11 +46,11 @@ def test_prefill_is_near_float64(heads: Heads) -> None:
 
 @every
 def test_a_row_has_the_same_bits_in_chunks_among_others_and_in_pages_of_any_size(heads: Heads) -> None:
-    request, other = Request(heads, LENGTH, 1), Request(heads, 2600, 2)
+    request, other = Request(heads, LENGTH, 1), Request(heads, 1300, 2)
     [whole] = attend([Chunk(request, 0, LENGTH)], page_size=64)
     for start, stop in (pair for cuts in CUTS for pair in pairwise(cuts)):
         for page_size, number in ((16, 1), (64, 300), (128, 7)):
-            chunks = [Chunk(request, start, stop), Chunk(other, 2600 - number, 2600)]
+            chunks = [Chunk(request, start, stop), Chunk(other, 1300 - number, 1300)]
             together = attend(chunks, page_size=page_size, placement=number)
             assert_same_bits(together[0], whole[start:stop], f"{start} to {stop}, pages of {page_size}")
 
@@ -60,7 +60,7 @@ def test_decode_alone_and_among_others_has_the_bits_of_prefill(heads: Heads) -> 
     """Alone, programs share its splits."""
     request = Request(heads, 2600, 1)
     [newest] = attend([Chunk(request, 2200, 2600)], page_size=64)
-    others = [Chunk(Request(heads, 50 * number, number), 50 * number - 1, 50 * number) for number in range(1, 30)]
+    others = [Chunk(Request(heads, 9 * number, number), 9 * number - 1, 9 * number) for number in range(1, 13)]
     for position in (2200, 2303, 2304, 2559, 2560, 2599):
         row, expected = Chunk(request, position, position + 1), newest[position - 2200 : position - 2199]
         assert_same_bits(attend([row], page_size=64)[0], expected, f"position {position} alone")

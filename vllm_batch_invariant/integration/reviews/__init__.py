@@ -232,6 +232,7 @@ class Ran:
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
         latent: versions whose engines have served it, by device.
+        latent_workers: numbers of workers above 1 that have shared it, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -286,6 +287,7 @@ class Ran:
     chunked_models: tuple[str, ...]
     latent_models: tuple[str, ...]
     latent: Mapping[str, str]
+    latent_workers: Mapping[str, tuple[int, ...]]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
