@@ -2,6 +2,7 @@
 GLM-4.7-Flash, with experts in each.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
@@ -85,6 +87,28 @@ def written(name: str, folder: Path, seed: int = 0) -> Path:
     model = getattr(transformers, f"{CONFIGS[name][0]}ForCausalLM")(config_of(name))
     draw(model, seed)
     model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def written_around(folder: Path) -> Path:
+    """A checkpoint of Kimi-VL as it is published, without what encodes images, around the text model like Moonlight."""
+    text = written("Moonlight", folder / "text")
+    weights = load_file(text / "model.safetensors")
+    named = {f"language_model.{name}": weight for name, weight in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    tower = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    config = {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "text_config": json.loads((text / "config.json").read_text()),
+        "vision_config": tower | {"model_type": "moonvit", "patch_size": 14, "merge_kernel_size": [2, 2]},
+        "media_placeholder_token_id": 500,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import kept_states, mla
+from tests.engine import kept_states, mla, multimodal
 from tests.engine.engines import UNTRIED_THERE
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.mla import CONFIGS, FAULTS
@@ -142,6 +142,15 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
     asked = partial(kept_states.replaced, folders=(other, first), ways=WAYS)
     answers = started(first, asked, worker_extension_cls=EXTENSION, weight_transfer_config='{"backend": "files"}')
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
+
+
+def test_the_text_of_a_published_model_has_the_bits_of_the_text_model(
+    found: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    path = multimodal.python_path(tmp_path / "path")
+    folder = mla.written_around(tmp_path)
+    as_text = started(folder, kept_states.ask_briefly, path=path, language_model_only=True, **DEFAULT)
+    assert as_text["alone"] == as_text["among others"] == found("Moonlight")["alone"]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")

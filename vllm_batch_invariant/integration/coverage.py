@@ -1137,8 +1137,8 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 with --language-model-only, or with "
-        "every --limit-mm-per-prompt at 0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL with --language-model-only, "
+        "or with every --limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
@@ -1213,8 +1213,8 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash in fp32, bf16 and fp16 by one worker or two on a CPU with vLLM "
-        "0.32: every row, of prefill as of decode, attends to the latent cache",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
+        "two on a CPU with vLLM 0.32: every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1599,8 +1599,8 @@ REFUSED = (
     Feature(
         "Other multimodal models, also as text; InternVL, Mistral 3, Voxtral, Idefics 3 and SmolVLM around other text "
         "models than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 have been proven to be text "
-        "models without their encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL have been proven to be "
+        "text models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
