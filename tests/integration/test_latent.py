@@ -1,5 +1,6 @@
 """vLLM's layers of latent attention, with ours in the place of their two forms."""
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.assertions import DTYPES, assert_near, assert_same_bits
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration.layers import attention_latent_cpu, latent, review
+from vllm_batch_invariant.integration.layers import latent, review
 from vllm_batch_invariant.integration.layers.attention import Metadata
 from vllm_batch_invariant.integration.layers.attention_latent import LatentAttention
 from vllm_batch_invariant.integration.reviews import claims, patch_points
@@ -196,11 +197,14 @@ def test_a_kernel_for_few_rows_is_turned_off_and_refused_where_it_is_on() -> Non
     review.check(model)
 
 
-def test_its_backend_claims_nothing_that_is_not_listed() -> None:
-    backend = attention_latent_cpu.LatentBackend
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_its_backend_claims_nothing_that_is_not_listed(device: str) -> None:
+    backend = import_module(f"vllm_batch_invariant.integration.layers.attention_latent_{device}").LatentBackend
     asked = {name for name in dir(backend) if name.startswith("supports_")} - claims().known
     assert {name for name in asked if callable(claim := getattr(backend, name)) and claim()} == set()
     assert backend.is_mla()
     assert backend.supports_head_size(576)
     assert not backend.supports_head_size(512)
+    assert backend.supports_block_size(64)
+    assert not backend.supports_block_size(24)
     assert not backend.supports_kv_cache_dtype("fp8")
