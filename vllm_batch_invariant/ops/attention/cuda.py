@@ -41,7 +41,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
             "weights times scales are smaller than what fp16 has precision for",
             "serve the model in bfloat16, or another KV cache",
         )
-    plan = plan or _plan_alone(call)
+    plan = plan or plan_alone(call)
     planner = plan.planner
     if call.reduction != plan.reduction:
         raise ValueError(f"a plan for {plan.reduction!r} does not fit a call with {call.reduction!r}")
@@ -67,7 +67,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         _launch(call, out, plan, prefill_like=False)
 
 
-def _plan_alone(call: PagedAttention) -> Plan:
+def plan_alone(call: PagedAttention) -> Plan:
     """A plan for one call, with memory of its own."""
     packed = isinstance(call.cache, PackedKeys)
     tokens = len(call.query)
