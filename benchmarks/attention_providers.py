@@ -116,9 +116,11 @@ def ours_by(kernels: object = None) -> Provider:
         stored = batch.cache.dtype if batch.in_codes else None
         shape = planning.AttentionShape(*heads, batch.query.dtype, reduction, stored)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
-        is_plain = batch.layer.added == Layer().added
+        spec = AttentionSpec(batch.scale, **batch.layer.added)
+        known = planning.sm90.knows(spec, batch.in_codes)
+        sizes = len(batch.requests), tokens, keys
         planner = planning.Planner(
-            shape, batch.query.device, len(batch.requests), tokens, keys, is_plain, kernels=kernels
+            shape, batch.query.device, *sizes, known, kernels=kernels, window=spec.sliding_window
         )
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
 
