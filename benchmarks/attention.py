@@ -83,7 +83,7 @@ class Sweep(Findings):
         exact = Exact(batch)
         most = torch.inf
         for provider in self.providers:
-            if not provider.covers(batch.requests):
+            if not (provider.covers(batch.requests) and provider.serves(batch.layer)):
                 continue
             try:
                 error = exact.error(provider.run(batch))

@@ -12,6 +12,23 @@ from vllm_batch_invariant.ops.common.dtypes import E4M3
 
 
 @dataclass(frozen=True)
+class Layer:
+    """What a layer adds to plain causal attention."""
+
+    window: int | None = None
+    """Keys that a token sees, its own among them."""
+    sinks: torch.Tensor | None = None
+    """[heads] bf16"""
+    encodes: bool = False
+    """Whether tokens see all keys of their request, which lie in its order: pages have one key."""
+
+    @property
+    def added(self) -> dict[str, object]:
+        """The same as fields of :class:`vllm_batch_invariant.ops.attention.AttentionSpec`."""
+        return {"sliding_window": self.window, "sinks": self.sinks, "causal": not self.encodes}
+
+
+@dataclass(frozen=True)
 class Batch:
     """The attention of one layer in one step."""
 
@@ -26,14 +43,26 @@ class Batch:
     """[requests] int32"""
     query_start_loc: torch.Tensor
     """[requests + 1] int32"""
+    layer: "Layer"
 
     @classmethod
-    def of(cls, requests: Sequence[Request], query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor) -> "Batch":
+    def of(
+        cls,
+        requests: Sequence[Request],
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        table: torch.Tensor,
+        layer: "Layer | None" = None,
+    ) -> "Batch":
         """With the lengths of the requests on the query's device."""
         lengths = [request.context for request in requests]
         starts = list(accumulate((request.tokens for request in requests), initial=0))
         on_device = (torch.tensor(numbers, dtype=torch.int32, device=query.device) for numbers in (lengths, starts))
-        return cls(tuple(requests), query, cache, table, *on_device)
+        return cls(tuple(requests), query, cache, table, *on_device, layer or Layer())
+
+    def with_requests(self, requests: Sequence[Request], query: torch.Tensor, table: torch.Tensor) -> "Batch":
+        """Others that see the same pages in the same layer."""
+        return Batch.of(requests, query, self.cache, table, self.layer)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -91,9 +120,21 @@ class Batch:
 
     def pick(self, places: Sequence[int]) -> "Batch":
         """Some of the requests, in this order."""
+        requests = [self.requests[place] for place in places]
         query = torch.cat([self.query[self.rows[place]] for place in places])
         table = torch.stack([self.table[place] for place in places])
-        return Batch.of([self.requests[place] for place in places], query, self.cache, table)
+        if self.layer.encodes:
+            cache = torch.cat([self.cache[self.rows[place]] for place in places])
+            return Batch.of(requests, query, cache, in_order(requests, query.device), self.layer)
+        return self.with_requests(requests, query, table)
+
+
+def in_order(requests: Sequence[Request], device: torch.device | str) -> torch.Tensor:
+    """[requests, most keys] int32: the pages of one key of requests one after the other; 0 behind their end."""
+    lengths = torch.tensor([request.context for request in requests], device=device)
+    place = torch.arange(int(lengths.max()), device=device)
+    table = (lengths.cumsum(0) - lengths)[:, None] + place
+    return torch.where(place < lengths[:, None], table, 0).int()
 
 
 def batches_of(case: Case, page_size: int, copies: int, device: str) -> list[Batch]:
@@ -102,6 +143,7 @@ def batches_of(case: Case, page_size: int, copies: int, device: str) -> list[Bat
     """
     generator = torch.Generator(device).manual_seed(0)
     shape = case.shape
+    page_size = 1 if shape.encodes else page_size
     counts = torch.tensor([-(-request.context // page_size) for request in case.requests], device=device)
     pages, tokens = int(counts.sum()), sum(request.tokens for request in case.requests)
     sizes = copies, pages, page_size, shape.kv_heads, 2 * shape.head_size
@@ -110,6 +152,9 @@ def batches_of(case: Case, page_size: int, copies: int, device: str) -> list[Bat
     exists = torch.arange(int(counts.max()), device=device) < counts[:, None]
     table = torch.zeros(exists.shape, dtype=torch.int32, device=device)
     table[exists] = torch.randperm(pages, generator=generator, device=device).int()
+    if shape.encodes:
+        table = in_order(case.requests, device)
     query = torch.randn(tokens, shape.heads, shape.head_size, generator=generator, dtype=torch.bfloat16, device=device)
-    first = Batch.of(case.requests, query, caches[0], table)
+    sinks = torch.linspace(-2, 4, shape.heads, dtype=torch.bfloat16, device=device) if shape.sinks else None
+    first = Batch.of(case.requests, query, caches[0], table, Layer(case.window, sinks, shape.encodes))
     return [replace(first, cache=cache) for cache in caches]

@@ -16,6 +16,12 @@ _CHUNKS = (512, 16384), (64, 32768)
 _MOST_CACHE_BYTES = 24e9
 
 
+_PACKED = (1, 1024), (8, 1024), (1, 4096), (1, 16384)
+"""Sequences of an encoder, and tokens of each."""
+_OF_LAYERS = (1, 1024), (8, 8192), (64, 1024), (64, 8192), (1, 32768)
+"""Requests and contexts of decode in layers that add something to plain causal attention."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The attention heads of a model on one tensor-parallel worker."""
@@ -24,6 +30,12 @@ class Shape:
     heads: int
     kv_heads: int
     head_size: int
+    windows: tuple[int, ...] = ()
+    """Of its layers with a sliding window."""
+    sinks: bool = False
+    """Whether all its layers have sinks."""
+    encodes: bool = False
+    """Whether tokens see all of their sequence, whose keys lie in no cache."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,16 @@ class Request:
 
     @property
     def pairs(self) -> int:
-        """(query, key it sees) pairs."""
+        """(query, key it sees) pairs of causal attention."""
         return self.tokens * (self.context - self.tokens) + self.tokens * (self.tokens + 1) // 2
+
+    def pairs_in(self, window: int) -> int:
+        """The same of tokens that see so many keys at most, their own among them."""
+        before = Request(self.tokens, self.context - window) if self.context - self.tokens >= window else None
+        if before is None:
+            rest = max(0, self.context - window)
+            return self.pairs - rest * (rest + 1) // 2
+        return self.pairs - before.pairs
 
 
 @dataclass(frozen=True)
@@ -50,20 +70,34 @@ class Case:
     requests: tuple[Request, ...]
     in_codes: bool = False
     """Whether keys and values are e4m3."""
+    window: int | None = None
+    """Keys that a token sees, its own among them; None: all before it."""
 
     @cached_property
     def work(self) -> Work:
         """Keys and values are read once for each request, all query heads of a group together."""
         size = self.shape.head_size
         rows = sum(request.tokens for request in self.requests) * self.shape.heads
-        pairs = sum(request.pairs for request in self.requests) * self.shape.heads
-        return Work(self.cache_bytes + 2 * rows * size * _ELEMENT_SIZE, 4 * size * pairs)
+        pairs = sum(map(self._pairs, self.requests)) * self.shape.heads
+        seen = self._bytes(sum(self._keys(request) for request in self.requests))
+        return Work(seen + 2 * rows * size * _ELEMENT_SIZE, 4 * size * pairs)
+
+    def _pairs(self, request: Request) -> int:
+        if self.shape.encodes:
+            return request.tokens**2
+        return request.pairs if self.window is None else request.pairs_in(self.window)
+
+    def _keys(self, request: Request) -> int:
+        """That are read of a request."""
+        return request.context if self.window is None else min(request.context, self.window + request.tokens - 1)
+
+    def _bytes(self, keys: int) -> int:
+        return 2 * keys * self.shape.kv_heads * self.shape.head_size * (1 if self.in_codes else _ELEMENT_SIZE)
 
     @property
     def cache_bytes(self) -> int:
         """Keys and values of all requests."""
-        keys = sum(request.context for request in self.requests)
-        return 2 * keys * self.shape.kv_heads * self.shape.head_size * (1 if self.in_codes else _ELEMENT_SIZE)
+        return self._bytes(sum(request.context for request in self.requests))
 
     @property
     def decode_only(self) -> bool:
@@ -83,6 +117,8 @@ class Case:
             page=page_size,
             dtype="bf16",
             **({"cache": "fp8"} if self.in_codes else {}),
+            **({"window": self.window} if self.window else {}),
+            **({"sinks": "yes"} if self.shape.sinks else {}),
         )
 
 
@@ -91,13 +127,37 @@ SHAPES = (
     Shape("llama-70b-tp8", 8, 1, 128),
     Shape("qwen2.5-0.5b", 14, 2, 64),
 )
+LAYERS = (
+    Shape("mistral-7b", 32, 8, 128, windows=(4096,)),
+    Shape("gpt-oss-20b", 64, 8, 64, windows=(128,), sinks=True),
+    Shape("gemma-3-12b", 16, 8, 256, windows=(1024,)),
+    Shape("qwen3-vl-tower", 16, 16, 72, encodes=True),
+    Shape("qwen2.5-vl-tower", 16, 16, 80, encodes=True),
+    Shape("internvl-tower", 16, 16, 64, encodes=True),
+    Shape("glm-4v-tower", 12, 12, 128, encodes=True),
+)
+"""Shapes of which some layers, or all, add something to plain causal attention."""
 
 
 def shape_name(keys: Mapping[str, str]) -> str:
     """The shape of a case that was read, by its name, or by its heads where it has none."""
     heads = tuple(int(keys[key]) for key in ("heads", "kv_heads", "head"))
-    names = {(shape.heads, shape.kv_heads, shape.head_size): shape.name for shape in SHAPES}
+    names = {(shape.heads, shape.kv_heads, shape.head_size): shape.name for shape in reversed((*SHAPES, *LAYERS))}
     return names.get(heads, "/".join(map(str, heads)))
+
+
+def _layers(shape: Shape) -> Iterator[Case]:
+    """Steps of layers with a window, and of the others where these have sinks or large heads; of encoders their own."""
+    if shape.encodes:
+        yield from (Case(shape, "encode", (Request(tokens, tokens),) * count) for count, tokens in _PACKED)
+        return
+    plain = (None,) if shape.sinks or shape.head_size > 128 else ()
+    for window in (*plain, *shape.windows):
+        for batch, context in _OF_LAYERS:
+            yield Case(shape, "decode", (Request(1, context),) * batch, window=window)
+        for tokens in (1024, 4096, 16384):
+            yield Case(shape, "prefill", (Request(tokens, tokens),), window=window)
+        yield Case(shape, "chunk", (Request(512, 16384),), window=window)
 
 
 def _cases(shape: Shape) -> Iterator[Case]:
@@ -114,6 +174,7 @@ def _cases(shape: Shape) -> Iterator[Case]:
 
 
 CASES = tuple(case for shape in SHAPES for case in _cases(shape))
+LAYER_CASES = tuple(case for shape in LAYERS for case in _layers(shape))
 
 
 def cases_of(filters: Sequence[str]) -> tuple[Case, ...]:
@@ -121,7 +182,7 @@ def cases_of(filters: Sequence[str]) -> tuple[Case, ...]:
     ``cache=fp8`` keys and values are e4m3.
     """
     wanted = [set(text.split()) for text in filters]
-    every = *CASES, *(replace(case, in_codes=True) for case in CASES)
+    every = *CASES, *(replace(case, in_codes=True) for case in CASES), *LAYER_CASES
     return tuple(
         case
         for case in every

@@ -40,11 +40,15 @@ class Exact:
     def _row(batch: Batch, place: int, row: int) -> torch.Tensor:
         """[heads, head_size]"""
         request = batch.requests[place]
-        visible = request.context - request.tokens + row + 1
+        layer = batch.layer
+        end = request.context if layer.encodes else request.context - request.tokens + row + 1
         query = batch.query[batch.rows[place].start + row].double().unflatten(0, (batch.kv_heads, -1))
-        cache = _numbers(batch.cache, batch.pages(place)).flatten(0, 1)[:visible]
+        cache = _numbers(batch.cache, batch.pages(place)).flatten(0, 1)[max(0, end - (layer.window or end)) : end]
         keys, values = (part.double() for part in cache.split(batch.head_size, dim=-1))
-        weights = torch.softmax(torch.einsum("hgd,khd->hgk", query, keys) * batch.scale, dim=-1)
+        scores = torch.einsum("hgd,khd->hgk", query, keys) * batch.scale
+        if layer.sinks is not None:
+            scores = torch.cat([scores, layer.sinks.double().view(*scores.shape[:2], 1)], -1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(keys)]
         return torch.einsum("hgk,khd->hgd", weights, values).flatten(0, 1)
 
 
@@ -110,8 +114,11 @@ def _elsewhere(batch: Batch, place: int, expected: torch.Tensor) -> Iterator[tup
         for one in requests:
             own = query[-one.tokens :] if one.context == context else query[:0]
             parts += [_random_like(query, one.tokens - len(own)), own]
-        return Batch.of(requests, torch.cat(parts), batch.cache, table.repeat(len(requests), 1))
+        return batch.with_requests(requests, torch.cat(parts), table.repeat(len(requests), 1))
 
+    if batch.layer.encodes:
+        yield "alone", batch.pick([place]), slice(None), expected
+        return
     yield "alone", with_request(request), slice(None), expected
     before, after = _at_most(_NEIGHBOUR_BEFORE, context), _at_most(_NEIGHBOUR_AFTER, context)
     inside = slice(before.tokens, before.tokens + tokens)

@@ -6,17 +6,31 @@ from importlib import import_module
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from benchmarks.attention_batch import Batch
+from benchmarks.attention_batch import Batch, Layer
 from benchmarks.attention_cases import Request
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention import (
+    AttentionReduction,
+    AttentionSpec,
+    PackedKeys,
+    PagedAttention,
+    paged_attention,
+)
+from vllm_batch_invariant.ops.attention import attend as attend_to
 
 _MOST_SPLITS_IN_A_GRAPH = 32
 """vLLM's default of ``flash_attn_max_num_splits_for_cuda_graph``."""
 _MOST_TOKENS_IN_A_GRAPH = 512
 """vLLM's default of ``max_cudagraph_capture_size``."""
+_STEP = 16
+"""Elements of heads, of which encoders' are padded to a multiple, as an engine does."""
 _KEYS_OF_A_FLEX_TILE = AttentionReduction.of_device("cuda", "flex").key_tile
-_NO_WINDOW = -1, -1
+
+
+def _window_of(batch: Batch) -> list[int]:
+    """Keys before a token and behind it that it sees, as FlashAttention counts them; -1 for all."""
+    return [batch.layer.window - 1, 0] if batch.layer.window else [-1, -1]
 
 
 class Absent(Exception):
@@ -38,6 +52,8 @@ class Provider:
     """Whether the bits of a provider that promises nothing are looked at."""
     covers: Callable[[Sequence[Request]], bool] = lambda _: True
     """Whether it can compute a batch of such requests."""
+    serves: Callable[[Layer], bool] = lambda layer: not layer.encodes
+    """Whether it can compute such a layer."""
     page_multiple: int = 1
     """It takes pages of a multiple of so many keys."""
 
@@ -50,6 +66,18 @@ class Provider:
 
 def _ours(implementation: str, reduction: AttentionReduction, **options: object) -> Provider:
     def attend(batch: Batch, out: torch.Tensor, plan: object = None) -> None:
+        if batch.layer.encodes:
+            qkv = batch.query, batch.keys[:, 0], batch.values[:, 0]
+            if batch.head_size % _STEP:
+                qkv = tuple(functional.pad(one, (0, -batch.head_size % _STEP)) for one in qkv)
+            cache = PackedKeys.of(*qkv[1:], batch.query_start_loc)
+            spec = AttentionSpec(batch.scale, **batch.layer.added)
+            call = PagedAttention(qkv[0], cache, batch.seq_lens, batch.query_start_loc, spec, reduction)
+            padded = out if qkv[0] is batch.query else torch.empty_like(qkv[0])
+            attend_to(call, implementation, padded, plan)
+            if padded is not out:
+                out.copy_(padded[..., : batch.head_size])
+            return
         paged_attention(
             batch.query,
             batch.keys.transpose(1, 2),
@@ -63,6 +91,7 @@ def _ours(implementation: str, reduction: AttentionReduction, **options: object)
             implementation=implementation,
             out=out,
             plan=plan,
+            **batch.layer.added,
         )
 
     return Provider(f"ours-{implementation}", attend, promises_bits=True, **options)
@@ -83,14 +112,19 @@ def ours_by(kernels: object = None) -> Provider:
 
     def plan(batch: Batch) -> dict[str, object]:
         planning = import_module("vllm_batch_invariant.ops.attention.plan")
-        heads = batch.heads, batch.kv_heads, batch.head_size
+        heads = batch.heads, batch.kv_heads, -(-batch.head_size // _STEP) * _STEP
         stored = batch.cache.dtype if batch.in_codes else None
         shape = planning.AttentionShape(*heads, batch.query.dtype, reduction, stored)
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
-        planner = planning.Planner(shape, batch.query.device, len(batch.requests), tokens, keys, kernels=kernels)
+        spec = AttentionSpec(batch.scale, **batch.layer.added)
+        known = planning.sm90.knows(spec, batch.in_codes)
+        sizes = len(batch.requests), tokens, keys
+        planner = planning.Planner(
+            shape, batch.query.device, *sizes, known, kernels=kernels, window=spec.sliding_window
+        )
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
 
-    return _ours("triton", reduction, plan=plan)
+    return _ours("triton", reduction, plan=plan, serves=lambda _: True)
 
 
 def _ours_flex() -> Provider:
@@ -113,7 +147,8 @@ def _ours_flex() -> Provider:
         lengths = batch.query_start_loc, batch.seq_lens
         return {"plan": planner.plan(*lengths, batch.table, batch.most_tokens == 1, on_host)}
 
-    return _ours("flex", reduction, plan=plan, page_multiple=_KEYS_OF_A_FLEX_TILE)
+    multiple = {"page_multiple": _KEYS_OF_A_FLEX_TILE}
+    return _ours("flex", reduction, plan=plan, serves=lambda layer: layer == Layer(), **multiple)
 
 
 def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider:
@@ -131,6 +166,8 @@ def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider
 
     def plan(batch: Batch) -> dict[str, object]:
         splits = most_splits(batch)
+        if batch.layer.encodes:
+            return {}
         metadata = get_scheduler_metadata(
             batch_size=len(batch.requests),
             max_seqlen_q=batch.most_tokens,
@@ -143,20 +180,40 @@ def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider
             cu_seqlens_q=batch.query_start_loc,
             page_size=batch.page_size,
             causal=True,
-            window_size=_NO_WINDOW,
+            window_size=_window_of(batch),
             num_splits=splits,
         )
         query = batch.query.to(batch.cache.dtype)  # vLLM quantises queries, too, which is not timed
         return {"scheduler_metadata": metadata, "num_splits": splits, "unscaled": _unscaled(batch), "query": query}
 
+    def encode(batch: Batch, out: torch.Tensor) -> None:
+        """As ``vit_flash_attn_wrapper`` calls it."""
+        starts, longest = batch.query_start_loc, batch.most_tokens
+        flash_attn_varlen_func(
+            q=batch.query,
+            k=batch.keys[:, 0],
+            v=batch.values[:, 0],
+            out=out,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=batch.scale,
+            causal=False,
+            fa_version=3,
+        )
+
     def attend(
         batch: Batch,
         out: torch.Tensor,
-        scheduler_metadata: torch.Tensor,
-        num_splits: int,
-        unscaled: torch.Tensor,
-        query: torch.Tensor,
+        scheduler_metadata: torch.Tensor | None = None,
+        num_splits: int = 0,
+        unscaled: torch.Tensor | None = None,
+        query: torch.Tensor | None = None,
     ) -> None:
+        if batch.layer.encodes:
+            encode(batch, out)
+            return
         flash_attn_varlen_func(
             q=query,
             k=batch.keys,
@@ -168,7 +225,8 @@ def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider
             max_seqlen_k=batch.longest_context,
             softmax_scale=batch.scale,
             causal=True,
-            window_size=list(_NO_WINDOW),
+            window_size=_window_of(batch),
+            s_aux=batch.layer.sinks,
             block_table=batch.table,
             softcap=0,
             scheduler_metadata=scheduler_metadata,
@@ -179,7 +237,7 @@ def _flash_attention(name: str, most_splits: Callable[[Batch], int]) -> Provider
             num_splits=num_splits,
         )
 
-    return Provider(name, attend, plan)
+    return Provider(name, attend, plan, serves=lambda layer: name == "stock" or not layer.encodes)
 
 
 def _unscaled(batch: Batch) -> torch.Tensor:
@@ -234,7 +292,8 @@ def _native_triton() -> Provider:
             max_seqlen_k=batch.longest_context,
             softmax_scale=batch.scale,
             causal=True,
-            window_size=_NO_WINDOW,
+            window_size=_window_of(batch),
+            sinks=batch.layer.sinks,
             block_table=batch.table,
             softcap=0,
             q_descale=None,

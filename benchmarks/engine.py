@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks import engine_online
 from benchmarks.engine_online import LOADS, Latencies
 from benchmarks.engine_worker import ENDED, POLL, STARTED
-from benchmarks.engine_workloads import WORKLOADS, most_adapters
+from benchmarks.engine_workloads import WORKLOADS, most_adapters, of_engine
 from benchmarks.record import DATA, Bits, Measurement, Setting, case_text, update
 from benchmarks.spread import Spread
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG, TP_TREE, UNTRIED
@@ -50,6 +50,10 @@ _FORMS = {
 }
 """Ours in other forms: what the cases of their rows end with, and what they are compared with, too."""
 _OURS = ("ours", *_FORMS)
+_OF_FEATURES = [
+    *("adapters", "adapters-prefill", "adapters-small", "images", "images-small", "embeddings", "embeddings-small"),
+]
+"""Workloads of engines that do more than others."""
 CONCURRENT = 63
 """Concurrent requests of the target request whose bits are checked."""
 _TURNS = 2
@@ -333,7 +337,7 @@ def plan_of(options: argparse.Namespace, **engine: Any) -> dict[str, Any]:
     if most := most_adapters(options.workloads):
         arguments |= {"enable_lora": True, "max_loras": most, "max_lora_rank": options.rank}
     return {
-        "engine": arguments | engine,
+        "engine": arguments | of_engine(options.workloads) | engine,
         "concurrent": CONCURRENT,
         "workloads": options.workloads,
         "samples": options.samples,
@@ -345,7 +349,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "benchmarks.engine",
         "Check that a request has the same bits alone and with concurrent requests, then time engines.",
         list(PROVIDERS),
-        [*LOADS, "short", "steps", "prefill", "adapters", "adapters-prefill", "adapters-small"],
+        [*LOADS, "short", "steps", "prefill", *_OF_FEATURES],
         max_model_len=40_000,
         kv_cache_gib=48,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.record import case_text
+from vllm_batch_invariant.verify.harness import images
 from vllm_batch_invariant.verify.harness.adapters import folder_of
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 SPECIAL = 16
 """Token ids below are special in the project's checkpoints."""
+_SIDE = 112
+"""Pixels of the side of an image whose bits are looked at."""
 
 
 class Workload(Protocol):
@@ -157,6 +160,50 @@ class Turn:
         return 1e3 * _seconds(llm, [turn], [1])
 
 
+@dataclass(frozen=True)
+class FirstToken:
+    """Squares of pixels and a short question: milliseconds to the first token, what a processor takes among them."""
+
+    images: int
+    side: int
+    metric = "ttft"
+    unit = "ms"
+
+    @property
+    def case(self) -> str:
+        return case_text(workload="images", images=self.images, side=self.side)
+
+    def sample(self, llm: "LLM") -> float:
+        [text] = _prompts(llm, 1, 32, seed=self.side)
+        prompt = with_images(llm, text, self.images, self.side)
+        llm.reset_prefix_cache()
+        images.forget(llm)
+        return 1e3 * _seconds(llm, [prompt], [1])
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Texts of several lengths at once: how many tokens of them are read a second."""
+
+    texts: int
+    fewest: int
+    most: int
+    metric = "throughput"
+    unit = "tokens/s"
+
+    @property
+    def case(self) -> str:
+        return case_text(workload="embeddings", texts=self.texts, input=f"{self.fewest}-{self.most}")
+
+    def sample(self, llm: "LLM") -> float:
+        lengths = random.Random(0).choices(range(self.fewest, self.most + 1), k=self.texts)
+        prompts = [_prompts(llm, 1, length, seed=number)[0] for number, length in enumerate(lengths)]
+        llm.reset_prefix_cache()
+        started = time.perf_counter()
+        llm.embed(prompts, use_tqdm=False)
+        return sum(lengths) / (time.perf_counter() - started)
+
+
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "full": (
         Throughput(1000, 32, 90, 110),
@@ -183,6 +230,13 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "adapters-small": (*(TokenTime(3, 32, 4, adapters=used) for used in (0, 2)), Prefill(2, 128, adapters=1)),
     "speculation-small": (TokenTime(1, 32, 8), TokenTime(3, 32, 8)),
     "speculation-small-repeats": (TokenTime(1, 32, 8, run=4), TokenTime(3, 32, 8, run=4)),
+    "images": (
+        *(FirstToken(count, side) for count, side in ((1, 1024), (8, 1024), (64, 448))),
+        *(TokenTime(batch, 64, 128) for batch in (1, 8, 64)),
+    ),
+    "images-small": (FirstToken(1, 56), FirstToken(3, 28), TokenTime(1, 32, 4)),
+    "embeddings": (Embeddings(4096, 20, 500),),
+    "embeddings-small": (Embeddings(8, 2, 20),),
     "none": (),
     "small": (Throughput(8, 16, 4, 6), TokenTime(1, 32, 4), TokenTime(4, 64, 4), Prefill(2, 128), Turn(256, 16)),
 }
@@ -194,15 +248,52 @@ def most_adapters(workloads: str) -> int:
     return max((getattr(one, "adapters", 0) for one in WORKLOADS[workloads]), default=0)
 
 
-def target_bits(llm: "LLM", concurrent: int, adapters: int = 0) -> list[str]:
-    """Exact tokens and logprobs of a target request, alone and with so many others: two equal texts if invariant."""
-    from vllm import SamplingParams
+def of_engine(workloads: str) -> dict[str, Any]:
+    """Arguments of vLLM.LLM that workloads ask for, by their name."""
+    chosen = WORKLOADS[workloads]
+    most = max((one.images for one in chosen if isinstance(one, FirstToken)), default=0)
+    if most:
+        return {"limit_mm_per_prompt": {"image": most}, "skip_tokenizer_init": False}
+    pools = any(isinstance(one, Embeddings) for one in chosen)
+    return {"runner": "pooling", "skip_tokenizer_init": False} if pools else {}
 
+
+def with_images(llm: "LLM", prompt: dict, count: int, side: int) -> dict:
+    """A prompt with so many squares of pixels before its last tokens."""
+    text = prompt["prompt_token_ids"]
+    drawn = [{"kind": "image", "size": [side, side], "seed": seed, "at": len(text) - 8} for seed in range(count)]
+    return images.prompt_of(llm, text, drawn)
+
+
+def _embedded(llm: "LLM", concurrent: int) -> list[str]:
     [target] = _prompts(llm, 1, 45, seed=3)
     found = []
     for others in (0, concurrent):
         llm.reset_prefix_cache()
+        given = llm.embed([target, *_prompts(llm, others, 30, seed=4)], use_tqdm=False)
+        found.append(" ".join(value.hex() for value in given[0].outputs.embedding))
+    return found
+
+
+def target_bits(llm: "LLM", concurrent: int, adapters: int = 0) -> list[str]:
+    """Exact tokens and logprobs of a target request, alone and with so many others: two equal texts if invariant. The
+    requests of an engine that encodes images have one each; of a pooling one these are embeddings.
+    """
+    from vllm import SamplingParams
+
+    if llm.llm_engine.model_config.runner_type == "pooling":
+        return _embedded(llm, concurrent)
+    [target] = _prompts(llm, 1, 45, seed=3)
+    side = _SIDE if images.placeholders(llm) else 0
+    if side:
+        target = with_images(llm, target, 1, side)
+    found = []
+    for others in (0, concurrent):
+        llm.reset_prefix_cache()
         prompts = [target, *_prompts(llm, others, 30, seed=4)]
+        if side:
+            images.forget(llm)
+            prompts[1:] = [with_images(llm, one, 1, side * (1 + at % 3)) for at, one in enumerate(prompts[1:])]
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
         used = _adapters(llm, len(prompts), adapters)
         [completion] = llm.generate(prompts, params, use_tqdm=False, lora_request=used)[0].outputs

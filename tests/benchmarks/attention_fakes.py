@@ -1,6 +1,7 @@
 """Small steps, providers that keep their promise, break it or fail, and a timer without a GPU."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,8 @@ SMALL = Shape("small", 4, 2, 16)
 DECODE = Case(SMALL, "decode", (Request(1, 64),) * 3)
 PREFILL = Case(SMALL, "prefill", (Request(40, 40),))
 CHUNK = Case(SMALL, "chunk", (Request(8, 64),))
+WINDOW = Case(replace(SMALL, sinks=True), "chunk", (Request(8, 64), Request(30, 30)), window=20)
+TOWER = Case(replace(SMALL, encodes=True), "encode", (Request(40, 40), Request(17, 17)))
 MIXED = Case(SMALL, "mixed", (Request(20, 20), Request(1, 48), Request(1, 33)))
 
 
@@ -21,10 +24,10 @@ def exact(batch: Batch, out: torch.Tensor) -> None:
     """By the definition; PyTorch's products may give a row other bits among other rows."""
     for place, rows in enumerate(batch.rows):
         one = batch.pick([place])
-        caches = batch.keys.transpose(1, 2), batch.values.transpose(1, 2)
+        caches = one.keys.transpose(1, 2), one.values.transpose(1, 2)
         out[rows] = paged_attention(
             one.query, *caches, one.table, one.seq_lens, one.query_start_loc,
-            scale=batch.scale, reduction=AttentionReduction(16), implementation="reference",
+            scale=batch.scale, reduction=AttentionReduction(16), implementation="reference", **batch.layer.added,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.attention_cases import CASES, SHAPES, Case, Request, cases_of, shape_name
+from benchmarks.attention_cases import CASES, LAYER_CASES, LAYERS, SHAPES, Case, Request, cases_of, shape_name
 from benchmarks.roofline import Work
 from tests.benchmarks.attention_fakes import DECODE, MIXED, PREFILL, SMALL
 
@@ -11,6 +11,13 @@ from tests.benchmarks.attention_fakes import DECODE, MIXED, PREFILL, SMALL
 def test_the_pairs_of_a_request_are_the_keys_that_each_of_its_tokens_sees(tokens: int, context: int) -> None:
     seen = [position + 1 for position in range(context - tokens, context)]
     assert Request(tokens, context).pairs == sum(seen)
+
+
+@pytest.mark.parametrize("window", [1, 3, 40])
+@pytest.mark.parametrize(("tokens", "context"), [(1, 1), (1, 100), (7, 7), (5, 12), (60, 100)])
+def test_a_window_counts_the_keys_in_it(tokens: int, context: int, window: int) -> None:
+    seen = [min(window, position + 1) for position in range(context - tokens, context)]
+    assert Request(tokens, context).pairs_in(window) == sum(seen)
 
 
 def test_a_decode_reads_keys_and_values_of_its_kv_heads_and_its_query_and_writes_its_output() -> None:
@@ -41,8 +48,10 @@ def test_every_shape_has_every_kind_of_case_and_no_cache_is_too_large() -> None:
     assert {(case.shape, case.phase) for case in CASES} == {
         (shape, phase) for shape in SHAPES for phase in ("decode", "prefill", "chunk", "mixed")
     }
+    assert {case.shape for case in LAYER_CASES} == set(LAYERS)
     assert max(case.cache_bytes for case in CASES) < 24e9
-    assert len({case.text(16) for case in CASES}) == len(CASES)
+    every = (*CASES, *LAYER_CASES)
+    assert len({case.text(16) for case in every}) == len(every)
     [largest] = cases_of(["llama-70b-tp8 batch=256 context=131072"])
     assert largest.cache_bytes == 256 * 131072 * 2 * 128 * 2
     assert not cases_of(["qwen3-8b batch=256 context=131072"])
@@ -51,7 +60,7 @@ def test_every_shape_has_every_kind_of_case_and_no_cache_is_too_large() -> None:
 def test_cases_are_found_by_all_words_of_one_filter() -> None:
     found = cases_of(["qwen3-8b decode batch=1", "chunk"])
     assert {(case.shape.name, case.phase, len(case.requests)) for case in found} == {
-        ("qwen3-8b", "decode", 1), *((shape.name, "chunk", 1) for shape in SHAPES)
+        ("qwen3-8b", "decode", 1), *((shape.name, "chunk", 1) for shape in (*SHAPES, *LAYERS) if not shape.encodes)
     }  # fmt: skip
     assert cases_of(["no such word"]) == ()
 

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from benchmarks.attention_batch import Batch, batches_of
+from benchmarks.attention_cases import CASES as PLAIN_CASES
 from benchmarks.attention_cases import Case, cases_of
 from benchmarks.attention_checks import Exact, cancel, other_bits
-from tests.benchmarks.attention_fakes import CHUNK, DECODE, MIXED, PREFILL, exact, lazy, row_by_row
+from tests.benchmarks.attention_fakes import CHUNK, DECODE, MIXED, PREFILL, TOWER, WINDOW, exact, lazy, row_by_row
 
 CASES = [DECODE, PREFILL, CHUNK, MIXED]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.phase)
+
+
+layers = pytest.mark.parametrize("case", [*CASES, WINDOW, TOWER], ids=lambda case: case.text(16).split()[0])
 
 
 def batch_of(case: Case) -> Batch:
@@ -59,7 +63,7 @@ def test_a_batch_knows_its_rows_and_gives_requests_in_any_order() -> None:
     assert torch.equal(picked.table, batch.table[[2, 0]])
 
 
-@each_case
+@layers
 def test_the_definition_is_that_of_the_operation(case: Case) -> None:
     batch = batch_of(case)
     out = runs(exact)(batch)
@@ -129,6 +133,15 @@ def test_a_decode_with_other_bits_than_its_prefill_is_found() -> None:
     assert other_bits(runs(phased), anything, batch_of(single)) == ["request 0 by prefill"]
 
 
+@pytest.mark.parametrize("case", [WINDOW, TOWER], ids=["window and sinks", "encoder"])
+def test_layers_that_add_to_causal_attention_are_compared_as_others(case: Case) -> None:
+    batch = batch_of(case)
+    assert other_bits(runs(exact), anything, batch) == []
+    assert other_bits(runs(lazy), anything, batch) != []
+    without = replace(batch, layer=type(batch.layer)())
+    assert Exact(batch).error(runs(exact)(without)) > 0.01
+
+
 def test_keys_and_values_that_are_codes_are_cancelled_and_compared_as_others() -> None:
     batch = batch_of(replace(DECODE, in_codes=True))
     assert (batch.cache.dtype, batch.in_codes) == (torch.float8_e4m3fn, True)
@@ -139,4 +152,4 @@ def test_keys_and_values_that_are_codes_are_cancelled_and_compared_as_others() -
         cancel(one)
     assert torch.equal(batch.cache.float(), numbers.cache.float())
     assert not any("fp8" in case.text(16) for case in cases_of(["decode"]))
-    assert len(cases_of(["decode cache=fp8"])) == len(cases_of(["decode"]))
+    assert len(cases_of(["decode cache=fp8"])) == sum(case.phase == "decode" for case in PLAIN_CASES)

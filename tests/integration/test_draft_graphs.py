@@ -384,7 +384,7 @@ def test_a_further_step_of_a_head_is_planned_by_what_its_graph_left_in_the_buffe
 
     planned = []
     builder = PlannedMetadataBuilder.__new__(PlannedMetadataBuilder)
-    builder._planners = {8: SimpleNamespace(plan=lambda *of_step: planned.append(of_step))}
+    builder._planners = {(8, None): SimpleNamespace(plan=lambda *of_step: planned.append(of_step))}
     starts, lengths = torch.arange(4), torch.tensor([5, 6, 0])
     builder.update_draft_decode_metadata(Metadata(3, starts, lengths, torch.zeros(3, 1)))
-    assert planned == [(starts, lengths, 3, 1)]
+    assert planned == [(starts, lengths, 3, 1, False)]

@@ -333,7 +333,9 @@ def attend(
         values = keys[..., : heads.size]
     stored = E4M3 if in_codes else None
     shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored, of_tokens, tail)
-    planner = planning.Planner(shape, query.device, 8, 1000, 8000, not options, kernels)
+    window = options.get("sliding_window") if options.keys() <= sm90.KNOWN else None
+    known = options.keys() <= (frozenset() if in_codes else sm90.KNOWN)
+    planner = planning.Planner(shape, query.device, 8, 1000, 8000, known, kernels, window=window)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
     paged_attention(
         query, keys, values, table, seq_lens, starts, *scales, scale=0.1, reduction=REDUCTION, implementation="triton",
@@ -856,16 +858,19 @@ def check_all(what: str, found: list[Compiled], verbose: bool) -> None:
 
 
 def check_sm90_attention(heads: Heads, page: int, verbose: bool, **options: object) -> None:
-    what = f"attention on a Hopper, {heads}, pages of {page}{', over codes' * bool(options)}"
+    what = f"attention on a Hopper, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(90, sm90_attention, heads, page, **options)
     names = [one.name for one in found if one.name not in ("plan_kernel", "attention_kernel")]
     kept = {min(heads.query // heads.kv, planning.DECODE_ROWS), planning.DECODE_ROWS}
-    if sorted(names) != ["decode_kernel"] * len(kept) + ["prefill_kernel"] * (not options):
+    in_codes = "in_codes" in options
+    variants = 2 if options.keys() & sm90.KNOWN else 1  # what is tried adds nothing to plain attention
+    prefills = [] if in_codes or not sm90.prefills(heads.size) else ["prefill_kernel"] * variants
+    if sorted(names) != ["decode_kernel"] * variants * len(kept) + prefills:
         check(f"{what}: what is tried is what is launched, got {names}", False)
-    stored = E4M3 if "in_codes" in options else None
+    stored = E4M3 if in_codes else None
     shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored)
     decodes = [one for one in found if one.name == "decode_kernel"]
-    for one, rows in zip(decodes, sorted(kept), strict=True):
+    for one, rows in zip(decodes, sorted(kept) * variants, strict=True):
         ctas = sm90.decode_schedule(shape, planning.DECODE_ROWS, rows).ctas_per_sm
         if ctas * (one.shared + RESERVED) > SHARED_MEMORY[90] + RESERVED:
             check(f"{what}: {ctas} CTAs of {one.shared} bytes on a multiprocessor", False)
@@ -920,6 +925,8 @@ def check_some(more: bool) -> None:
     """
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False, in_codes=True)
+    check_sm90_attention(Heads(64, 8, 64, torch.bfloat16), 64, False, sliding_window=100, sinks=torch.zeros(64))
+    check_sm90_attention(Heads(16, 8, 256, torch.bfloat16), 64, False, sliding_window=1000)
     if more:
         check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
         found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)

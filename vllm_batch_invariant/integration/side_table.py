@@ -20,6 +20,7 @@ class Entry:
         codes: of a norm or an activation, what it writes as codes, too; None: nothing.
         heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
             that is found out.
+        plan: of the places where an encoder's sequences begin, a plan of attention to them, behind what it is for.
         all_reduce: of a communicator on GPUs, what adds floating-point numbers.
         is_made: of vLLM's wrapper of NCCL, whether its constructor has ended.
         resting: of a model runner, generators that it has taken out of the batch, by the row.
@@ -43,6 +44,7 @@ class Entry:
     norm_adds: bool = False
     codes: Any = None
     heads_fit: bool | None = None
+    plan: tuple[Any, Any] | None = None
     all_reduce: Any = None
     is_made: bool = False
     resting: dict[int, Any] = field(default_factory=dict)

@@ -88,9 +88,17 @@ def attend(chunks: list[Chunk], codes: Codes = None, **options: object) -> torch
         (8, [4096] * 3, [1] * 3),
     ],
 )
-def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_than_another(kv_heads, lengths, tokens):
+@pytest.mark.parametrize("window", [None, 1, 700, 2500])
+def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_than_another(
+    kv_heads, lengths, tokens, window
+):
+    """Of the splits that some token sees."""
     shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
-    planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
+    sizes = len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths)
+    planner = Planner(shape, torch.device("cpu"), *sizes, window=window)
+    firsts = [
+        max(0, length - new - (window or length) + 1) if new else 0 for length, new in zip(lengths, tokens, strict=True)
+    ]
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
     planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
     found, keys, whole = [], [], True
@@ -98,10 +106,12 @@ def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_tha
         entries = [entry for entry in planner.decode_work[begin:end].tolist() if entry[3]]
         for request, head, split, count, slot, *_ in entries:
             found += [(request, head, number) for number in range(split, split + count)]
-            whole &= (slot < 0) == (count == REDUCTION.split_of(lengths[request] - 1) + 1)
+            seen = REDUCTION.splits(firsts[request], lengths[request] - 1)
+            whole &= (slot < 0) == (count == len(seen))
         keys.append(
             sum(
-                min(REDUCTION.start_of(split + count), lengths[request]) - REDUCTION.start_of(split)
+                min(REDUCTION.start_of(split + count), lengths[request])
+                - max(REDUCTION.start_of(split), firsts[request])
                 for request, _, split, count, *_ in entries
             )
         )
@@ -110,7 +120,7 @@ def test_every_split_of_every_head_is_in_one_part_and_no_part_is_much_longer_tha
         for request, (length, new) in enumerate(zip(lengths, tokens, strict=True))
         if 0 < 4 * new <= 16
         for head in range(kv_heads)
-        for split in range(REDUCTION.split_of(length - 1) + 1)
+        for split in REDUCTION.splits(firsts[request], length - 1)
     ]
     assert whole
     assert sorted(found) == expected
@@ -148,10 +158,14 @@ def test_every_block_of_requests_of_many_rows_is_listed_once_those_with_the_most
         (1, [3000], [20]),
     ],
 )
-def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_about_equal(kv_heads, lengths, tokens):
-    """Each split of each block is in one part."""
+@pytest.mark.parametrize("window", [None, 1, 700, 2500])
+def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_about_equal(
+    kv_heads, lengths, tokens, window
+):
+    """Each split of each block that some of its rows sees is in one part."""
     shape = AttentionShape(4 * kv_heads, kv_heads, 64, torch.float16, REDUCTION)
-    planner = Planner(shape, torch.device("cpu"), len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths))
+    sizes = len(lengths), sum(tokens), sum(lengths) + 64 * len(lengths)
+    planner = Planner(shape, torch.device("cpu"), *sizes, window=window)
     planner._prefill_ctas = 16
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
     planner.plan(starts, torch.tensor(lengths, dtype=torch.int32), sum(tokens), max(tokens))
@@ -165,19 +179,23 @@ def test_the_splits_of_few_blocks_are_in_parts_and_the_parts_of_a_block_are_abou
             keys = min(last // 4, new - 1) + 1 + lengths[request] - new
             parts = sorted(entry[2:5] for entry in entries if entry[:2] == [request, first])
             ends = [begin + count for begin, count, _ in parts]
-            assert [begin for begin, *_ in parts] == [0, *ends[:-1]]
+            first_key = max(0, lengths[request] - new + first // 4 + 1 - (window or 1_000_000))
+            begin = REDUCTION.split_of(first_key) if len(parts) > 1 else parts[0][0]
+            assert [begin for begin, *_ in parts] == [begin, *ends[:-1]]
+            assert begin <= REDUCTION.split_of(first_key)
             assert all(count > 0 for _, count, _ in parts)
             assert ends[-2:-1] < [REDUCTION.split_of(keys - 1) + 1] <= ends[-1:]
             longest = max(
-                min(REDUCTION.start_of(begin + count), keys) - REDUCTION.start_of(begin) for begin, count, _ in parts
+                min(REDUCTION.start_of(begin + count), keys) - max(REDUCTION.start_of(begin), first_key)
+                for begin, count, _ in parts
             )
-            assert longest <= keys / len(parts) + REDUCTION.split_size
+            assert longest <= (keys - first_key) / len(parts) + REDUCTION.split_size
             if len(parts) > 1:
                 [slot] = {slot for *_, slot in parts}
                 slots += range(slot, slot + ends[-1])
             else:
                 assert parts[0][2] == -1
-    assert len(slots) > 0
+    assert slots or window
     assert len(set(slots)) == len(slots)
     assert all(0 <= slot < planner._prefill_workspace for slot in slots)
 

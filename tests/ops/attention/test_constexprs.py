@@ -27,7 +27,7 @@ PROBLEM = {
         "PAGED", "HOLDS_CODES", "CONVERTS_E4M3", "USE_ALIBI", "USE_WINDOW", "USE_SINKS", "CAUSAL", "PREFILL_LIKE",
         "SCALES_OF_TOKENS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK",
     },
-    "plan_kernel": {"NUM_KV_HEADS", "PADDED_KV_HEADS", "QUERIES_PER_KV"},
+    "plan_kernel": {"NUM_KV_HEADS", "PADDED_KV_HEADS", "QUERIES_PER_KV", "WINDOW"},
 }  # fmt: skip
 """Shapes, options and layouts of a call, and which of a plan's lists is worked on."""
 

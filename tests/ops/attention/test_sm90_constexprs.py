@@ -16,7 +16,7 @@ from vllm_batch_invariant.ops.attention.sm90.prefill import prefill_kernel
 from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 
 REDUCTION = {"SPLIT_SEGMENTS"}
-PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PAGE_SIZE"}
+PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PAGE_SIZE", "WINDOW"}
 KERNELS = [
     (prefill_kernel, (PrefillSchedule,), {"NUM_STAGES", "MAX_SPINS", "CONSUMER_MAXNREG"}, set()),
     (decode_kernel, (DecodeSchedule, LaunchSchedule), {"NUM_STAGES", "OVERLAPS"}, {"PARTIAL_ROWS", "PARTIAL_BLOCK"}),

@@ -39,9 +39,9 @@ class Metadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    plans: dict[int, Any] = field(default_factory=dict)
-    """The step's plan, by the query heads of the layers: a drafter's may have others than the model's. Empty where
-    calls need no plan.
+    plans: dict[tuple[int, int | None], Any] = field(default_factory=dict)
+    """The step's plan, by the query heads and the window of the layers: a drafter's may have others than the model's.
+    Empty where calls need no plan.
     """
     ranges: torch.Tensor | None = None
     """[tokens, 2] int32, the first and the last position that a token sees of the image that it belongs to, or
@@ -342,7 +342,12 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         return PagedCache(keys, values, batch.block_table, None, *scales)
 
     def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
-        attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.num_heads))
+        attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.planned_as))
+
+    @property
+    def planned_as(self) -> tuple[int, int | None]:
+        """Which of a step's plans is this layer's."""
+        return self.num_heads, self.spec.sliding_window
 
     def _call(self, query: torch.Tensor, cache: PagedCache, batch: Metadata) -> PagedAttention:
         self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host

@@ -36,6 +36,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update: ClassVar[bool] = True
     """An EAGLE head has one graph for all drafts but the first."""
+    _ranges: torch.Tensor | None = None
+    """Where a CUDA graph of a model with images reads those of tokens: a graph is of steps with and without."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -46,17 +48,16 @@ class PlannedMetadataBuilder(MetadataBuilder):
         layers = [layer.impl for layer in self._layers]
         self._of_codes = [layer for layer in self._layers if layer.impl.holds_codes]
         self._planners = {
-            heads: self._planner([layer for layer in layers if layer.num_heads == heads])
-            for heads in dict.fromkeys(layer.num_heads for layer in layers)
+            planned_as: self._planner([layer for layer in layers if layer.planned_as == planned_as])
+            for planned_as in dict.fromkeys(layer.planned_as for layer in layers)
         }
-        self._ranges = None
         if getattr(vllm_config.model_config, "is_mm_prefix_lm", False) and not self._of_encoder:
             self._no_range = torch.tensor([NO_RANGE], dtype=torch.int32, device=device)
             self._ranges = self._no_range.repeat(self._sizes(layers)[2], 1)
-            """Where a CUDA graph reads the images of tokens: a graph is of steps with and without."""
 
     def _planner(self, layers: list[Any]) -> Any:
-        """For layers with as many query heads."""
+        """For layers with as many query heads and one window."""
+        from ...ops.attention import sm90
         from ...ops.attention.certificate import certify
         from ...ops.attention.plan import Planner
 
@@ -65,8 +66,9 @@ class PlannedMetadataBuilder(MetadataBuilder):
             return Planner(shape, self._device, requests, tokens, max_keys=tokens, plain=False)
         kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
         certificate = certify(shape, self._device, self._spec.block_size, kinds, max(self.verify, default=1))
-        plain = any(not kind.added for kind in kinds)
-        return Planner(shape, self._device, requests, tokens, keys, plain, certificate.kernels)
+        known = any(sm90.knows(kind, layers[0].holds_codes) for kind in kinds)
+        window = kinds[0].sliding_window
+        return Planner(shape, self._device, requests, tokens, keys, known, certificate.kernels, window=window)
 
     def _sizes(self, layers: list[Any]) -> tuple[Any, int, int, int]:
         """The shape of layers with as many query heads, and the most requests, tokens and keys of a step."""
@@ -111,11 +113,12 @@ class PlannedMetadataBuilder(MetadataBuilder):
         """Plan a drafter's next step of one token a request, within the CUDA graph of all its steps."""
         self._plan(metadata, most=1)
 
-    def _plan(self, batch: Metadata, most: int) -> dict[int, Any]:
+    def _plan(self, batch: Metadata, most: int) -> dict[tuple[int, int | None], Any]:
         """The plans of a batch whose requests have ``most`` tokens or fewer, in the place of the last ones."""
+        has_ranges = self._ranges is not None and most > 1
         return {
-            heads: planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, most)
-            for heads, planner in self._planners.items()
+            layers: planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, most, has_ranges)
+            for layers, planner in self._planners.items()
         }
 
 
@@ -198,7 +201,7 @@ class ExactCudaAttention(ExactAttention):
     def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
         from ...ops.exact.cuda import paged_attention
 
-        paged_attention(self._call(query, cache, batch), out, batch.plans[self.num_heads])
+        paged_attention(self._call(query, cache, batch), out, batch.plans[self.planned_as])
 
 
 _Base: Any = patch_points.CUDA_BACKEND.get()

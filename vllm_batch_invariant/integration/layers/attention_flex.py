@@ -31,7 +31,12 @@ class FlexMetadataBuilder(MetadataBuilder):
         decode = most_tokens(len(batch.seq_lens), batch.num_actual_tokens, common_attn_metadata.max_query_len) == 1
         planner = self._planner()
         plan = planner.plan(batch.query_start_loc, batch.seq_lens, batch.block_table, decode, on_host)
-        return replace(batch, plans={planner.shape.heads: plan})
+        return replace(batch, plans={(planner.shape.heads, window): plan for window in self._windows()})
+
+    def _windows(self) -> list[int | None]:
+        """Of the layers."""
+        layers = self._config.compilation_config.static_forward_context
+        return [layers[name].impl.spec.sliding_window for name in self._layer_names]
 
     def _planner(self) -> Any:
         """Made when the cache is there; another for another cache, such as one with which memory is measured."""
@@ -57,7 +62,7 @@ class FlexMetadataBuilder(MetadataBuilder):
                 self._device,
                 scheduler.max_num_seqs,
                 model.max_model_len,
-                [layer.impl.spec.sliding_window for layer in layers],
+                self._windows(),
                 None if shared else layout.num_pages * layout.page_size,
             )
         return self._planners[cache.data_ptr()]

@@ -18,6 +18,7 @@ from ... import envs
 from ...errors import NotCovered
 from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
 from ..reviews import encoding, patch_points, sources
+from ..side_table import beside
 from . import convolution
 
 HEAD_SIZES = (64, 72, 80, 88, 128)
@@ -119,7 +120,23 @@ def _attend(qkv: Sequence[torch.Tensor], starts: torch.Tensor, scale: float) -> 
     spec = AttentionSpec(scale, causal=False)
     reduction = AttentionReduction.of_device(query.device.type, implementation)
     call = PagedAttention(query, PackedKeys.of(key, value, starts), starts.diff(), starts, spec, reduction)
-    return attend(call, implementation)[..., :size]
+    return attend(call, implementation, plan=_plan_of(call, starts, implementation))[..., :size]
+
+
+def _plan_of(call: PagedAttention, starts: torch.Tensor, implementation: str) -> Any:
+    """The plan of the first layer that attends to these sequences serves the others: a plan asks the host for lengths,
+    which waits for all that the GPU has to do. None on a CPU, and where another implementation serves.
+    """
+    if not starts.is_cuda or implementation not in ("auto", "triton"):
+        return None
+    from ...ops.attention.cuda import plan_alone
+    from ...ops.attention.shapes import AttentionShape
+
+    kept, key = beside(starts), (starts._version, len(call.query), AttentionShape.of(call))
+    if kept.plan is None or kept.plan[0] != key:
+        call.check()
+        kept.plan = key, plan_alone(call)
+    return kept.plan[1]
 
 
 def attend_in_transformers(

@@ -27,6 +27,7 @@ from ..common.cancelling import cancelling
 from ..common.compile_errors import is_of_a_compiler, reason
 from ..common.gpu_environment import gpu_environment, kept_path
 from ..common.kv_cache import codes_of
+from . import sm90
 from .cuda import paged_attention
 from .params import AttentionSpec, PagedAttention, PagedCache
 from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
@@ -42,6 +43,8 @@ _BORDERS = tuple(
     sorted({1, _LENGTH} | {border + off for border in (64, 256, 320, 512, 2048, 2304, 2560) for off in (-1, 0, 1)})
 )
 """Lengths at which a token is looked at."""
+_WINDOW = 1500
+"""Keys that a layer sees here at most: a longer window would reach beyond the first key."""
 _NOISE = 2.0**20
 """Factor of scores whose exact value is 0: it makes their rounding errors as large as scores are."""
 
@@ -103,8 +106,8 @@ def certify(
         NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
     """
     environment = _environment(device.index or 0)
-    plain = any(not layer.added for layer in layers)
-    candidates = tuple(Kernels.candidates(shape, device, plain, verify_len))
+    known = any(sm90.knows(layer, shape.cache_dtype is not None) for layer in layers)
+    candidates = tuple(Kernels.candidates(shape, device, known, verify_len))
     key = (
         f"{shape}; {shape.reduction} in steps of {shape.key_tile}; pages of {page_size}; {'; '.join(_by_kind(layers))}"
         f"{'; verify steps with wide blocks' * (candidates[0].decode_rows > DECODE_ROWS)}"
@@ -210,9 +213,10 @@ def compare(
 ) -> int | str:
     """The number of elements compared, or in words where a row has other bits, or what did not run."""
     try:
-        planner = _planner(kernels, shape, data[0])
         elements = 0
         for kind, layer in _by_kind(layers).items():
+            window = None if layer.sliding_window is None else min(layer.sliding_window, _WINDOW)
+            planner, layer = _planner(kernels, shape, data[0], window), replace(layer, sliding_window=window)
             for operands in data:
                 found = _compare_ways(planner, operands, layer)
                 if isinstance(found, str):
@@ -262,11 +266,12 @@ def ways(queries_per_kv: int, decode_rows: int = DECODE_ROWS) -> Iterator[tuple[
     yield "in chunks among others", [*decode[::3], Chunk(_LENGTH, 77), Chunk(513, 130), *decode[1::3], Chunk(2049, 40)]
 
 
-def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands) -> Planner:
+def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands, window: int | None) -> Planner:
     batches = [chunks for _, chunks in ways(shape.queries_per_kv, kernels.decode_rows)]
     requests = max(map(len, batches))
     tokens = max(_PREFILL, *(sum(chunk.query_len for chunk in chunks) for chunks in batches))
-    return Planner(shape, operands.query.device, requests, tokens, requests * _LENGTH, kernels=kernels)
+    sizes = requests, tokens, requests * _LENGTH
+    return Planner(shape, operands.query.device, *sizes, kernels=kernels, window=window)
 
 
 def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer: AttentionSpec) -> torch.Tensor:

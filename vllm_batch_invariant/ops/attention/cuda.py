@@ -33,7 +33,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
 
     Raises:
         NotCovered: a head size above 512, or queries in fp16 over codes with a scale a token and head.
-        ValueError: a plan of another reduction than the call's.
+        ValueError: a plan of another reduction than the call's, or of another window.
     """
     if call.cache.scales_of_tokens and call.query.dtype == torch.float16:
         raise NotCovered(
@@ -41,12 +41,15 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
             "weights times scales are smaller than what fp16 has precision for",
             "serve the model in bfloat16, or another KV cache",
         )
-    plan = plan or _plan_alone(call)
+    plan = plan or plan_alone(call)
     planner = plan.planner
     if call.reduction != plan.reduction:
         raise ValueError(f"a plan for {plan.reduction!r} does not fit a call with {call.reduction!r}")
-    by_sm90 = planner.sm90 and call.ranges is None and sm90.takes(call, out)
-    if plan.prefill_ctas and by_sm90 and not call.cache.holds_codes:
+    window = call.spec.sliding_window
+    if plan.window not in (None, window):
+        raise ValueError(f"a plan for a window of {plan.window} keys does not fit a call with one of {window}")
+    by_sm90 = planner.sm90 and call.ranges is None and sm90.takes(call, out) and plan.window == window
+    if plan.prefill_ctas and by_sm90 and planner.prefills_by_sm90 and not call.cache.holds_codes:
         work = sm90.PrefillWork(
             planner.prefill_count,
             planner.prefill_work,
@@ -67,13 +70,15 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         _launch(call, out, plan, prefill_like=False)
 
 
-def _plan_alone(call: PagedAttention) -> Plan:
+def plan_alone(call: PagedAttention) -> Plan:
     """A plan for one call, with memory of its own."""
     packed = isinstance(call.cache, PackedKeys)
     tokens = len(call.query)
     keys = len(call.cache.keys) if packed else call.cache.block_table.numel() * call.cache.page_size
-    plain = not (packed or call.spec.added) and call.ranges is None
-    planner = Planner(AttentionShape.of(call), call.query.device, len(call.seq_lens), tokens, keys, plain)
+    plain = not packed and sm90.knows(call.spec, call.cache.holds_codes) and call.ranges is None
+    window = call.spec.sliding_window if call.spec.causal and call.ranges is None else None
+    shape, requests = AttentionShape.of(call), len(call.seq_lens)
+    planner = Planner(shape, call.query.device, requests, tokens, keys, plain, window=window)
     starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
 
@@ -114,7 +119,6 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
     ]
     use_tma = paged and None not in descriptors
     alibi_slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(device, torch.float32) * _LOG2_E
-    sinks = None if spec.sinks is None else spec.sinks.to(device, torch.float32) * _LOG2_E
     written = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     launch(
         attention_kernel,
@@ -131,7 +135,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             planner.partial_acc,
             planner.semaphores,
             alibi_slopes,
-            sinks,
+            None if spec.sinks is None else spec.sinks.to(device),
             cache.k_scale,
             cache.v_scale,
             *scale_strides(cache.k_scale),
@@ -154,7 +158,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         USE_SOFT_CAP=spec.logits_soft_cap is not None,
         USE_ALIBI=alibi_slopes is not None,
         USE_WINDOW=spec.sliding_window is not None,
-        USE_SINKS=sinks is not None,
+        USE_SINKS=spec.sinks is not None,
         CAUSAL=spec.causal,
         PREFILL_LIKE=prefill_like,
         MAY_SHARE=not prefill_like or plan.may_share_prefill,

@@ -84,14 +84,13 @@ class Kernels:
             plain: as in :class:`Planner`.
             verify_len: tokens of a request in the longest verify step.
         """
-        block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
+        block_m, in_codes = prefill_schedule(shape.head_size, shape.dtype).block_m, shape.cache_dtype is not None
         if (
             plain
             and not shape.scales_of_tokens
             and not shape.tail
-            and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device)
+            and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device, in_codes)
         ):
-            in_codes = shape.cache_dtype is not None
             if not in_codes and DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
                 yield cls(sm90=True, decode_rows=WIDE_DECODE_ROWS)
             yield cls(sm90=True)
@@ -134,6 +133,8 @@ class Plan:
     """Whether CTAs may share the splits of prefill-like blocks: if there are few of them on the GPU."""
     partial_rows: int
     """Rows of a decode-like block in its partial results."""
+    window: int | None = None
+    """Keys that a token sees, its own among them; of others nothing is planned. None: all."""
 
     @property
     def reduction(self) -> AttentionReduction:
@@ -157,6 +158,7 @@ class Planner:
         plain: a layer may have none of the options that :mod:`.sm90` does not know.
         kernels: what serves; by default :meth:`Kernels.fastest`.
         schedules: of decode-like and of prefill-like work, for a kernel that is not of this package.
+        window: keys that a token of all layers sees, its own among them; None: all, in one of them at least.
 
     Raises:
         NotCovered: a head size above 512.
@@ -172,6 +174,7 @@ class Planner:
         plain: bool = True,
         kernels: Kernels | None = None,
         schedules: tuple[Schedule, Schedule] | None = None,
+        window: int | None = None,
     ) -> None:
         if shape.head_size > _LARGEST_HEAD:
             raise NotCovered(
@@ -179,7 +182,7 @@ class Planner:
                 f"the kernel has sizes up to {_LARGEST_HEAD}",
                 "serve another model",
             )
-        self.shape, self.device = shape, device
+        self.shape, self.device, self.window = shape, device, window
         gpu = torch.cuda.get_device_properties(device)
         self.num_sms = gpu.multi_processor_count
         self.prefill_schedule = (
@@ -194,7 +197,8 @@ class Planner:
             self.decode_schedule = fitted(schedule, shape, device)
         block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
         # Prefill-like blocks are shared only while they are few.
-        self._prefill_ctas = self.num_sms if self.sm90 else 4 * self.num_sms
+        self.prefills_by_sm90 = self.sm90 and sm90.prefills(shape.head_size)
+        self._prefill_ctas = self.num_sms if self.prefills_by_sm90 else 4 * self.num_sms
         most_shares = max(map(self.cta_shares, kernels.variants(shape)))
 
         self.work_indptr = torch.zeros(most_shares + 1, dtype=torch.int32, device=device)
@@ -242,7 +246,14 @@ class Planner:
         """Partial results of all KV heads that there is room for."""
         return min(self._max_splits, self._max_partial_rows // (self.shape.kv_heads * partial_rows))
 
-    def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, tokens: int, most_tokens: int) -> Plan:
+    def plan(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        tokens: int,
+        most_tokens: int,
+        has_ranges: bool = False,
+    ) -> Plan:
         """Plan a step; launches one kernel and reads nothing back.
 
         What it decides on the host depends on ``tokens``, the number of requests and ``most_tokens``, which a CUDA
@@ -253,14 +264,16 @@ class Planner:
             seq_lens: [requests] on the GPU.
             tokens: rows of the query, or more. A request may have all of them, whatever the number of requests.
             most_tokens: of a request, or more: 1 in a step of decode, ``tokens`` where nothing is known.
+            has_ranges: whether a token may see keys behind its window.
         """
+        window = None if has_ranges else self.window
         requests, shape = len(seq_lens), self.shape
         has_decode = shape.queries_per_kv <= self.decode_rows
         has_prefill = most_tokens * shape.queries_per_kv > self.decode_rows
         partial_rows = self._kernels.partial_rows(shape, most_tokens)
         blocks = self._max_prefill_blocks(tokens, requests) if has_prefill else 0
         # With the kernels for Hopper it costs nothing that they may.
-        may_share = self.sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
+        may_share = self.prefills_by_sm90 or 0 < blocks * shape.kv_heads <= self._prefill_ctas // 2
         if requests:
             launch(
                 plan_kernel,
@@ -288,8 +301,9 @@ class Planner:
                 KEY_TILE=shape.key_tile,
                 DECODE_ROWS=self.decode_rows,
                 BLOCK_M=self.prefill_schedule.block_m,
+                WINDOW=window or 0,
             )
         prefill_ctas = blocks * shape.kv_heads
         if prefill_ctas and may_share:
             prefill_ctas = max(prefill_ctas, 2 * self.num_sms)
-        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows)
+        return Plan(self, has_decode, prefill_ctas, may_share, partial_rows, window)

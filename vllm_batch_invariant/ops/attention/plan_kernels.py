@@ -5,8 +5,8 @@ the line of the same length, moved to the nearest end of a split or of a head: a
 shared by neighbours, and all of them end at about the same time.
 
 Prefill-like requests are blocks of rows. Many blocks are computed whole, those with the most keys first; if there are
-few, such as a chunk behind a long context has, the splits of each are cut into parts of about the same length. Nothing
-here can move a bit.
+few, such as a chunk behind a long context has, the splits of each are cut into parts of about the same length. Keys
+behind a sliding window are nobody's work. Nothing here can move a bit.
 """
 
 import triton
@@ -34,6 +34,7 @@ class Config:
     KEY_TILE: tl.constexpr
     DECODE_ROWS: tl.constexpr
     BLOCK_M: tl.constexpr
+    WINDOW: tl.constexpr  # 0: none
 
 
 @aggregate
@@ -42,7 +43,7 @@ class Request:
 
     idx: value
     blocks: tl.tensor  # of rows
-    splits: tl.tensor  # 0 where nothing is to do
+    splits: tl.tensor  # up to its last key, 0 where nothing is to do
     kv_len: tl.tensor
     query_start: tl.tensor
     query_len: tl.tensor
@@ -59,11 +60,20 @@ class Line:
 
 
 @triton.jit
+def _first_key(context_len, config):
+    """The first key that a token sees behind so many."""
+    first = context_len * 0
+    if config.WINDOW:
+        first = tl.maximum(context_len - config.WINDOW + 1, 0)
+    return first
+
+
+@triton.jit
 def _shape_of_work(
     query_start_loc_ptr, seq_lens_ptr, idx, exists, config, SPLIT_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Of requests: whether each is decode-like, its blocks of rows, its splits, its keys, and the parts that each of
-    its blocks can be cut into.
+    """Of requests: whether each is decode-like, its blocks of rows, its splits, its keys, the parts that each of its
+    blocks can be cut into, and the first key that it sees.
     """
     query_start = tl.load(query_start_loc_ptr + idx, mask=exists, other=0)
     rows = (tl.load(query_start_loc_ptr + idx + 1, mask=exists, other=0) - query_start).to(
@@ -80,9 +90,12 @@ def _shape_of_work(
         - rows // config.QUERIES_PER_KV
         + tl.minimum(config.BLOCK_M // config.QUERIES_PER_KV, rows // config.QUERIES_PER_KV)
     )
+    if config.WINDOW:
+        shortest = tl.minimum(shortest, config.WINDOW)
     longest_split = start_of(splits, SPLIT_SEGMENTS) - start_of(splits - 1, SPLIT_SEGMENTS)
     max_parts = tl.maximum(shortest // longest_split, 1)
-    return decode_like, blocks, tl.where(works, splits, 0), kv_len, max_parts
+    first_key = _first_key(kv_len - rows // config.QUERIES_PER_KV, config)
+    return decode_like, blocks, tl.where(works, splits, 0), kv_len, max_parts, first_key
 
 
 @triton.jit
@@ -99,22 +112,32 @@ def _first_share(place, line):
 
 
 @triton.jit
-def _cut(share, line, head_tiles, request, may_cut, SPLIT_SEGMENTS: tl.constexpr, KEY_TILE: tl.constexpr):
+def _first_of(request, config, SPLIT_SEGMENTS: tl.constexpr):
+    """The first tile that a decode-like request sees, and the split that it is in."""
+    first_key = _first_key(request.context_len, config)
+    return first_key // config.KEY_TILE, split_of(first_key, SPLIT_SEGMENTS)
+
+
+@triton.jit
+def _cut(share, line, head_tiles, request, may_cut, config, SPLIT_SEGMENTS: tl.constexpr):
     """The split of its head that a share begins with; ``request.splits`` for what follows the head, which is
     ``head_tiles`` long on the line.
     """
+    KEY_TILE: tl.constexpr = config.KEY_TILE
+    first_tile, first_split = _first_of(request, config, SPLIT_SEGMENTS)
     tiles = tl.cdiv(request.kv_len, KEY_TILE)
     tile = (share.to(tl.int64) * line.kv_tiles // line.cta_shares - line.begin) % head_tiles
-    tile = tl.maximum(tile - _HEAD_COST, 0).to(tl.int32)
+    tile = first_tile + tl.maximum(tile - _HEAD_COST, 0).to(tl.int32)
     split = split_of(tile * KEY_TILE, SPLIT_SEGMENTS)
-    before = tile - start_of(split, SPLIT_SEGMENTS) // KEY_TILE
+    before = tile - tl.maximum(start_of(split, SPLIT_SEGMENTS) // KEY_TILE, first_tile)
     after = tl.minimum(start_of(split + 1, SPLIT_SEGMENTS) // KEY_TILE, tiles) - tile
     nearest = tl.where(before < after, split, split + 1)
     # A head that is cut is more work, so its ends are nearer than they seem.
     reach = tl.minimum(before, after) + _HEAD_COST
+    of_head = tile - first_tile
     nearest = tl.where(tiles - tile <= reach, request.splits, nearest)
-    nearest = tl.where((tile <= reach) & (tile <= tiles - tile), 0, nearest)
-    return tl.where(may_cut, nearest, tl.where(2 * tile < tiles, 0, request.splits))
+    nearest = tl.where((of_head <= reach) & (of_head <= tiles - tile), first_split, nearest)
+    return tl.where(may_cut, nearest, tl.where(of_head < tiles - tile, first_split, request.splits))
 
 
 @triton.jit
@@ -130,17 +153,17 @@ def _store_decode_work(
     work_ptr, work_indptr, request, line, first_item, workspace_idx, may_cut, config, SPLIT_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """The items of a request on the line, the first of them number ``first_item`` but for those that begin shares."""
-    KEY_TILE: tl.constexpr = config.KEY_TILE
     splits = request.splits
-    head_tiles = tl.cdiv(request.kv_len, KEY_TILE).to(tl.int64) + _HEAD_COST
+    first_tile, first_split = _first_of(request, config, SPLIT_SEGMENTS)
+    head_tiles = (tl.cdiv(request.kv_len, config.KEY_TILE) - first_tile).to(tl.int64) + _HEAD_COST
     # The item that begins with a head belongs to the share before the first one that begins in it.
     head = tl.arange(0, config.PADDED_KV_HEADS)
     before = _first_share(line.begin + head * head_tiles, line)
-    num_splits = _cut(before, line, head_tiles, request, may_cut, SPLIT_SEGMENTS, KEY_TILE)
-    num_splits = tl.where(before < _first_share(line.begin + (head + 1) * head_tiles, line), num_splits, splits)
+    of_first = _cut(before, line, head_tiles, request, may_cut, config, SPLIT_SEGMENTS)
+    of_first = tl.where(before < _first_share(line.begin + (head + 1) * head_tiles, line), of_first, splits)
     _store_items(
-        work_ptr + (first_item + head + before).to(tl.int64) * WORK_SIZE, request, head, head * 0, num_splits,
-        tl.where(num_splits < splits, workspace_idx, -1), head < config.NUM_KV_HEADS,
+        work_ptr + (first_item + head + before).to(tl.int64) * WORK_SIZE, request, head, head * 0 + first_split,
+        of_first - first_split, tl.where(of_first < splits, workspace_idx, -1), head < config.NUM_KV_HEADS,
     )  # fmt: skip
 
     end_share = _first_share(line.begin + config.NUM_KV_HEADS * head_tiles, line)
@@ -148,13 +171,13 @@ def _store_decode_work(
         share = first + tl.arange(0, _ITEMS_AT_ONCE)
         mask = share < end_share
         of_head = ((share.to(tl.int64) * line.kv_tiles // line.cta_shares - line.begin) // head_tiles).to(tl.int32)
-        begin = _cut(share, line, head_tiles, request, may_cut, SPLIT_SEGMENTS, KEY_TILE)
-        end = _cut(share + 1, line, head_tiles, request, may_cut, SPLIT_SEGMENTS, KEY_TILE)
+        begin = _cut(share, line, head_tiles, request, may_cut, config, SPLIT_SEGMENTS)
+        end = _cut(share + 1, line, head_tiles, request, may_cut, config, SPLIT_SEGMENTS)
         end = tl.where(share + 1 < _first_share(line.begin + (of_head + 1) * head_tiles, line), end, splits)
         item = first_item + of_head + share + 1
         _store_items(
             work_ptr + item.to(tl.int64) * WORK_SIZE, request, of_head, begin, end - begin,
-            tl.where(end - begin < splits, workspace_idx, -1), mask,
+            tl.where(end - begin < splits - first_split, workspace_idx, -1), mask,
         )  # fmt: skip
         tl.store(work_indptr + share, item, mask=mask)
 
@@ -193,12 +216,14 @@ def _store_ranked(work_ptr, request, requests, config):
 
 
 @triton.jit
-def _first_of_part(part, parts, keys, splits, SPLIT_SEGMENTS: tl.constexpr):
-    """The split that a part of a block begins with: the nearest to an equal share of the block's keys."""
-    key = (keys.to(tl.int64) * part // parts).to(tl.int32)
+def _first_of_part(part, parts, first_key, keys, splits, SPLIT_SEGMENTS: tl.constexpr):
+    """The split that a part of a block begins with: the nearest to an equal share of the block's keys, which end at
+    ``keys``.
+    """
+    key = first_key + ((keys - first_key).to(tl.int64) * part // parts).to(tl.int32)
     split = split_of(key, SPLIT_SEGMENTS)
     nearer = key - start_of(split, SPLIT_SEGMENTS) < start_of(split + 1, SPLIT_SEGMENTS) - key
-    return tl.where(part < parts, tl.where(nearer, split, split + 1), splits)
+    return tl.where(part < parts, tl.where(nearer | (part == 0), split, split + 1), splits)
 
 
 @triton.jit
@@ -209,8 +234,9 @@ def _store_parts(work_ptr, request, parts, workspace_idx, config, SPLIT_SEGMENTS
         block = request.blocks - 1 - number // parts
         part = number % parts
         keys = _keys_of_block(block, request, config)
-        begin = _first_of_part(part, parts, keys, request.splits, SPLIT_SEGMENTS)
-        end = _first_of_part(part + 1, parts, keys, request.splits, SPLIT_SEGMENTS)
+        first_key = _first_key(request.context_len + block * config.BLOCK_M // config.QUERIES_PER_KV, config)
+        begin = _first_of_part(part, parts, first_key, keys, request.splits, SPLIT_SEGMENTS)
+        end = _first_of_part(part + 1, parts, first_key, keys, request.splits, SPLIT_SEGMENTS)
         own_idx = tl.where(parts > 1, workspace_idx + block * request.splits, -1)
         mask = number < request.blocks * parts
         row = block * config.BLOCK_M
@@ -254,6 +280,7 @@ def plan_kernel(
     KEY_TILE: tl.constexpr,
     DECODE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Writes the items of one request, of ``DECODE_ROWS`` rows or of more. Every CTA adds up what comes before it, so
     that one launch suffices.
@@ -265,8 +292,9 @@ def plan_kernel(
         decode_workspace, prefill_workspace: room for partial results of decode-like and of prefill-like requests.
         cta_shares: CTAs that work on decode-like requests at the same time.
         prefill_ctas: CTAs that work on prefill-like blocks at the same time, each for one KV head.
+        WINDOW: keys that a token sees, its own among them; 0: all.
     """
-    config = Config(NUM_KV_HEADS, PADDED_KV_HEADS, QUERIES_PER_KV, KEY_TILE, DECODE_ROWS, BLOCK_M)
+    config = Config(NUM_KV_HEADS, PADDED_KV_HEADS, QUERIES_PER_KV, KEY_TILE, DECODE_ROWS, BLOCK_M, WINDOW)
     request_idx = tl.program_id(0)
     lanes = tl.arange(0, _REQUESTS_AT_ONCE)
     _clear(semaphores_ptr, semaphores)
@@ -276,13 +304,13 @@ def plan_kernel(
     decode_count, prefill_blocks = nothing, nothing
     for first in range(0, requests, _REQUESTS_AT_ONCE):
         idx = first + lanes
-        decode_like, blocks, splits, kv_len, _ = _shape_of_work(
+        decode_like, blocks, splits, kv_len, _, first_key = _shape_of_work(
             query_start_loc_ptr, seq_lens_ptr, idx, idx < requests, config, SPLIT_SEGMENTS
         )
         before = idx < request_idx
         of_decode = tl.where(decode_like, splits, 0)
         of_prefill = tl.where(decode_like, 0, blocks * splits)
-        on_line = tl.where(decode_like, tl.cdiv(kv_len, KEY_TILE) + _HEAD_COST, 0)
+        on_line = tl.where(decode_like, tl.cdiv(kv_len, KEY_TILE) - first_key // KEY_TILE + _HEAD_COST, 0)
         decode_splits += of_decode
         prefill_splits += of_prefill
         prefill_blocks += tl.where(decode_like | (splits == 0), 0, blocks)
@@ -299,7 +327,7 @@ def plan_kernel(
     items, items_before = nothing, nothing
     for first in range(0, requests, _REQUESTS_AT_ONCE):
         idx = first + lanes
-        decode_like, blocks, splits, kv_len, max_parts = _shape_of_work(
+        decode_like, blocks, splits, kv_len, max_parts, _ = _shape_of_work(
             query_start_loc_ptr, seq_lens_ptr, idx, idx < requests, config, SPLIT_SEGMENTS
         )
         of_prefill = tl.where(decode_like | (splits == 0), 0, blocks * tl.minimum(max_parts, parts))
@@ -314,7 +342,7 @@ def plan_kernel(
                 share = first + tl.arange(0, _ITEMS_AT_ONCE)
                 tl.store(work_indptr + share, share * 0, mask=share < cta_shares)
 
-    decode_like, blocks, splits, kv_len, max_parts = _shape_of_work(
+    decode_like, blocks, splits, kv_len, max_parts, _own_first_key = _shape_of_work(
         query_start_loc_ptr, seq_lens_ptr, request_idx, request_idx < requests, config, SPLIT_SEGMENTS
     )
     query_start = tl.load(query_start_loc_ptr + request_idx).to(tl.int32)
@@ -329,7 +357,7 @@ def plan_kernel(
     elif (parts == 1) & (requests <= _REQUESTS_AT_ONCE):
         starts = tl.load(query_start_loc_ptr + lanes, mask=lanes < requests, other=0)
         query_lens = (tl.load(query_start_loc_ptr + lanes + 1, mask=lanes < requests, other=0) - starts).to(tl.int32)
-        are_decode, all_blocks, all_splits, kv_lens, _ = _shape_of_work(
+        are_decode, all_blocks, all_splits, kv_lens, _, _ = _shape_of_work(
             query_start_loc_ptr, seq_lens_ptr, lanes, lanes < requests, config, SPLIT_SEGMENTS
         )
         all_blocks = tl.where(are_decode | (all_splits == 0), 0, all_blocks)

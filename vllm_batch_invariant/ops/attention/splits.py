@@ -75,11 +75,17 @@ def merge_splits(m, l, acc, split_m, split_l, split_acc):
 
 
 @triton.jit
+def add_sink(m, l, sink):
+    """The sum of a row's weights and that of its sink, which is in units of log2(e); and what values shrink by."""
+    new_m = tl.maximum(m, sink)
+    alpha = tl.exp2(m - new_m)
+    return tl.fma(l, alpha, tl.exp2(sink - new_m)), alpha
+
+
+@triton.jit
 def normalize(m, l, acc, sink, USE_SINKS: tl.constexpr):
     """The result of each row, ``acc / l``; a sink adds a weight to ``l`` and no value, ``sink`` in units of log2(e)."""
     if USE_SINKS:
-        new_m = tl.maximum(m, sink)
-        alpha = tl.exp2(m - new_m)
-        l = tl.fma(l, alpha, tl.exp2(sink - new_m))
+        l, alpha = add_sink(m, l, sink)
         acc = acc * alpha[:, None]
     return acc / tl.where(l == 0.0, 1.0, l)[:, None]

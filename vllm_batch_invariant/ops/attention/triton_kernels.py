@@ -22,6 +22,8 @@ Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; tiles as in Flash
 arXiv:2205.14135; splits as in Flash-Decoding, pytorch.org/blog/flash-decoding.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -40,6 +42,7 @@ from .walk import (
 )
 from .work import load_work
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _ONES = tl.constexpr(16)
 """Equal columns of the sums of weights: a dot has at least so many."""
 
@@ -377,7 +380,7 @@ def store_result(state, out, work, token, head, mask):
     """Write the result of rows, (token of the request, query head) pairs."""
     sink = tl.zeros((state.m.shape[0],), tl.float32)
     if out.USE_SINKS:
-        sink = tl.load(out.sinks_ptr + head)
+        sink = tl.load(out.sinks_ptr + head).to(tl.float32) * _LOG2_E
     result = normalize(state.m, state.l, state.acc, sink, out.USE_SINKS)
     if out.SCALES_VALUES:
         result = result * tl.load(out.v_scale_ptr + work.kv_head * out.stride_scale)
@@ -521,7 +524,8 @@ def attention_kernel(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr: as in :class:`Partials`, ``PARTIAL_ROWS`` of a block;
             ``PARTIAL_BLOCK`` is the next power of two.
         semaphores_ptr: for each workspace index and KV head, splits that are done; 0 before and after.
-        qk_scale_log2, soft_cap, slopes_ptr, sinks_ptr: times log2(e).
+        qk_scale_log2, soft_cap, slopes_ptr: times log2(e).
+        sinks_ptr: [query heads], as a model has them.
         PREFILL_LIKE: work is prefill-like, and the tensor cores limit the speed; else memory does.
         MAY_SHARE: some block is shared.
     """

@@ -57,16 +57,20 @@ class DecodeSchedule:
     """Limit of a thread's registers, before the warps that copy give up theirs."""
 
 
+KNOWN = frozenset({"sliding_window", "sinks"})
+"""What a layer may add to plain causal attention, where keys and values are no codes."""
 PREFILL_SCHEDULES = {64: PrefillSchedule(num_stages=6), 128: PrefillSchedule(num_stages=4)}
 """By head size; what fits in shared memory."""
 DECODE_SCHEDULES = {
     64: DecodeSchedule(ctas_per_sm=3, num_stages=4, maxnreg=80),
     128: DecodeSchedule(ctas_per_sm=2, num_stages=3, maxnreg=128),
+    256: DecodeSchedule(ctas_per_sm=1, num_stages=3, maxnreg=240),
 }
 """By head size, for blocks of up to 16 rows."""
 _WIDE_DECODE_SCHEDULES = {
     64: DecodeSchedule(ctas_per_sm=2, num_stages=4, maxnreg=128),
     128: DecodeSchedule(ctas_per_sm=1, num_stages=6, maxnreg=200),
+    256: DecodeSchedule(ctas_per_sm=1, num_stages=3, maxnreg=240),
 }
 """The same for 32 rows, whose running results take more registers."""
 CODES_DECODE_SCHEDULES = {
@@ -120,11 +124,25 @@ class DecodeWork:
     """Rows of a block in its partial results."""
 
 
-def covers(head_size: int, dtype: torch.dtype, key_tile: int, block_m: int, device: torch.device) -> bool:
-    """Whether the kernel can serve attention of such a shape there, with the bits of the Triton kernel."""
+def covers(
+    head_size: int, dtype: torch.dtype, key_tile: int, block_m: int, device: torch.device, in_codes: bool = False
+) -> bool:
+    """Whether the kernels can serve attention of such a shape there, with the bits of the Triton kernel."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return head_size in PREFILL_SCHEDULES and dtype.itemsize == 2 and (key_tile, block_m) == (BLOCK_N, BLOCK_M)
+    schedules = CODES_DECODE_SCHEDULES if in_codes else DECODE_SCHEDULES
+    fits = head_size in schedules and dtype.itemsize == 2 and key_tile == BLOCK_N
+    return fits and (block_m == BLOCK_M or not prefills(head_size))
+
+
+def prefills(head_size: int) -> bool:
+    """Whether the kernel of prefill has such heads; else Triton's serves it."""
+    return head_size in PREFILL_SCHEDULES
+
+
+def knows(spec: AttentionSpec, in_codes: bool) -> bool:
+    """Whether the kernels have all that a layer adds to plain causal attention."""
+    return KNOWN.issuperset(spec.added) if not in_codes else not spec.added
 
 
 @cache
@@ -173,7 +191,7 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
     cache = PagedCache(*caches, zeros(1, 1), None, *scales)
     call = PagedAttention(query, cache, zeros(1), zeros(2), AttentionSpec(1.0), shape.reduction)
     items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
-    if shape.cache_dtype is None:
+    if shape.cache_dtype is None and prefills(shape.head_size):
         work = PrefillWork(zeros(1), items, m, semaphores, 1)
         launch_prefill(call, query, work, shape.reduction, PREFILL_SCHEDULES[shape.head_size])
     for rows in sorted(partial_rows):
@@ -182,12 +200,13 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
 
 
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
-    """Whether the kernels serve a call: plain attention, in a memory layout that they know; decode's alone where keys
-    and values are codes, whose scales are given.
+    """Whether the kernels serve a call: a layer and a memory layout that they know; decode's alone where keys and
+    values are codes, whose scales are given, and where heads are large.
     """
     cache, page_size = call.cache, call.cache.page_size
     return (
-        not call.spec.added
+        knows(call.spec, cache.holds_codes)
+        and (call.spec.sinks is None or (call.spec.sinks.is_contiguous() and call.spec.sinks.device == out.device))
         and not cache.scales_of_tokens
         and not cache.tail
         and page_size >= 16
@@ -223,6 +242,7 @@ def _layer_constexprs(call: PagedAttention, reduction: AttentionReduction) -> di
         "HEAD_DIM": call.query.shape[2],
         "PAGE_SIZE": call.cache.page_size,
         "SPLIT_SEGMENTS": reduction.split_segments,
+        "WINDOW": call.spec.sliding_window or 0,
     }
 
 
@@ -250,6 +270,7 @@ def launch_prefill(
             work.items,
             work.workspace,
             work.semaphores,
+            call.spec.sinks,
             call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],
@@ -291,6 +312,7 @@ def launch_decode(
             call.cache.k_scale,
             call.cache.v_scale,
             scale_strides(call.cache.k_scale)[1],
+            call.spec.sinks,
             call.spec.scale * _LOG2_E,
             block_table.stride(0),
             *call.query.stride()[:2],

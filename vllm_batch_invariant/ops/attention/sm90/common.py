@@ -1,8 +1,13 @@
 """What the Hopper kernels of attention do with a tile of keys, in Gluon: the bits of the Triton kernel's step.
 
+With a sliding window, tiles and splits that no row of a block sees are left out, and of the others no row sees the keys
+behind its window. A sink joins the sum of a row's weights at the end.
+
 Every row goes through the same fp32 operations in the same order as there: a step of the online softmax for each 64
 keys, weights summed by the tensor cores against ones, splits merged ascending with explicit fma.
 """
+
+import math
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -16,6 +21,7 @@ from . import shapes
 
 BLOCK_N = gl.constexpr(shapes.BLOCK_N)
 WARPGROUP_M = gl.constexpr(shapes.WARPGROUP_M)
+_LOG2_E = gl.constexpr(math.log2(math.e))
 
 # Triton's functions as Gluon's, with the same body, as Triton makes its own library's.
 split_of = gluon.jit(splits.split_of.fn)
@@ -24,6 +30,7 @@ is_end_of_split = gluon.jit(splits.is_end_of_split.fn)
 finite_max = gluon.jit(splits.finite_max.fn)
 merge_sums = gluon.jit(splits.merge_sums.fn)
 merge_acc = gluon.jit(splits.merge_acc.fn)
+add_sink = gluon.jit(splits.add_sink.fn)
 load_work = gluon.jit(work.load_work.fn)
 
 
@@ -40,6 +47,8 @@ class Config:
     NUM_STAGES: gl.constexpr
     HOLDS_CODES: gl.constexpr
     """Whether keys and values are codes in e4m3."""
+    WINDOW: gl.constexpr
+    """Keys that a token sees, its own among them; 0: all."""
 
 
 @aggregate
@@ -49,6 +58,22 @@ class Rows:
     ptr: gl.tensor
     stride_token: gl.tensor
     stride_head: gl.tensor
+
+
+@aggregate
+class KeyRange:
+    """The keys of a work item, and of all of its block."""
+
+    lo: gl.tensor
+    """The first tile of the item."""
+    hi: gl.tensor
+    """The end of its keys."""
+    first: gl.tensor
+    """The first key that some row of the block sees."""
+    first_split: gl.tensor
+    """The split that it is in."""
+    end: gl.tensor
+    """Of the block's keys."""
 
 
 @aggregate
@@ -132,6 +157,51 @@ def get_acc_smem_layout(HEAD_DIM):
     return gl.SharedLinearLayout(
         [[0, 1], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], *columns, [16, 0], [32, 0]]
     )
+
+
+@gluon.jit
+def key_range(work, first_token, last_token, cfg):
+    """The :class:`KeyRange` of a work item, of these tokens of its request."""
+    SPLIT_SEGMENTS: gl.constexpr = cfg.SPLIT_SEGMENTS
+    end = work.context_len + last_token + 1
+    lo = start_of(work.first_split, SPLIT_SEGMENTS)
+    first = end * 0
+    first_split = end * 0
+    if cfg.WINDOW:
+        first = gl.maximum(work.context_len + first_token - cfg.WINDOW + 1, 0)
+        first_split = split_of(first, SPLIT_SEGMENTS)
+        lo = gl.maximum(lo, first // BLOCK_N * BLOCK_N)
+    hi = gl.minimum(start_of(work.first_split + work.num_splits, SPLIT_SEGMENTS), end)
+    return KeyRange(lo, hi, first, first_split, end)
+
+
+@gluon.jit
+def load_pages(table_ptr, kv_start, keys, cfg):
+    """The pages of a tile's copies; 0 for those of keys that no row sees."""
+    KEYS: gl.constexpr = keys_per_copy(cfg.PAGE_SIZE)
+    pages = ()
+    for i in gl.static_range(BLOCK_N // KEYS):
+        key = kv_start + i * KEYS
+        needed = key < keys.hi
+        if cfg.WINDOW:
+            needed = needed & (key + KEYS > keys.first)
+        pages = pages + (gl.load(table_ptr + key // cfg.PAGE_SIZE, mask=needed, other=0),)  # noqa: RUF005
+    return pages
+
+
+@gluon.jit
+def clear_unseen(v_smem, kv_start, first, end, row_layout: gl.constexpr):
+    """Zero the values of a tile at ``kv_start`` before ``first`` and from ``end`` on: slots may hold anything there,
+    NaN included, and no weight makes 0 of that.
+    """
+    kv_pos = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout))
+    v_smem.store(gl.where(((kv_pos >= first) & (kv_pos < end))[:, None], v_smem.load(row_layout), 0.0))
+
+
+@gluon.jit
+def sums_with_sinks(m, l, sinks_ptr, head):
+    """Row sums with the weights of the sinks of query heads, and what ``acc`` shrinks by."""
+    return add_sink(m, l, gl.load(sinks_ptr + head).to(gl.float32) * _LOG2_E)
 
 
 @gluon.jit

@@ -40,22 +40,25 @@ from . import codes
 from .common import (
     BLOCK_N,
     Config,
+    KeyRange,
     Ring,
     RingPosition,
     Rows,
     SoftmaxState,
     TileAddress,
+    clear_unseen,
     copy_tile,
     get_row_layout,
     is_end_of_split,
-    keys_per_copy,
+    key_range,
+    load_pages,
     load_work,
     merge_sums,
     next_position,
     row_offsets,
     softmax_weights,
     split_of,
-    start_of,
+    sums_with_sinks,
 )
 from .merge import Head, Partials, allocate_ml, get_partial_layout, merge_partials
 
@@ -77,6 +80,8 @@ class Warpgroup:
     v_scale_ptr: value
     stride_scale: gl.tensor
     """From that of a KV head to the next."""
+    sinks_ptr: value
+    """Of each query head, or None."""
     q_smem: gl.shared_memory_descriptor
     """[BLOCK_M, HEAD_DIM]"""
     p_smem: gl.shared_memory_descriptor
@@ -95,10 +100,7 @@ class Block:
     work: Work
     q_pos: gl.tensor
     """[BLOCK_M]"""
-    hi: gl.tensor
-    """The end of the item's keys."""
-    kv_end: gl.tensor
-    """The end of the request's keys."""
+    keys: KeyRange
     semaphore_ptr: gl.tensor
     offs_partial: gl.tensor
     """[BLOCK_M] int64, of split 0 in the room for partial results."""
@@ -122,23 +124,10 @@ def get_block_m(PARTIAL_BLOCK):
 
 
 @gluon.jit
-def _key_range(work, SPLIT_SEGMENTS: gl.constexpr):
-    """Of a work item: the first of its keys, their end, and the end of its request's keys."""
-    kv_end = work.query_len + work.context_len
-    lo = start_of(work.first_split, SPLIT_SEGMENTS)
-    hi = gl.minimum(start_of(work.first_split + work.num_splits, SPLIT_SEGMENTS), kv_end)
-    return lo, gl.where(work.num_splits > 0, hi, lo), kv_end
-
-
-@gluon.jit
-def _load_pages(table_ptr, kv_start, hi, PAGE_SIZE: gl.constexpr):
-    """The pages of a tile's copies. Asked for a tile ahead, as they decide what is copied."""
-    KEYS: gl.constexpr = keys_per_copy(PAGE_SIZE)
-    pages = ()
-    for i in gl.static_range(BLOCK_N // KEYS):
-        key = kv_start + i * KEYS
-        pages = pages + (gl.load(table_ptr + key // PAGE_SIZE, mask=key < hi, other=0),)  # noqa: RUF005
-    return pages
+def _key_range(work, cfg):
+    """Of a work item, which may have no keys."""
+    keys = key_range(work, 0, work.query_len - 1, cfg)
+    return KeyRange(keys.lo, gl.where(work.num_splits > 0, keys.hi, keys.lo), keys.first, keys.first_split, keys.end)
 
 
 @gluon.jit
@@ -157,10 +146,11 @@ def _producer(
     for i in range(num_items):
         work = load_work(work_ptr, first_idx + num_items - 1 - i, cfg.NUM_KV_HEADS, False)
         table_ptr = block_table_ptr + work.request * stride_table
-        lo, hi, _ = _key_range(work, cfg.SPLIT_SEGMENTS)
-        pages = _load_pages(table_ptr, lo, hi, PAGE_SIZE)
-        for kv_start in range(lo, hi, BLOCK_N):
-            next_pages = _load_pages(table_ptr, kv_start + BLOCK_N, hi, PAGE_SIZE)
+        keys = _key_range(work, cfg)
+        pages = load_pages(table_ptr, keys.lo, keys, cfg)
+        for kv_start in range(keys.lo, keys.hi, BLOCK_N):
+            # A tile ahead, as they decide what is copied.
+            next_pages = load_pages(table_ptr, kv_start + BLOCK_N, keys, cfg)
             page_offset = kv_start % PAGE_SIZE if PAGE_SIZE > BLOCK_N else kv_start * 0
             tile = TileAddress(work.kv_head, page_offset, pages)
             stage = position.stage
@@ -199,7 +189,7 @@ def _start_qk(ring, stage, q_smem, HOLDS_CODES: gl.constexpr):
 
 
 @gluon.jit
-def _values(wg, stage, kv_start, kv_end):
+def _values(wg, stage, kv_start, keys):
     """A tile of values, [HEAD_DIM, BLOCK_N]."""
     v_smem = wg.ring.v_smem
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
@@ -208,19 +198,23 @@ def _values(wg, stage, kv_start, kv_end):
         v = codes.load_values(v_smem, stage, _get_layout(wg.q_smem.shape[0]), wg.q_smem.dtype)
     else:
         v = v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
-        if kv_start + BLOCK_N > kv_end:
-            # Unwritten slots may hold anything, NaN included.
-            written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < kv_end
-            v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
+        has_unseen = kv_start + BLOCK_N > keys.end
+        if wg.cfg.WINDOW:
+            has_unseen = has_unseen | (kv_start < keys.first)
+        if has_unseen:
+            clear_unseen(v, kv_start, keys.first, keys.end, row_layout)
         v = v.permute([1, 0])
     return v
 
 
 @gluon.jit
-def _softmax_step(qk, m, q_pos, kv_start, qk_scale_log2):
+def _softmax_step(qk, m, q_pos, kv_start, qk_scale_log2, WINDOW: gl.constexpr):
     """A step of the online softmax: the new ``m``, ``p`` in fp32, and ``alpha``."""
     kv_pos = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, qk.type.layout))
-    qk = gl.where(kv_pos[:, None] <= q_pos[None, :], qk, -float("inf"))
+    visible = kv_pos[:, None] <= q_pos[None, :]
+    if WINDOW:
+        visible = visible & (q_pos[None, :] - kv_pos[:, None] < WINDOW)
+    qk = gl.where(visible, qk, -float("inf"))
     new_m = gl.maximum(m, gl.max(qk, 0) * qk_scale_log2)
     p, alpha = softmax_weights(qk, m, new_m, qk_scale_log2, gl.float32, 1)
     return new_m, p, alpha
@@ -261,7 +255,7 @@ def _load_partial(wg, block, split):
 def _merged_before(wg, block, merged):
     """Whether all splits before the item's are merged, and their result, which is else ``merged``."""
     split = block.work.first_split
-    merges = gl.atomic_add(block.semaphore_ptr, 0, sem="acquire") >> 16 == split
+    merges = gl.atomic_add(block.semaphore_ptr, 0, sem="acquire") >> 16 == split - block.keys.first_split
     if merges:
         barrier()
         merged = _load_partial(wg, block, split - 1)
@@ -290,13 +284,13 @@ def _step(wg, block, position, kv_start, qk, state, ones):
     stage = position.stage
     # The next tile's scores while this tile's weights are computed; after the last tile its own again.
     after = next_position(position, wg.cfg.NUM_STAGES)
-    is_last = kv_start + BLOCK_N >= block.hi
+    is_last = kv_start + BLOCK_N >= block.keys.hi
     next_stage, next_phase = gl.where(is_last, stage, after.stage), gl.where(is_last, position.phase, after.phase)
     mbarrier.wait(ring.k_full_bar.index(next_stage), next_phase)
     next_qk = _start_qk(ring, next_stage, wg.q_smem, wg.cfg.HOLDS_CODES)
-    m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, block.qk_scale_log2)
+    m, p, alpha = _softmax_step(qk, state.m, block.q_pos, kv_start, block.qk_scale_log2, wg.cfg.WINDOW)
     wg.p_smem.store(gl.permute(p.to(wg.p_smem.dtype), (1, 0)))
-    v = _values(wg, stage, kv_start, block.kv_end)
+    v = _values(wg, stage, kv_start, block.keys)
     fence_async_shared()
     barrier()
     l = warpgroup_mma(ones, wg.p_smem.permute([1, 0]), state.l * alpha[None, :], is_async=True)
@@ -329,7 +323,12 @@ def _v_scale(wg, kv_head):
 def _write_out(wg, work, merged, offs_m, offs_d, layout: gl.constexpr):
     """Writes the result of a head whose splits are all merged; the offsets are for ``layout``."""
     QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
-    result = merged.acc / gl.where(merged.l == 0.0, 1.0, merged.l)[None, :]
+    l, acc = merged.l, merged.acc
+    if wg.sinks_ptr is not None:
+        row = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        l, alpha = sums_with_sinks(merged.m, l, wg.sinks_ptr, work.kv_head * QUERIES_PER_KV + row % QUERIES_PER_KV)
+        acc = acc * alpha[None, :]
+    result = acc / gl.where(l == 0.0, 1.0, l)[None, :]
     result = gl.permute((result * _v_scale(wg, work.kv_head)).to(wg.q_smem.dtype), (1, 0))
     if wg.cfg.HOLDS_CODES:
         result = codes.in_order(result)
@@ -344,11 +343,12 @@ def _write_out(wg, work, merged, offs_m, offs_d, layout: gl.constexpr):
 def _merge_pending(wg, idx, merged_splits):
     """Merges the splits of the head of work item ``idx``, all of which are done."""
     work = load_work(wg.work_ptr, idx, wg.cfg.NUM_KV_HEADS, False)
-    _, _, kv_end = _key_range(work, wg.cfg.SPLIT_SEGMENTS)
-    kv_splits = split_of(kv_end - 1, wg.cfg.SPLIT_SEGMENTS) + 1
+    keys = _key_range(work, wg.cfg)
+    kv_splits = split_of(keys.end - 1, wg.cfg.SPLIT_SEGMENTS) + 1
     offs = (work.workspace_idx.to(gl.int64) * wg.cfg.NUM_KV_HEADS + work.kv_head) * wg.partials.ROWS
-    head = Head(work, kv_splits, offs, _v_scale(wg, work.kv_head))
-    merge_partials(wg.out, wg.partials, wg.ring, wg.ml_smem, head, merged_splits, wg.cfg)
+    head = Head(work, kv_splits, offs, _v_scale(wg, work.kv_head), keys.first_split)
+    merged_end = keys.first_split + merged_splits
+    merge_partials(wg.out, wg.partials, wg.ring, wg.ml_smem, head, merged_end, wg.sinks_ptr, wg.cfg)
 
 
 @gluon.jit
@@ -393,7 +393,7 @@ def _consumer(wg):
         work = load_work(wg.work_ptr, idx, NUM_KV_HEADS, False)
         split = work.first_split
         q_pos = work.context_len + token
-        lo, hi, kv_end = _key_range(work, SPLIT_SEGMENTS)
+        keys = _key_range(work, wg.cfg)
         if wg.cfg.HOLDS_CODES:
             next_q = gl.convert_layout(codes.by_halves(next_q), get_row_layout(HEAD_DIM))
         wg.q_smem.store(next_q)
@@ -408,18 +408,18 @@ def _consumer(wg):
         offs_partial = (workspace_idx.to(gl.int64) * NUM_KV_HEADS + work.kv_head) * PARTIAL_ROWS + offs_m
         semaphore_ptr = wg.semaphores_ptr + workspace_idx * NUM_KV_HEADS + work.kv_head
         qk_scale_log2 = _qk_scale_log2(wg, work.kv_head)
-        block = Block(work, q_pos, hi, kv_end, semaphore_ptr, offs_partial, mask, offs_d, qk_scale_log2)
-        merges = split == 0
+        block = Block(work, q_pos, keys, semaphore_ptr, offs_partial, mask, offs_d, qk_scale_log2)
+        merges = split == keys.first_split
         # All CTAs begin at the same time, so nothing can be merged before their first items.
-        if (i > 0) & (work.workspace_idx >= 0) & (split > 0) & (work.num_splits > 0):
+        if (i > 0) & (work.workspace_idx >= 0) & (split > keys.first_split) & (work.num_splits > 0):
             merges, merged = _merged_before(wg, block, merged)
         qk = no_l
-        if lo < hi:
+        if keys.lo < keys.hi:
             mbarrier.wait(ring.k_full_bar.index(position.stage), position.phase)
             qk = warpgroup_mma_wait(0, deps=(_start_qk(ring, position.stage, wg.q_smem, wg.cfg.HOLDS_CODES),))
-        for kv_start in range(lo, hi, BLOCK_N):
+        for kv_start in range(keys.lo, keys.hi, BLOCK_N):
             position, state, qk = _step(wg, block, position, kv_start, qk, state, ones)
-            if is_end_of_split(kv_start + BLOCK_N, SPLIT_SEGMENTS) | (kv_start + BLOCK_N >= hi):
+            if is_end_of_split(kv_start + BLOCK_N, SPLIT_SEGMENTS) | (kv_start + BLOCK_N >= keys.hi):
                 # All are equal, so the largest is any of them.
                 row_l = gl.max(state.l, 0)
                 if merges:
@@ -430,14 +430,14 @@ def _consumer(wg):
                 state = SoftmaxState(no_m, no_l, no_acc)
 
         if work.num_splits > 0:
-            kv_splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1
+            kv_splits = split_of(keys.end - 1, SPLIT_SEGMENTS) + 1
             if merges & (split == kv_splits):
                 _write_out(wg, work, merged, out_offs_m, out_offs_d, out_layout)
                 if work.workspace_idx >= 0:
                     gl.store(semaphore_ptr, 0)
             else:
                 before, more_merged = _leave(wg, block, split, merges, merged)
-                if (before & 0xFFFF) == kv_splits - work.num_splits:
+                if (before & 0xFFFF) == kv_splits - keys.first_split - work.num_splits:
                     gl.store(semaphore_ptr, 0)
                     pending_before, pending_before_merged = pending, pending_merged
                     pending, pending_merged = idx, (before >> 16) + more_merged
@@ -464,6 +464,7 @@ def decode_kernel(
     k_scale_ptr,
     v_scale_ptr,
     stride_scale,
+    sinks_ptr,
     qk_scale_log2,
     stride_table,
     stride_q_token,
@@ -478,6 +479,7 @@ def decode_kernel(
     PARTIAL_ROWS: gl.constexpr,
     PARTIAL_BLOCK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
     """Works on the items of its CTA's share of ``work_ptr``.
@@ -487,9 +489,11 @@ def decode_kernel(
             into one result in the upper 16 bits; 0 between launches.
         k_desc, v_desc: [pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM], in the query's dtype, or codes: uint8.
         k_scale_ptr, v_scale_ptr: of codes, fp32, of each KV head, ``stride_scale`` apart; else None.
+        sinks_ptr: [query heads], as a model has them, or None.
         qk_scale_log2: of the scores, times log2(e).
         PARTIAL_ROWS: rows of a block that have partial results; ``PARTIAL_BLOCK`` is the next power of two.
         NUM_STAGES: tiles in the ring.
+        WINDOW: keys that a token sees, its own among them, that of the plan; 0: all.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = k_desc.layout
@@ -499,7 +503,8 @@ def decode_kernel(
     q_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * HEAD_DIM), 16, 2)
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], q_layout)
     p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
-    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, k_scale_ptr is not None)
+    HOLDS_CODES: gl.constexpr = k_scale_ptr is not None
+    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, HOLDS_CODES, WINDOW)
     ml_smem = allocate_ml(PARTIAL_BLOCK, cfg)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
@@ -521,6 +526,7 @@ def decode_kernel(
         k_scale_ptr,
         v_scale_ptr,
         gl.to_tensor(stride_scale),
+        sinks_ptr,
         q_smem,
         p_smem,
         ml_smem,

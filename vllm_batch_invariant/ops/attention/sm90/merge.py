@@ -17,7 +17,7 @@ from ...common.gluon_names import barrier, copy_elements, reinterpret
 from ...common.triton_names import aggregate
 from ..work import Work
 from . import shapes
-from .common import SoftmaxState, merge_split, row_offsets
+from .common import SoftmaxState, merge_split, row_offsets, sums_with_sinks
 
 _MAX_HALF_BATCH = 8
 """Splits in half a batch, whose merging is unrolled."""
@@ -43,11 +43,13 @@ class Head:
 
     work: Work
     kv_splits: gl.tensor
-    """Splits of all its keys."""
+    """The end of the splits of its keys."""
     offs_partial: gl.tensor
     """Of the first row of split 0 in the room for partial results, int64."""
     v_scale: gl.tensor
     """Of the values; 1 where they are no codes."""
+    first_split: gl.tensor
+    """The first that some row sees."""
 
 
 @aggregate
@@ -191,13 +193,15 @@ def _half_of(smem, ml_smem, HALF: gl.constexpr, BLOCK: gl.constexpr, cfg):
 
 
 @gluon.jit
-def merge_partials(out, partials, ring, ml_smem, head, merged_splits, cfg):
+def merge_partials(out, partials, ring, ml_smem, head, merged_splits, sinks_ptr, cfg):
     """Merges the partial results of a head, in ascending order, and writes the result. Nothing else may use the ring,
     which is overwritten.
 
     Args:
         ml_smem: of ``allocate_ml``.
-        merged_splits: splits that are merged already; the result of all of them is where the last one's would be.
+        merged_splits: the end of the splits that are merged already; the result of all of them is where the last
+            one's would be.
+        sinks_ptr: of each query head, or None.
     """
     ROWS: gl.constexpr = partials.ROWS
     BLOCK: gl.constexpr = partials.BLOCK
@@ -211,7 +215,7 @@ def merge_partials(out, partials, ring, ml_smem, head, merged_splits, cfg):
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     mask = (offs_m < ROWS) & (offs_m // cfg.QUERIES_PER_KV < head.work.query_len)
     offs = head.offs_partial + ((merged_splits - 1) * (cfg.NUM_KV_HEADS * ROWS)).to(gl.int64) + offs_m
-    known = mask & (merged_splits > 0)
+    known = mask & (merged_splits > head.first_split)
     m = gl.load(partials.m_ptr + offs, known, -float("inf"), cache_modifier=".cg")  # [BLOCK]
     l = gl.load(partials.l_ptr + offs, known, 0.0, cache_modifier=".cg")  # [BLOCK]
     acc_ptrs = partials.acc_ptr + offs[:, None] * HEAD_DIM + offs_d[None, :]
@@ -236,8 +240,13 @@ def merge_partials(out, partials, ring, ml_smem, head, merged_splits, cfg):
             state = _merge_half(state, late, stage, first_split + SPLITS, head.kv_splits)
     async_copy.wait_group(0)
     barrier()
-    l = gl.where(state.l == 0.0, 1.0, state.l)
+    l, acc = state.l, state.acc
+    if sinks_ptr is not None:
+        query_head = head.work.kv_head * cfg.QUERIES_PER_KV + offs_m % cfg.QUERIES_PER_KV
+        l, alpha = sums_with_sinks(state.m, l, sinks_ptr, query_head)
+        acc = acc * alpha[:, None]
+    l = gl.where(l == 0.0, 1.0, l)
     token = offs_m // cfg.QUERIES_PER_KV
     offs = row_offsets(out, head.work, offs_m, token, cfg.QUERIES_PER_KV)
-    result = (state.acc / l[:, None] * head.v_scale).to(out.ptr.dtype.element_ty)
+    result = (acc / l[:, None] * head.v_scale).to(out.ptr.dtype.element_ty)
     gl.store(out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])

@@ -29,16 +29,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.gluon_names import barrier, copy_elements, reinterpret
-from ...common.triton_names import aggregate
+from ...common.triton_names import aggregate, value
 from . import shapes
 from .common import (
     BLOCK_N,
     WARPGROUP_M,
     Config,
+    KeyRange,
     Ring,
     RingPosition,
     Rows,
     TileAddress,
+    clear_unseen,
     copy_tile,
     get_acc_layout,
     get_acc_smem_layout,
@@ -46,7 +48,9 @@ from .common import (
     get_qk_layout,
     get_row_layout,
     is_end_of_split,
+    key_range,
     keys_per_copy,
+    load_pages,
     load_work,
     merge_acc,
     merge_sums,
@@ -54,7 +58,7 @@ from .common import (
     row_offsets,
     softmax_weights,
     split_of,
-    start_of,
+    sums_with_sinks,
 )
 from .merge import get_partial_layout
 
@@ -76,6 +80,8 @@ class Warpgroup:
     work_ptr: gl.tensor
     partials_ptr: gl.tensor
     semaphores_ptr: gl.tensor
+    sinks_ptr: value
+    """Of each query head, or None."""
     qk_scale_log2: gl.tensor
     q_smem: gl.shared_memory_descriptor
     """[WARPGROUP_M, HEAD_DIM]"""
@@ -102,8 +108,10 @@ class Block:
     """[BLOCK_N, 8]"""
     q_pos: gl.tensor
     """[WARPGROUP_M]"""
+    keys: KeyRange
+    unmasked_begin: gl.tensor
+    """Tiles from it on, and before ``unmasked_end``, are seen by every row."""
     unmasked_end: gl.tensor
-    """Tiles before it are seen by every row."""
     kv_head: gl.tensor
     workspace_idx: gl.tensor
     writes_partial: gl.tensor
@@ -146,19 +154,16 @@ def _num_turns(num_items, num_programs):
 
 @gluon.jit
 def _key_range(work, cfg):
-    """Of a work item: the first of its keys, their end, and the end of its block's keys."""
+    """Of a work item."""
     last_token = gl.minimum((work.first_row + BLOCK_M - 1) // cfg.QUERIES_PER_KV, work.query_len - 1)
-    kv_end = work.context_len + last_token + 1
-    hi = start_of(work.first_split + work.num_splits, cfg.SPLIT_SEGMENTS)
-    return start_of(work.first_split, cfg.SPLIT_SEGMENTS), gl.minimum(hi, kv_end), kv_end
+    return key_range(work, work.first_row // cfg.QUERIES_PER_KV, last_token, cfg)
 
 
 @gluon.jit
 def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, work_ptr, ring, cfg):
     """Keeps the rings full: a stage holds a tile's keys and the values of the tile before, used together."""
     PAGE_SIZE: gl.constexpr = cfg.PAGE_SIZE
-    KEYS: gl.constexpr = keys_per_copy(PAGE_SIZE)
-    COPIES: gl.constexpr = BLOCK_N // KEYS
+    COPIES: gl.constexpr = BLOCK_N // keys_per_copy(PAGE_SIZE)
     num_items = gl.load(work_count_ptr) * cfg.NUM_KV_HEADS
     num_programs = gl.num_programs(0)
     position = RingPosition(gl.to_tensor(0), gl.to_tensor(1))
@@ -168,12 +173,9 @@ def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, wor
     for turn in range(_num_turns(num_items, num_programs)):
         work = load_work(work_ptr, _work_idx(turn, num_programs), cfg.NUM_KV_HEADS, True)
         table_ptr = block_table_ptr + work.request * stride_table
-        lo, hi, _ = _key_range(work, cfg)
-        for kv_start in range(lo, hi, BLOCK_N):
-            pages = ()
-            for i in gl.static_range(COPIES):
-                key = kv_start + i * KEYS
-                pages = pages + (gl.load(table_ptr + key // PAGE_SIZE, mask=key < hi, other=0),)  # noqa: RUF005
+        keys = _key_range(work, cfg)
+        for kv_start in range(keys.lo, keys.hi, BLOCK_N):
+            pages = load_pages(table_ptr, kv_start, keys, cfg)
             page_offset = kv_start % PAGE_SIZE if PAGE_SIZE > BLOCK_N else kv_start * 0
             tile = TileAddress(work.kv_head, page_offset, pages)
             stage = position.stage
@@ -209,12 +211,18 @@ def _store_partial(partial_ptr, m, l, acc, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _query_head(work, offs_m, cfg):
+    """Of rows of a request and a KV head."""
+    return work.kv_head * cfg.QUERIES_PER_KV + offs_m % cfg.QUERIES_PER_KV
+
+
+@gluon.jit
 def _merge_rows(wg, work, merged_splits, kv_splits, row_tile):
     """Merges all splits of the rows ``row_tile`` * 4 to ``row_tile`` * 4 + 3 of a block, in ascending order, and writes
     them.
 
     Args:
-        merged_splits: the first splits whose merged result is where the last one's would be.
+        merged_splits: the end of the first splits, whose merged result is where the last one's would be.
     """
     cfg = wg.cfg
     HEAD_DIM: gl.constexpr = cfg.HEAD_DIM
@@ -247,14 +255,17 @@ def _merge_rows(wg, work, merged_splits, kv_splits, row_tile):
             l = gl.where(exists, new_l, l)
     token = (work.first_row + offs_m) // cfg.QUERIES_PER_KV
     offs = row_offsets(wg.out, work, work.first_row + offs_m, token, cfg.QUERIES_PER_KV)
+    if wg.sinks_ptr is not None:
+        l, alpha = sums_with_sinks(m, l, wg.sinks_ptr, _query_head(work, work.first_row + offs_m, cfg))
+        acc = acc * alpha[:, None]
     result = (acc / gl.where(l == 0.0, 1.0, l)[:, None]).to(wg.out.ptr.dtype.element_ty)
     gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=(token < work.query_len)[:, None])
 
 
 @gluon.jit
-def _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits):
+def _merge_shared(wg, work, semaphore_ptr, num_splits, first_split, kv_splits):
     """A warpgroup has left ``num_splits`` splits of a block from ``work.first_split`` on, and takes part in merging
-    when all ``kv_splits`` are there.
+    when all ``kv_splits`` from ``first_split`` on are there.
 
     It waits for the others, as they end at the same time, but not for long: they may be waiting for a multiprocessor.
     The last one finds all splits, so that every row is merged.
@@ -265,7 +276,7 @@ def _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits):
             splits of those who do not come back.
     """
     barrier()
-    merged_splits = gl.where(work.first_split + wg.HALF == 0, num_splits << 16, 0)
+    merged_splits = gl.where((work.first_split == first_split) & (wg.HALF == 0), num_splits << 16, 0)
     gl.atomic_add(semaphore_ptr, num_splits + merged_splits, sem="release")
     arrived = gl.load(semaphore_ptr, volatile=True)
     spins = gl.to_tensor(0)
@@ -280,7 +291,7 @@ def _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits):
         row_tiles = (rows + _MERGE_M - 1) // _MERGE_M
         row_tile = gl.atomic_add(semaphore_ptr + 1, 1) & 0xFFFF
         while row_tile < row_tiles:
-            _merge_rows(wg, work, arrived >> 16, kv_splits, row_tile)
+            _merge_rows(wg, work, first_split + (arrived >> 16), first_split + kv_splits, row_tile)
             row_tile = gl.atomic_add(semaphore_ptr + 1, 1) & 0xFFFF
     if (gl.atomic_add(semaphore_ptr + 1, num_splits << 16) >> 16) + num_splits == 2 * kv_splits:
         gl.store(semaphore_ptr, 0)
@@ -329,10 +340,21 @@ def _row_sum(l):
 
 
 @gluon.jit
-def _masked(qk, q_pos, kv_start):
-    """The scores of a tile, -inf for keys after a row's position."""
+def _masked(qk, q_pos, kv_start, WINDOW: gl.constexpr):
+    """The scores of a tile, -inf for keys after a row's position and behind its window."""
     kv_pos = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk.type.layout))
-    return gl.where(q_pos[:, None] >= kv_pos[None, :], qk, -float("inf"))
+    visible = q_pos[:, None] >= kv_pos[None, :]
+    if WINDOW:
+        visible = visible & (q_pos[:, None] - kv_pos[None, :] < WINDOW)
+    return gl.where(visible, qk, -float("inf"))
+
+
+@gluon.jit
+def _clear_unseen(v, kv_start, first, end):
+    """Both warpgroups write the same."""
+    clear_unseen(v, kv_start, first, end, get_row_layout(v.shape[1]))
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit
@@ -356,8 +378,8 @@ def _merge_with_smem(acc_smem, alpha, acc, split_alpha):
 
 @gluon.jit
 def _step(wg, block, position, kv_start, merged, state):
-    """The values of the tile before ``kv_start``, and the weights of the tile there, which has masks if
-    ``unmasked_end`` is not after it.
+    """The values of the tile before ``kv_start``, and the weights of the tile there, which has masks if some row does
+    not see all of it.
 
     The waits for ``order_fence`` never wait: they keep the compiler from moving what comes before or after them.
     """
@@ -372,14 +394,20 @@ def _step(wg, block, position, kv_start, merged, state):
     mbarrier.wait(ring.k_full_bar.index(stage), phase)
     qk = _start_qk(block.q, ring.k_smem, stage)
     mbarrier.wait(ring.v_full_bar.index(stage), phase)
+    v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
+    if wg.cfg.WINDOW and kv_start - BLOCK_N < block.keys.first:
+        _clear_unseen(v, kv_start - BLOCK_N, block.keys.first, block.keys.hi)
     # Not where alpha became known: now the tensor cores are busy.
     acc = acc * gl.convert_layout(state.alpha, gl.SliceLayout(1, acc_layout))[:, None]
-    acc = warpgroup_mma(state.p, ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM]), acc, is_async=True)
+    acc = warpgroup_mma(state.p, v, acc, is_async=True)
     l = _start_l(state.p, state.alpha, l, block.ones)
     qk = warpgroup_mma_wait(2, deps=(qk,))
 
-    if kv_start >= block.unmasked_end:
-        qk = _masked(qk, block.q_pos, kv_start)
+    has_masks = kv_start >= block.unmasked_end
+    if wg.cfg.WINDOW:
+        has_masks = has_masks | (kv_start < block.unmasked_begin)
+    if has_masks:
+        qk = _masked(qk, block.q_pos, kv_start, wg.cfg.WINDOW)
     begins = is_end_of_split(kv_start, SPLIT_SEGMENTS)
     new_m, p, alpha = _softmax_step(qk, gl.where(begins, -float("inf"), m), wg.qk_scale_log2, state.p.dtype)
     mbarrier.wait(wg.order_fence, 1)
@@ -402,18 +430,14 @@ def _step(wg, block, position, kv_start, merged, state):
 
 
 @gluon.jit
-def _last_values(wg, block, stage, hi, state):
-    """The values of the last tile of an item whose keys end at ``hi``: ``acc`` and row sums of its last split."""
+def _last_values(wg, block, stage, state):
+    """The values of the last tile of an item: ``acc`` and row sums of its last split."""
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
-    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    keys = block.keys
     v = wg.ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])  # [BLOCK_N, HEAD_DIM]
-    kv_start = (hi - 1) // BLOCK_N * BLOCK_N
-    if kv_start + BLOCK_N > hi:
-        # Unwritten slots may hold anything, NaN included. Both warpgroups write the same.
-        written = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout)) < hi
-        v.store(gl.where(written[:, None], v.load(row_layout), 0.0))
-        fence_async_shared()
-        barrier()
+    kv_start = (keys.hi - 1) // BLOCK_N * BLOCK_N
+    if (kv_start + BLOCK_N > keys.hi) | (kv_start < keys.first):
+        _clear_unseen(v, kv_start, keys.first, keys.hi)
     alpha = gl.convert_layout(state.alpha, gl.SliceLayout(1, get_acc_layout(HEAD_DIM)))
     acc = warpgroup_mma(state.p, v, state.acc * alpha[:, None], is_async=True)
     l = _start_l(state.p, state.alpha, state.l, block.ones)
@@ -422,10 +446,14 @@ def _last_values(wg, block, stage, hi, state):
 
 
 @gluon.jit
-def _write_out(wg, work, out_smem, l, acc):
+def _write_out(wg, work, out_smem, m, l, acc):
     """Writes the result of a block that no other CTA shares."""
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
     row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    if wg.sinks_ptr is not None:
+        rows = work.first_row + wg.HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, l.type.layout)
+        l, alpha = sums_with_sinks(m, l, wg.sinks_ptr, _query_head(work, rows, wg.cfg))
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     l = gl.convert_layout(gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, acc.type.layout))
     barrier()
     out_smem.store((acc / l[:, None]).to(out_smem.dtype))
@@ -463,9 +491,9 @@ def _consumer(wg):
     position = RingPosition(gl.to_tensor(0), gl.to_tensor(0))
     for turn in range(num_turns):
         work = load_work(wg.work_ptr, _work_idx(turn, num_programs), cfg.NUM_KV_HEADS, True)
-        lo, hi, kv_end = _key_range(work, cfg)
-        # The CTA that owns split 0 merges its splits, and leaves the result.
-        writes_partial = (work.workspace_idx >= 0) & (work.first_split > 0)
+        keys = _key_range(work, cfg)
+        # The CTA that owns the first split merges its splits, and leaves the result.
+        writes_partial = (work.workspace_idx >= 0) & (work.first_split > keys.first_split)
         offs_m = work.first_row + HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, row)
         q_pos = work.context_len + offs_m // QUERIES_PER_KV
         m = gl.full([WARPGROUP_M], -float("inf"), gl.float32, row)
@@ -487,33 +515,36 @@ def _consumer(wg):
         mbarrier.arrive(ring.empty_bar.index(position.stage))
         position = next_position(position, cfg.NUM_STAGES)
         # Masks change no bit of a tile that every row sees, so the first may have them in any case.
-        m, p, alpha = _softmax_step(_masked(qk, q_pos, lo), m, wg.qk_scale_log2, dtype)
+        m, p, alpha = _softmax_step(_masked(qk, q_pos, keys.lo, cfg.WINDOW), m, wg.qk_scale_log2, dtype)
         l = gl.full([WARPGROUP_M, 8], 0.0, gl.float32, get_l_layout())
         p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
         state = SplitState(acc, m, alpha, l, p)
 
         unmasked_end = (work.context_len + work.first_row // QUERIES_PER_KV + 1) // BLOCK_N * BLOCK_N
-        block = Block(q, ones, q_pos, unmasked_end, work.kv_head, work.workspace_idx, writes_partial)
-        for kv_start in range(lo + BLOCK_N, hi, BLOCK_N):
+        unmasked_begin = work.context_len + (work.first_row + BLOCK_M - 1) // QUERIES_PER_KV + 1 - cfg.WINDOW
+        block = Block(
+            q, ones, q_pos, keys, unmasked_begin, unmasked_end, work.kv_head, work.workspace_idx, writes_partial
+        )
+        for kv_start in range(keys.lo + BLOCK_N, keys.hi, BLOCK_N):
             position, merged, state = _step(wg, block, position, kv_start, merged, state)
 
         mbarrier.wait(ring.v_full_bar.index(position.stage), position.phase)
-        acc, l = _last_values(wg, block, position.stage, hi, state)
+        acc, l = _last_values(wg, block, position.stage, state)
         m = state.m
         if writes_partial == 0:
             m, l, alpha, split_alpha = merge_sums(merged.m, merged.l, m, l)
             acc = _merge_with_smem(wg.acc_smem, alpha, acc, split_alpha)
         if work.workspace_idx < 0:
-            _write_out(wg, work, out_smem, l, acc)
+            _write_out(wg, work, out_smem, m, l, acc)
         else:
-            last_split = split_of(hi - 1, SPLIT_SEGMENTS)
+            last_split = split_of(keys.hi - 1, SPLIT_SEGMENTS)
             partial_ptr = _partial_ptr(wg.partials_ptr, work.workspace_idx, last_split, work.kv_head, cfg)
             _store_partial(partial_ptr, m, l, acc, HALF)
             semaphore_ptr = wg.semaphores_ptr
             semaphore_ptr += (work.workspace_idx * cfg.NUM_KV_HEADS + work.kv_head) * _SEMAPHORE_INTS
             num_splits = last_split + 1 - work.first_split
-            kv_splits = split_of(kv_end - 1, SPLIT_SEGMENTS) + 1
-            _merge_shared(wg, work, semaphore_ptr, num_splits, kv_splits)
+            kv_splits = split_of(keys.end - 1, SPLIT_SEGMENTS) + 1 - keys.first_split
+            _merge_shared(wg, work, semaphore_ptr, num_splits, keys.first_split, kv_splits)
 
 
 @gluon.jit(do_not_specialize=["stride_table"])
@@ -527,6 +558,7 @@ def prefill_kernel(
     work_ptr,
     partials_ptr,
     semaphores_ptr,
+    sinks_ptr,
     qk_scale_log2,
     stride_table,
     stride_q_token,
@@ -541,16 +573,19 @@ def prefill_kernel(
     NUM_STAGES: gl.constexpr,
     MAX_SPINS: gl.constexpr,
     CONSUMER_MAXNREG: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):
     """Works on every item of ``work_ptr`` and every KV head.
 
     Args:
         partials_ptr: room for the splits of shared blocks.
         semaphores_ptr: for each index of the workspace and KV head, as in ``_merge_shared``; 0 before and after.
+        sinks_ptr: [query heads], as a model has them, or None.
         qk_scale_log2: of the scores, times log2(e).
         NUM_STAGES: tiles in each ring.
         MAX_SPINS: how often a CTA looks whether the others are there before it leaves the merging to them.
         CONSUMER_MAXNREG: of a thread of the second warpgroup; what is left goes to the first.
+        WINDOW: keys that a token sees, its own among them, that of the plan; 0: all.
     """
     dtype: gl.constexpr = k_desc.dtype
     tile_layout: gl.constexpr = k_desc.layout
@@ -578,17 +613,17 @@ def prefill_kernel(
     # No values come with the first keys.
     mbarrier.arrive(v_full_bar.index(0))
 
-    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, False)
+    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, False, WINDOW)
     ring = Ring(k_smem, v_smem, k_full_bar, v_full_bar, empty_bar)
     q = Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head))
     out = Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head))
     first = Warpgroup(
-        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, qk_scale_log2, q_smem, acc_smem, ones_smem,
-        ring, order_fence, cfg, MAX_SPINS, 0,
+        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, sinks_ptr, qk_scale_log2, q_smem, acc_smem,
+        ones_smem, ring, order_fence, cfg, MAX_SPINS, 0,
     )  # fmt: skip
     second = Warpgroup(
-        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, qk_scale_log2, other_q_smem, other_acc_smem,
-        ones_smem, ring, order_fence, cfg, MAX_SPINS, 1,
+        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, sinks_ptr, qk_scale_log2, other_q_smem,
+        other_acc_smem, ones_smem, ring, order_fence, cfg, MAX_SPINS, 1,
     )  # fmt: skip
     gl.warp_specialize(
         [
