@@ -36,6 +36,8 @@ def test_a_gpu_fuses_floats_and_nothing_else_is_fused(monkeypatch: pytest.Monkey
     fused = (
         activation.GATED_MLP,
         norm_rotary.HEAD_NORMS,
+        norm_rotary.ROTATIONS,
+        norm_rotary.ROTATIONS_BEHIND_STATES,
         code_fusion.WRITING_CODES,
         norm_fusion.ADDING_NORMS,
     )

@@ -9,10 +9,11 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_batch_invariant.integration.layers import mrope, norm_rotary
-from vllm_batch_invariant.integration.layers.norm_rotary import HEAD_NORMS
+from vllm_batch_invariant.integration.layers.norm_rotary import HEAD_NORMS, ROTATIONS, ROTATIONS_BEHIND_STATES
 from vllm_batch_invariant.integration.reviews import patch_points, sources
 from vllm_batch_invariant.integration.side_table import beside
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
+from vllm_batch_invariant.ops.norm_rotary import Sections
 
 
 class _Norm(torch.nn.Module):
@@ -40,7 +41,7 @@ class _Attention:
 def fitting(rotary: torch.nn.Module, slots: CacheSlots | None) -> SimpleNamespace:
     """A layer that is as expected, of one head of four."""
     norms = {"q_norm": _Norm(torch.bfloat16), "k_norm": _Norm(torch.bfloat16)}
-    sizes = {"num_heads": 1, "num_kv_heads": 1, "kv_size": 4}
+    sizes = {"q_size": 4, "kv_size": 4, "head_dim": 4}
     made = SimpleNamespace(rotary_emb=rotary, attn=_Attention(slots), **norms, **sizes)
     beside(made).heads_fit = True
     made.qkv_proj = made.o_proj = lambda x: (x, None)
@@ -70,6 +71,10 @@ def layer(changes: dict[str, Any]) -> SimpleNamespace:
     return made
 
 
+def as_expected(made: SimpleNamespace, dtype: torch.dtype, parts: tuple[str, ...] = HEAD_NORMS.parts) -> bool:
+    return norm_rotary._as_expected(made, tuple(getattr(made, name) for name in parts), dtype)
+
+
 CHANGES = {
     "other heads": {"q_size": 500},
     "part of a head turned": {"rotary_emb.rotary_dim": 64},
@@ -88,9 +93,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_differs_keeps_vllms_method(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"RMSNorm": _Norm})
-    assert norm_rotary._as_expected(layer({}), torch.bfloat16)
-    assert not norm_rotary._as_expected(layer({}), torch.float32)
-    assert not norm_rotary._as_expected(layer(CHANGES[change]), torch.bfloat16)
+    assert as_expected(layer({}), torch.bfloat16)
+    assert not as_expected(layer({}), torch.float32)
+    assert not as_expected(layer(CHANGES[change]), torch.bfloat16)
 
 
 def test_the_rotary_embedding_of_a_multimodal_model_fits_when_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +106,20 @@ def test_the_rotary_embedding_of_a_multimodal_model_fits_when_it_is_ours(monkeyp
     for made, kind in ((theirs, vllms), (ours, patch_points.CUSTOM_OP.module().op_registry_oot[vllms.__name__])):
         made.rotary_emb.__class__ = kind
         made.rotary_emb._forward_method = made.rotary_emb.forward_cuda
-    assert norm_rotary._as_expected(ours, torch.bfloat16)
-    assert not norm_rotary._as_expected(theirs, torch.bfloat16)
+    assert as_expected(ours, torch.bfloat16)
+    assert not as_expected(theirs, torch.bfloat16)
     ours.rotary_emb._forward_method = theirs.rotary_emb.forward_cuda
-    assert not norm_rotary._as_expected(ours, torch.bfloat16)
+    assert not as_expected(ours, torch.bfloat16)
+
+
+def test_a_layer_without_norms_is_served_and_one_whose_norms_nobody_calls_is_not() -> None:
+    made = layer({})
+    assert not as_expected(made, torch.bfloat16, ROTATIONS.parts)
+    for name in ("q_norm", "k_norm"):
+        delattr(made, name)
+    assert as_expected(made, torch.bfloat16, ROTATIONS.parts)
+    made.q_norm = None
+    assert as_expected(made, torch.bfloat16, ROTATIONS.parts)
 
 
 def test_text_is_turned_by_the_first_of_three_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +142,30 @@ def test_pictures_are_turned_by_angles_that_are_picked(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         norm_rotary,
         "norm_rotary",
-        lambda qkv, rows, q_weight, k_weight, angles, *rest: given.append((rows, angles)) or (qkv[:, :4], qkv[:, 4:8]),
+        lambda qkv, rows, *rest: given.append((rows, rest[-1])) or (qkv[:, :4], qkv[:, 4:8]),
     )
     rotary = _Rotary()
     rotary.takes_pictures, rotary.mrope_section, rotary.mrope_interleaved = True, [1, 1, 0], False
     rotary.cos_sin_cache = torch.arange(24.0).view(6, 4)  # of two frequencies
     positions = torch.tensor([[0, 3], [5, 3], [1, 3]])
     HEAD_NORMS.fused(pytest.fail)(fitting(rotary, None), positions, torch.zeros(2, 12))
-    [(rows, angles)] = given
-    assert rows.tolist() == [0, 1]
+    [(rows, sections)] = given
+    assert rows is positions
+    assert sections == Sections((1, 1, 0))
+    _, angles = mrope.row_of_angles(rotary, positions)
     assert angles.tolist() == [[0.0, 21.0, 2.0, 23.0], [12.0, 13.0, 14.0, 15.0]]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sections_pick_the_angles_that_are_picked_for_vllms_kernel(interleaved: bool) -> None:
+    rotary = _Rotary()
+    rotary.takes_pictures, rotary.mrope_section, rotary.mrope_interleaved = True, [3, 3, 2], interleaved
+    rotary.cos_sin_cache = torch.arange(160.0).view(10, 16)
+    positions = torch.tensor([[0, 3, 9], [5, 3, 2], [1, 3, 4]])
+    _, angles = mrope.row_of_angles(rotary, positions)
+    _, sections = mrope.sections_of(rotary, positions)
+    rows = positions[sections.rows()].T
+    assert torch.equal(torch.cat([half.gather(0, rows) for half in rotary.cos_sin_cache.chunk(2, -1)], -1), angles)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, None], ids=str)
@@ -146,7 +175,7 @@ def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_
     monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {"MRotaryEmbedding": _Rotary})
 
     def turned(*given: Any) -> tuple[Any, str | None]:
-        return ("queries", "keys") if given[-1] is None else (("queries", given[-1]), None)
+        return ("queries", "keys") if given[-2] is None else (("queries", given[-2]), None)
 
     monkeypatch.setattr(norm_rotary, "norm_rotary", turned)
     slots = None
@@ -161,7 +190,7 @@ def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_
         assert attended[2].shape == (2, 4)
 
 
-@pytest.mark.parametrize("layer", [patch_points.QWEN3_ATTENTION, patch_points.QWEN3_MOE_ATTENTION], ids=str)
+@pytest.mark.parametrize("layer", [*HEAD_NORMS.kinds, *ROTATIONS.kinds, *ROTATIONS_BEHIND_STATES.kinds], ids=str)
 def test_the_forward_method_of_this_vllm_is_the_one_known(layer: patch_points.PatchPoint) -> None:
     assert sources.is_read("forwards", layer.get().forward)
 

@@ -81,6 +81,7 @@ from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
+from vllm_batch_invariant.ops.norm_rotary import Sections
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.quantise import QuantiseReduction
 from vllm_batch_invariant.ops.quantise import cuda as quantise
@@ -752,6 +753,9 @@ def turned_heads(count: int) -> None:
     codes, scale = [cache.to(E4M3) for cache in caches], torch.ones(())
     for slots in (None, CacheSlots(*caches, positions), CacheSlots(*codes, positions, scale, scale)):
         norm_rotary.norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 32, 8, slots)
+    three, sections = positions.expand(3, -1).contiguous(), Sections((24, 20, 20), interleaved=True)
+    norm_rotary.norm_rotary(qkv, positions, None, None, angles, 0.0, 32, 8, slots)
+    norm_rotary.norm_rotary(qkv, three, None, None, angles, 0.0, 32, 8, slots, sections)
 
 
 def launch_on(gpu: int, launch: Callable[..., None], *args: object, **options: object) -> list[Compiled]:

@@ -9,7 +9,7 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops import kv_cache
 from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
 from vllm_batch_invariant.ops.norm import rms_norm
-from vllm_batch_invariant.ops.norm_rotary import norm_rotary, reference
+from vllm_batch_invariant.ops.norm_rotary import Sections, norm_rotary, reference
 
 
 def heads_to_turn(tokens, heads, kv_heads, size, dtype):
@@ -44,6 +44,40 @@ def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_of_vllms_ke
     first, second = rms_norm(views[0], weights[0], 1e-6).chunk(2, dim=-1)
     rounded = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(1)
     assert not torch.equal(rounded, turned[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (14, 2, 64), (3, 1, 256), (28, 4, 128)])
+def test_a_rotation_without_norms_has_the_bits_of_vllms_kernel_by_one_position_and_by_three(
+    heads, kv_heads, size, dtype
+):
+    rotary = pytest.importorskip("vllm._custom_ops").rotary_embedding
+    qkv, positions, *_, cache = heads_to_turn(1000, heads, kv_heads, size, dtype)
+    three = torch.stack((positions, positions.flip(0), positions.roll(7)))
+    sizes = size // 8, 3 * size // 16, 3 * size // 16
+    page, slots = 16, torch.randperm(1200, device="cuda")[:1000]
+    for sections in (None, Sections(sizes), Sections(sizes, interleaved=True)):
+        given = positions if sections is None else three
+        queries, keys = (
+            part.contiguous() for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], 1)[:2]
+        )
+        rows, angles = given, cache
+        if sections is not None:
+            picked = three[sections.rows().cuda()].T
+            angles = torch.cat([half.gather(0, picked) for half in cache.chunk(2, -1)], -1).contiguous()
+            rows = torch.arange(1000, device="cuda")
+        rotary(rows, queries, keys, size, angles, True)
+        ours = norm_rotary(qkv, given, None, None, cache, 0.0, heads, kv_heads, sections=sections)
+        for out, expected in zip(ours, (queries, keys), strict=True):
+            assert_same_bits(out, expected, str(sections))
+        kept = torch.zeros(1200 // page, kv_heads, page, 2 * size, dtype=dtype, device="cuda")
+        made, _ = norm_rotary(
+            qkv, given, None, None, cache, 0.0, heads, kv_heads, CacheSlots(*kept.chunk(2, -1), slots), sections
+        )
+        assert_same_bits(made, queries)
+        written = kept[slots // page, :, slots % page]
+        assert_same_bits(written[..., :size].flatten(1), keys)
+        assert_same_bits(written[..., size:].flatten(1), qkv[:, -kv_heads * size :])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,6 +7,7 @@ from tests.assertions import assert_near, assert_same_bits
 from vllm_batch_invariant.ops.common.kv_cache import E4M3, CacheSlots
 from vllm_batch_invariant.ops.kv_cache import cpu as kv_cache
 from vllm_batch_invariant.ops.norm import cuda as norm
+from vllm_batch_invariant.ops.norm_rotary import Sections
 from vllm_batch_invariant.ops.norm_rotary import cuda as norm_rotary
 from vllm_batch_invariant.ops.norm_rotary import reference as exact_rotary
 
@@ -43,6 +44,38 @@ def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_the_rotatio
         first, second = norm.rms_norm(view, weight, EPS, None, None).float().chunk(2, dim=-1)
         assert_same_bits(out, torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(HALF))
         assert_near(out, exact_rotary.norm_rotary(view, positions, weight, cache, EPS), factor=2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["one after the other", "interleaved"])
+@pytest.mark.parametrize("has_norms", [False, True], ids=["without norms", "with norms"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_each_frequency_turns_by_its_own_of_three_positions(heads, kv_heads, size, has_norms, interleaved):
+    qkv, _, *weights, cache = heads_to_turn(5, heads, kv_heads, size)
+    given = weights if has_norms else (None, None)
+    sections = Sections((size // 8, 3 * size // 16, 3 * size // 16), interleaved)
+    rows = torch.tensor([[0, 31, 5, 6, 30, 9], [3, 31, 7, 1, 2, 9], [8, 31, 0, 4, 11, 9]])[:, :5]
+    turned = norm_rotary.norm_rotary(qkv, rows, *given, cache, EPS, heads, kv_heads, sections=sections)
+    of_time = norm_rotary.norm_rotary(qkv, rows[0], *given, cache, EPS, heads, kv_heads)
+    parts = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)[:2]
+    for out, part, weight, other in zip(turned, parts, given, of_time, strict=True):
+        view, out, other = (one.unflatten(1, (-1, size)) for one in (part, out, other))
+        assert_near(out, exact_rotary.norm_rotary(view, rows, weight, cache, EPS, sections), factor=2)
+        assert_same_bits(out[1], other[1], "a token of text")
+        assert not torch.equal(out[0], other[0])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_without_norms_heads_are_turned_as_they_are(heads, kv_heads, size):
+    qkv, positions, *_, cache = heads_to_turn(3, heads, kv_heads, size)
+    turned = norm_rotary.norm_rotary(qkv, positions, None, None, cache, EPS, heads, kv_heads)
+    parts = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)[:2]
+    cos, sin = cache[positions].float()[:, None].chunk(2, dim=-1)
+    for out, part in zip(turned, parts, strict=True):
+        view = part.unflatten(1, (-1, size))
+        first, second = view.float().chunk(2, dim=-1)
+        expected = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(HALF)
+        assert_same_bits(out.unflatten(1, (-1, size)), expected)
+        assert_near(expected, exact_rotary.norm_rotary(view, positions, None, cache, EPS), factor=2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)

@@ -202,6 +202,13 @@ DEVICE = Cuda(
     has_speculation=True,
     has_thinking_budgets=True,
     has_tree=True,
-    fusions=(activation.GATED_MLP, norm_rotary.HEAD_NORMS, code_fusion.WRITING_CODES, norm_fusion.ADDING_NORMS),
+    fusions=(
+        activation.GATED_MLP,
+        norm_rotary.HEAD_NORMS,
+        norm_rotary.ROTATIONS,
+        norm_rotary.ROTATIONS_BEHIND_STATES,
+        code_fusion.WRITING_CODES,
+        norm_fusion.ADDING_NORMS,
+    ),
 )
 EXACT = ExactCuda.of(DEVICE, "by Triton")

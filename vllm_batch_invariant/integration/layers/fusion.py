@@ -36,7 +36,7 @@ class ForwardFusion(Fusion):
 
     Attributes:
         kinds: vLLM's classes with such a method.
-        parts: two names or more, of their modules that the operation does not call.
+        parts: names of their modules that the operation does not call.
         apart: what the log says where the method of a class is not one that was read.
         fits: whether the operation does what the modules do with what the method is given.
         forward: the method with the operation, called as ``fits`` is: with the layer, its parts, and what it is given.
@@ -69,10 +69,10 @@ class ForwardFusion(Fusion):
 
     def fused(self, apart: Callable[..., Any]) -> Callable[..., Any]:
         """The method that has one operation where ``apart`` has several."""
-        fits, one, parts_of = self.fits, self.forward, attrgetter(*self.parts)
+        fits, one, getters = self.fits, self.forward, [attrgetter(name) for name in self.parts]
 
         def forward(layer: Any, *given: Any, **named: Any) -> Any:
-            parts = parts_of(layer)
+            parts = tuple(part_of(layer) for part_of in getters)
             if fits(layer, parts, *given, **named) and not is_watched(*parts):
                 return one(layer, parts, *given, **named)
             return apart(layer, *given, **named)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...ops.norm_rotary import Sections
 from ..reviews import patch_points
 from ..reviews.encoding import encoded
 
@@ -99,6 +100,13 @@ def row_of_angles(
             picked = torch.cat([part[row] for row, part in enumerate(half.split(sections, dim=-1))], dim=-1)
         halves.append(picked)
     return torch.arange(positions.shape[1], device=positions.device), torch.cat(halves, dim=-1)
+
+
+def sections_of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, Sections | None]:
+    """What :func:`...ops.norm_rotary.norm_rotary` turns by: positions, and how frequencies share three of them."""
+    if positions.dim() != 2 or not getattr(rotary, "takes_pictures", False):
+        return of_text(positions), None
+    return positions, Sections(tuple(rotary.mrope_section), bool(rotary.mrope_interleaved))
 
 
 def of_text(positions: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Attention of Qwen3 and Qwen3-MoE on a GPU, with the norms of its heads, the rotary embedding and the cache's new keys
-and values as one operation.
+"""Attention on a GPU, with the norms of its heads, where a model has them (Qwen3), the rotary embedding and the cache's
+new keys and values as one operation.
 """
 
 from typing import Any
@@ -19,30 +19,26 @@ _ROTATING = ("forward", "forward_native", "forward_cuda")
 
 def _fits(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_states: torch.Tensor) -> bool:
     """Whether the operation does what the layer's own modules do; of these it is found out once."""
-    if positions.dim() != 1 and not mrope.serves(parts[2]):
+    if positions.dim() != 1 and not mrope.serves(parts[-1]):
         return False
     kept = beside(layer)
     if kept.heads_fit is None:
-        kept.heads_fit = hidden_states.is_cuda and _as_expected(layer, hidden_states.dtype)
+        if hidden_states.is_cuda and _rotates(parts[-1]):
+            parts[-1]._match_cos_sin_cache_dtype(hidden_states)  # as vLLM does before it turns
+        kept.heads_fit = hidden_states.is_cuda and _as_expected(layer, parts, hidden_states.dtype)
     return kept.heads_fit
 
 
 def _forward(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    q_norm, k_norm, rotary = parts
+    *norms, rotary = parts
+    of_queries, of_keys = [norm.weight.data for norm in norms] or (None, None)
+    eps = norms[0].variance_epsilon if norms else 0.0
     qkv, _ = layer.qkv_proj(hidden_states)
     slots = _slots_of_step(layer.attn, qkv.dtype)
-    rows, angles = mrope.row_of_angles(rotary, positions)
-    q, k = norm_rotary(
-        qkv,
-        rows,
-        q_norm.weight.data,
-        k_norm.weight.data,
-        angles,
-        q_norm.variance_epsilon,
-        layer.num_heads,
-        layer.num_kv_heads,
-        slots,
-    )
+    positions, sections = mrope.sections_of(rotary, positions)
+    heads, kv_heads = _heads(layer)
+    angles = rotary.cos_sin_cache
+    q, k = norm_rotary(qkv, positions, of_queries, of_keys, angles, eps, heads, kv_heads, slots, sections)
     v = qkv[:, -layer.kv_size :] if slots is None else None
     output, _ = layer.o_proj(layer.attn(q, k, v))
     return output
@@ -56,6 +52,32 @@ HEAD_NORMS = ForwardFusion(
     forward=_forward,
 )
 """Its bits are those of the norm and of vLLM's rotary kernel."""
+ROTATIONS = ForwardFusion(
+    kinds=(
+        patch_points.LLAMA_ATTENTION,
+        patch_points.QWEN2_ATTENTION,
+        patch_points.QWEN2_MOE_ATTENTION,
+        patch_points.MIXTRAL_ATTENTION,
+    ),
+    parts=("rotary_emb",),
+    apart="its rotary embedding and its cache stay apart",
+    fits=_fits,
+    forward=_forward,
+)
+"""The same of models without norms of heads."""
+ROTATIONS_BEHIND_STATES = ForwardFusion(
+    kinds=(patch_points.GPT_OSS_ATTENTION,),
+    parts=("rotary_emb",),
+    apart="its rotary embedding and its cache stay apart",
+    fits=lambda layer, parts, hidden_states, positions: _fits(layer, parts, positions, hidden_states),
+    forward=lambda layer, parts, hidden_states, positions: _forward(layer, parts, positions, hidden_states),
+)
+"""The same where a layer is given the states first."""
+
+
+def _heads(layer: Any) -> tuple[int, int]:
+    """Query heads and KV heads of a worker."""
+    return layer.q_size // layer.head_dim, layer.kv_size // layer.head_dim
 
 
 def _slots_of_step(attention: Any, dtype: torch.dtype) -> CacheSlots | None:
@@ -66,24 +88,31 @@ def _slots_of_step(attention: Any, dtype: torch.dtype) -> CacheSlots | None:
     return slots
 
 
-def _as_expected(layer: Any, dtype: torch.dtype) -> bool:
-    rotary, norms = layer.rotary_emb, (layer.q_norm, layer.k_norm)
-    norm_class = patch_points.CUSTOM_OP.module().op_registry_oot.get("RMSNorm")
+def _as_expected(layer: Any, parts: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    *norms, rotary = parts
     size = layer.head_dim
     return (
         dtype in DTYPES
         and size in HEAD_SIZES
-        and layer.q_size == layer.num_heads * size
-        and layer.kv_size == layer.num_kv_heads * size
+        and layer.q_size % size == layer.kv_size % size == 0
         and _rotates(rotary)
         and rotary.head_size == rotary.rotary_dim == size
         and rotary.is_neox_style
         and not rotary.use_flashinfer
         and rotary.cos_sin_cache.shape[1:] == (size,)
         and rotary.cos_sin_cache.is_cuda
-        and all(type(norm) is norm_class and norm.has_weight and not norm.variance_size_override for norm in norms)
-        and norms[0].variance_epsilon == norms[1].variance_epsilon
-        and all(tensor.dtype == dtype for tensor in (rotary.cos_sin_cache, *(norm.weight for norm in norms)))
+        and rotary.cos_sin_cache.dtype == dtype
+        and bool(norms or getattr(layer, "q_norm", None) is None)
+        and _norms_as_expected(norms, dtype)
+    )
+
+
+def _norms_as_expected(norms: list[Any], dtype: torch.dtype) -> bool:
+    norm_class = patch_points.CUSTOM_OP.module().op_registry_oot.get("RMSNorm")
+    return (
+        all(type(norm) is norm_class and norm.has_weight and not norm.variance_size_override for norm in norms)
+        and len({norm.variance_epsilon for norm in norms}) <= 1
+        and all(norm.weight.dtype == dtype for norm in norms)
     )
 
 

@@ -172,6 +172,11 @@ QWEN2_MLP = PatchPoint(("vllm.model_executor.models.qwen2",), "Qwen2MLP")
 """The same of Qwen2 and Qwen3."""
 QWEN2_MOE_MLP = PatchPoint(("vllm.model_executor.models.qwen2_moe",), "Qwen2MoeMLP")
 """The same of Qwen3.5, and of Qwen2-MoE's experts that every token has, whose sum has a gate."""
+LLAMA_ATTENTION = PatchPoint(("vllm.model_executor.models.llama",), "LlamaAttention")
+QWEN2_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen2",), "Qwen2Attention")
+QWEN2_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen2_moe",), "Qwen2MoeAttention")
+MIXTRAL_ATTENTION = PatchPoint(("vllm.model_executor.models.mixtral",), "MixtralAttention")
+GPT_OSS_ATTENTION = PatchPoint(("vllm.model_executor.models.gpt_oss",), "OAIAttention")
 QWEN3_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3",), "Qwen3Attention")
 QWEN3_MOE_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_moe",), "Qwen3MoeAttention")
 TOKEN_LOGPROBS = PatchPoint(("vllm.v1.worker.gpu.sample.logprob",), "compute_token_logprobs")

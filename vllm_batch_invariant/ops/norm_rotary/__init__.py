@@ -1,4 +1,8 @@
-"""RMSNorm of every query and key head, then their rotary embedding (Su et al. 2021, arXiv:2104.09864), in one pass."""
+"""RMSNorm of every query and key head, where a model has them, then their rotary embedding (Su et al. 2021,
+arXiv:2104.09864), in one pass.
+"""
+
+from dataclasses import dataclass
 
 import torch
 
@@ -8,22 +12,47 @@ from ..dispatch import module_for
 from ..norm.reduction import HEAD_SIZES
 from .reduction import NormRotaryReduction
 
-__all__ = ["DTYPES", "HEAD_SIZES", "NormRotaryReduction", "norm_rotary"]
+__all__ = ["DTYPES", "HEAD_SIZES", "NormRotaryReduction", "Sections", "norm_rotary"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
 
 
+@dataclass(frozen=True)
+class Sections:
+    """By which of a token's three positions each frequency turns: M-RoPE (Qwen2-VL, arXiv:2409.12191).
+
+    Attributes:
+        sizes: frequencies of time, height and width, half of a head together.
+        interleaved: whether frequencies 1, 4, 7 and so on are height's and 2, 5, 8 width's, so many of each, and the
+            others time's; else those of one follow those of the other.
+    """
+
+    sizes: tuple[int, int, int]
+    interleaved: bool = False
+
+    def rows(self) -> torch.Tensor:
+        """[half of a head], the position of each frequency."""
+        time, height, width = self.sizes
+        if not self.interleaved:
+            return torch.arange(3).repeat_interleave(torch.tensor(self.sizes))
+        rows = torch.zeros(time + height + width, dtype=torch.int64)
+        for row, size in ((1, height), (2, width)):
+            rows[row : 3 * size : 3] = row
+        return rows
+
+
 def norm_rotary(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
     cos_sin_cache: torch.Tensor,
     eps: float,
     heads: int,
     kv_heads: int,
     cache: CacheSlots | None = None,
+    sections: Sections | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries and keys, normalised head by head and turned by the angles of their positions.
 
@@ -33,8 +62,8 @@ def norm_rotary(
     Args:
         qkv: [tokens, (heads + 2 * kv_heads) * head_size] bf16 or fp16: a token's queries, keys and values, packed;
             tokens may be apart by any multiple of 8.
-        positions: [tokens] int64, each below max_position.
-        query_weight: [head_size] of qkv's dtype.
+        positions: [tokens] int64, each below max_position; with sections [3, tokens].
+        query_weight: [head_size] of qkv's dtype; None: there are no norms.
         key_weight: the same for the norm of keys.
         cos_sin_cache: [max_position, head_size] of qkv's dtype: cosines in a row's first half, sines in the second.
         eps: of both norms.
@@ -42,6 +71,7 @@ def norm_rotary(
         kv_heads: key heads, and value heads.
         cache: where keys go, and values as they are, of qkv's dtype and device, or as codes in e4m3 by the formula of
             :func:`..kv_cache.write`; None: keys are returned.
+        sections: of positions that have three rows.
 
     Returns:
         Queries [tokens, heads * head_size] and, without a cache, keys [tokens, kv_heads * head_size], contiguous.
@@ -51,21 +81,24 @@ def norm_rotary(
         RuntimeError: a gradient is wanted.
         NotCovered: another dtype or head size, or a device that is no GPU.
     """
-    size = query_weight.shape[-1]
+    size = cos_sin_cache.shape[-1]
     if qkv.dtype not in DTYPES or size not in HEAD_SIZES:
         raise NotCovered(
             f"norm_rotary of heads of {size} in {qkv.dtype}",
             "the order of additions in rms_norm would be another",
             "call rms_norm, then rotate",
         )
-    tensors = (qkv, positions, query_weight, key_weight, cos_sin_cache)
+    weights = () if query_weight is None or key_weight is None else (query_weight, key_weight)
+    tensors = (qkv, positions, *weights, cos_sin_cache)
     fits = (
-        qkv.shape == (*positions.shape, (heads + 2 * kv_heads) * size)
-        and positions.dim() == 1
+        qkv.shape == (positions.shape[-1], (heads + 2 * kv_heads) * size)
+        and positions.shape[:-1] == (() if sections is None else (3,))
+        and (sections is None or 2 * sum(sections.sizes) == size)
         and positions.dtype == torch.int64
-        and query_weight.shape == key_weight.shape == (size,)
-        and cos_sin_cache.shape[1:] == (size,)
-        and query_weight.dtype == key_weight.dtype == cos_sin_cache.dtype == qkv.dtype
+        and (query_weight is None) == (key_weight is None)
+        and all(weight.shape == (size,) for weight in weights)
+        and cos_sin_cache.dim() == 2
+        and all(tensor.dtype == qkv.dtype for tensor in (cos_sin_cache, *weights))
         and len({tensor.device for tensor in tensors}) == 1
     )
     if not fits:
@@ -75,7 +108,8 @@ def norm_rotary(
         raise RuntimeError("norm_rotary records no gradient: call it in torch.no_grad()")
     if cache is not None:
         _check_cache(cache, qkv, kv_heads, size)
-    return module_for("norm_rotary", qkv.device.type).norm_rotary(*tensors, eps, heads, kv_heads, cache)
+    module, given = module_for("norm_rotary", qkv.device.type), (qkv, positions, query_weight, key_weight)
+    return module.norm_rotary(*given, cos_sin_cache, eps, heads, kv_heads, cache, sections)
 
 
 def _check_cache(cache: CacheSlots, qkv: torch.Tensor, kv_heads: int, size: int) -> None:

@@ -1,10 +1,12 @@
 """RMSNorm and rotary embedding of heads on a GPU, in Triton: a program has several heads of one token.
 
-x = qkv * rsqrt(mean(qkv**2) + eps) * weight, head by head
+x = qkv * rsqrt(mean(qkv**2) + eps) * weight, head by head; without norms x = qkv
 out = x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin
 
 Keys, and values as they are, may go to their pages of a cache at once, also as codes.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,19 +20,44 @@ from ..kv_cache.triton_kernels import codes_of
 from ..norm.triton_kernels import rstd_of, weighted
 from .reduction import NormRotaryReduction
 
+if TYPE_CHECKING:
+    from . import Sections
+
 
 @triton.jit
-def _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM: tl.constexpr):
+def _position(positions_ptr, token, stride_row, frequency, SECTIONS: tl.constexpr):
+    """Of a token, or of each frequency where it has three."""
+    if SECTIONS is None:
+        position = tl.load(positions_ptr + token)
+    else:
+        TIME: tl.constexpr = SECTIONS.sizes[0]
+        HEIGHT: tl.constexpr = SECTIONS.sizes[1]
+        WIDTH: tl.constexpr = SECTIONS.sizes[2]
+        if SECTIONS.interleaved:
+            is_height = (frequency % 3 == 1) & (frequency < 3 * HEIGHT)
+            is_width = (frequency % 3 == 2) & (frequency < 3 * WIDTH)
+            row = tl.where(is_height, 1, tl.where(is_width, 2, 0))
+        else:
+            row = (frequency >= TIME).to(tl.int32) + (frequency >= TIME + HEIGHT).to(tl.int32)
+        position = tl.load(positions_ptr + row * stride_row + token)
+    return position
+
+
+@triton.jit
+def _turned(
+    first, second, weight_ptr, cos_sin_ptrs, head_offs, mask, eps, HAS_NORMS: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
     """Both halves of heads, each [rows_per_program, block], normalised and turned."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    first_weight = tl.load(weight_ptr + head_offs, mask=mask, other=0.0)
-    second_weight = tl.load(weight_ptr + head_offs + NORM.block, mask=mask, other=0.0)
-    cos = tl.load(cos_sin_ptr + head_offs, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + head_offs + NORM.block, mask=mask, other=0.0).to(tl.float32)
-    rstd = rstd_of(row_sums(first * first + second * second, 32 * NORM.num_warps), NORM.length, eps)[:, None]
-    first = weighted(first * rstd, first_weight).to(tl.float32)
-    second = weighted(second * rstd, second_weight).to(tl.float32)
+    cos = tl.load(cos_sin_ptrs, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin_ptrs + NORM.block, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        first_weight = tl.load(weight_ptr + head_offs, mask=mask, other=0.0)
+        second_weight = tl.load(weight_ptr + head_offs + NORM.block, mask=mask, other=0.0)
+        rstd = rstd_of(row_sums(first * first + second * second, 32 * NORM.num_warps), NORM.length, eps)[:, None]
+        first = weighted(first * rstd, first_weight).to(tl.float32)
+        second = weighted(second * rstd, second_weight).to(tl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
@@ -41,9 +68,10 @@ def _store_halves(out_ptrs, first, second, mask, NORM: tl.constexpr):
     tl.store(out_ptrs + NORM.block, second, mask=mask)
 
 
-# 23 parameters: a kernel takes no structure of pointers.
+# 26 parameters: a kernel takes no structure of pointers.
 @triton.jit(
-    do_not_specialize=["stride_scale", "num_slots", "stride_token"], do_not_specialize_on_alignment=["slots_ptr"]
+    do_not_specialize=["stride_scale", "num_slots", "stride_token", "stride_row"],
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
 )
 def _norm_rotary_kernel(
     qkv_ptr,
@@ -60,6 +88,7 @@ def _norm_rotary_kernel(
     stride_scale,
     num_slots,
     stride_token,
+    stride_row,
     stride_page,
     stride_head,
     stride_slot,
@@ -68,6 +97,8 @@ def _norm_rotary_kernel(
     NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HOLDS_CODES: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    SECTIONS: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -75,6 +106,7 @@ def _norm_rotary_kernel(
 
     Args:
         qkv_ptr: [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_size]
+        positions_ptr: [tokens] int64; with SECTIONS three such rows, ``stride_row`` apart.
         query_out_ptr: [tokens, NUM_HEADS * head_size]
         key_out_ptr, value_out_ptr: caches [pages, NUM_KV_HEADS, PAGE_SIZE, head_size]; without PAGE_SIZE keys
             [tokens, NUM_KV_HEADS * head_size], and nothing. Codes are uint8.
@@ -106,8 +138,9 @@ def _norm_rotary_kernel(
     first = tl.load(x_ptr + offs, mask=mask, other=0.0)
     second = tl.load(x_ptr + offs + NORM.block, mask=mask, other=0.0)
     if not is_value:
-        cos_sin_ptr = cos_sin_cache_ptr + tl.load(positions_ptr + token) * NORM.length
-        first, second = _turned(first, second, weight_ptr, cos_sin_ptr, head_offs, mask, eps, NORM)
+        position = _position(positions_ptr, token, stride_row, head_offs, SECTIONS)
+        cos_sin_ptrs = cos_sin_cache_ptr + position * NORM.length + head_offs
+        first, second = _turned(first, second, weight_ptr, cos_sin_ptrs, head_offs, mask, eps, HAS_NORMS, NORM)
     if group < QUERY_GROUPS:
         query_ptrs = query_out_ptr + token * (NUM_HEADS * NORM.length) + offs
         _store_halves(query_ptrs, first, second, mask, NORM)
@@ -130,16 +163,20 @@ def _norm_rotary_kernel(
 def norm_rotary(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
     cos_sin_cache: torch.Tensor,
     eps: float,
     heads: int,
     kv_heads: int,
     cache: CacheSlots | None = None,
+    sections: "Sections | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See the operation's package; with a cache keys and values go there, and no keys are returned."""
-    num_tokens, head_size = len(positions), query_weight.shape[0]
+    num_tokens, head_size = positions.shape[-1], cos_sin_cache.shape[1]
+    positions = positions if positions.stride(-1) == 1 else positions.contiguous()
+    angles = aligned(cos_sin_cache)
+    weights = [angles if weight is None else aligned(weight) for weight in (query_weight, key_weight)]
     reduction = NormRotaryReduction.of_device("cuda", head_size, qkv.dtype)
     stride_token, stride_element = qkv.stride()
     if stride_element != 1 or stride_token % reduction.stride_unit or qkv.data_ptr() % ALIGNMENT:
@@ -163,13 +200,13 @@ def norm_rotary(
             num_tokens * groups,
             (
                 qkv,
-                aligned(positions),
-                aligned(query_weight),
-                aligned(key_weight),
-                aligned(cos_sin_cache),
+                positions,
+                *weights,
+                angles,
                 queries,
                 *outputs,
                 stride_token // reduction.stride_unit,
+                positions.stride(0),
                 *strides,
                 eps,
             ),
@@ -179,6 +216,8 @@ def norm_rotary(
             NUM_KV_HEADS=kv_heads,
             PAGE_SIZE=0 if cache is None else cache.page_size,
             HOLDS_CODES=cache is not None and cache.k_scale is not None,
+            HAS_NORMS=query_weight is not None,
+            SECTIONS=sections,
             **reduction.options,
         )
     return queries, keys
