@@ -627,17 +627,17 @@ def _plant(fault: str, model: torch.nn.Module) -> None:
         vars(tower).pop("forward", None)
 
 
-def _attend_over_all(call: PagedAttention, implementation: str) -> torch.Tensor:
+def _attend_over_all(call: PagedAttention, implementation: str, plan: Any = None) -> torch.Tensor:
     starts = call.query_start_loc[[0, -1]]
     cache = PackedKeys.of(call.cache.keys[:, :, 0], call.cache.values[:, :, 0], starts)
     return attend(replace(call, cache=cache, seq_lens=starts[1:], query_start_loc=starts), implementation)
 
 
-def _attend_by_the_longest(call: PagedAttention, implementation: str) -> torch.Tensor:
+def _attend_by_the_longest(call: PagedAttention, implementation: str, plan: Any = None) -> torch.Tensor:
     return _attend_in_splits(call, max(16, 1 << (int(call.seq_lens.max()) - 1).bit_length() - 1), implementation)
 
 
-def _attend_by_number(call: PagedAttention, implementation: str) -> torch.Tensor:
+def _attend_by_number(call: PagedAttention, implementation: str, plan: Any = None) -> torch.Tensor:
     return _attend_in_splits(call, 16, implementation) if len(call.seq_lens) > 8 else attend(call, implementation)
 
 

@@ -21,6 +21,7 @@ class Entry:
         heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
             that is found out.
         plan: of the places where an encoder's sequences begin, a plan of attention to them, behind what it is for.
+        seen: of a mask of an encoder, which rows it shows and where items begin, behind the mask's version.
         all_reduce: of a communicator on GPUs, what adds floating-point numbers.
         is_made: of vLLM's wrapper of NCCL, whether its constructor has ended.
         resting: of a model runner, generators that it has taken out of the batch, by the row.
@@ -45,6 +46,7 @@ class Entry:
     codes: Any = None
     heads_fit: bool | None = None
     plan: tuple[Any, Any] | None = None
+    seen: tuple[int, Any, Any] | None = None
     all_reduce: Any = None
     is_made: bool = False
     resting: dict[int, Any] = field(default_factory=dict)

@@ -132,8 +132,8 @@ def _plan_of(call: PagedAttention, starts: torch.Tensor, implementation: str) ->
     from ...ops.attention.cuda import plan_alone
     from ...ops.attention.shapes import AttentionShape
 
-    kept, key = beside(starts), (starts._version, len(call.query), AttentionShape.of(call))
-    if kept.plan is None or kept.plan[0] != key:
+    kept, key = beside(starts), (_version(starts), len(call.query), AttentionShape.of(call))
+    if kept.plan is None or kept.plan[0] != key or torch.cuda.is_current_stream_capturing():
         call.check()
         kept.plan = key, plan_alone(call)
     return kept.plan[1]
@@ -164,14 +164,34 @@ def attend_in_transformers(
         [items, rows, heads, head size], 0 in rows behind those that are seen, which nobody reads; and no weights.
     """
     items, heads, rows, size = query.shape
-    seen = query.new_ones(items, rows, dtype=torch.bool)
-    if attention_mask is not None:
-        seen = attention_mask[:, 0, 0]
-        seen = seen if seen.dtype == torch.bool else seen == 0
-    starts = F.pad(seen.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
-    out = query.new_zeros(items, rows, heads, size)
-    out[seen] = _attend([one.transpose(1, 2)[seen] for one in (query, key, value)], starts, scaling)
-    return out, None
+    flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
+    if attention_mask is None:
+        starts = torch.arange(0, (items + 1) * rows, rows, dtype=torch.int32, device=query.device)
+        return _attend(flat, starts, scaling).view(items, rows, heads, size), None
+    seen, starts = _seen_rows(attention_mask)
+    out = query.new_zeros(items * rows, heads, size)
+    out[seen] = _attend([one[seen] for one in flat], starts, scaling)
+    return out.view(items, rows, heads, size), None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, as far as PyTorch counts: not in inference mode, where towers make theirs anew
+    for each call.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _seen_rows(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of all items a mask shows, and where each item begins among them: once for all layers, because the
+    host waits for their number.
+    """
+    kept = beside(attention_mask)
+    if kept.seen is None or kept.seen[0] != _version(attention_mask):
+        mask = attention_mask[:, 0, 0]
+        mask = mask if mask.dtype == torch.bool else mask == 0
+        starts = F.pad(mask.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
+        kept.seen = _version(attention_mask), mask.flatten().nonzero()[:, 0], starts
+    return kept.seen[1:]
 
 
 def mask_in_transformers(*sizes: Any, attention_mask: torch.Tensor | None = None, **named: Any) -> torch.Tensor | None:
