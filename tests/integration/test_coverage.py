@@ -913,7 +913,13 @@ def two_head_sizes(
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     sizes |= {"enable_expert_parallel": False}
     model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
-    model |= {"enable_prompt_embeds": False, "is_moe": False, "use_mla": False, "enable_sleep_mode": False}
+    model |= {
+        "dtype": "torch.bfloat16",
+        "enable_prompt_embeds": False,
+        "is_moe": False,
+        "use_mla": False,
+        "enable_sleep_mode": False,
+    }
     chunk = changes.pop("attention_chunk_size", None)
     text = changes.pop("text", SimpleNamespace(attention_chunk_size=chunk))
     pages = {"cache_dtype": "auto", "block_size": None}
@@ -1015,9 +1021,18 @@ def latent(untried: bool = False, **changes: Any) -> str | None:
         ({}, None),
         ({"use_mla": False, "architecture": "LlamaForCausalLM", "kv_lora_rank": None}, None),
         ({"version": "0.31.0"}, "latent attention with vLLM 0.31.0"),
-        ({"device": "cuda", "version": "0.33.0"}, "latent attention on a GPU"),
-        ({"device": "cuda", "version": "0.33.0", "untried": True}, None),
-        ({"device": "cuda", "version": "0.32.0", "untried": True}, "latent attention with vLLM 0.32.0"),
+        ({"device": "cuda", "version": "0.33.0"}, None),
+        ({"device": "cuda", "version": "0.32.0"}, "latent attention with vLLM 0.32.0"),
+        ({"device": "cuda", "version": "0.33.0", "dtype": "torch.float16"}, "latent attention with float16 on a GPU"),
+        ({"device": "cuda", "version": "0.33.0", "dtype": "torch.float16", "untried": True}, None),
+        (
+            {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 2},
+            "latent attention with tensor parallelism 2",
+        ),
+        (
+            {"device": "cuda", "version": "0.33.0", "architecture": "KimiVLForConditionalGeneration"},
+            "latent attention with KimiVLForConditionalGeneration on a GPU",
+        ),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "latent attention with tensor parallelism 4"),
         ({"pipeline_parallel_size": 2}, "latent attention with pipeline parallelism 2"),

@@ -723,20 +723,23 @@ def _latent_attention(config: Config) -> str | None:
 
 def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
-    untried = {"cuda": RAN.on_gpus} if envs.starts_untried() else {}
     named = "latent attention"
-    if found := _beside_layers(config, named, RAN.latent_models, {**RAN.latent, **untried}, RAN.latent_workers):
+    if found := _beside_layers(config, named, RAN.latent_models, RAN.latent, RAN.latent_workers):
         return found
     if not _is_latent(config):
         return None
-    text = config.model_config.hf_text_config
+    text, model = config.model_config.hf_text_config, config.model_config
+    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
+    dtype = str(model.dtype).removeprefix("torch.")
     sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     scaling = getattr(text, "llama_4_scaling", None)
     beside = {
         "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
         f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
         "queries that are scaled by their position": scaling is not None,
-        "sleep": getattr(config.model_config, "enable_sleep_mode", False),
+        "sleep": getattr(model, "enable_sleep_mode", False),
+        f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
+        f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
     }
     first = _first(beside)
     return _when(first, f"{named} with {first}")
@@ -1214,7 +1217,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
-        "two on a CPU with vLLM 0.32: every row, of prefill as of decode, attends to the latent cache",
+        "two on a CPU with vLLM 0.32, but Kimi-VL in bf16 by one on a GPU with 0.33: every row, of prefill as of "
+        "decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1733,7 +1737,7 @@ REFUSED = (
         "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, sleep, exact arithmetic, "
         "FlexAttention",
         "these have not been run",
-        f"use a CPU with vLLM 0.32; {envs.UNTRIED.name}=1 starts a GPU with 0.33",
+        f"use a CPU with vLLM 0.32, or a GPU with 0.33 and bf16; {envs.UNTRIED.name}=1 starts more there",
         _latent_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),

@@ -231,6 +231,7 @@ class Ran:
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
+        latent_on_cpus_alone: those of them that no GPU has run.
         latent: versions whose engines have served it, by device.
         latent_workers: numbers of workers above 1 that have shared it, by device.
         chunks: versions whose engines have served these, by device.
@@ -286,6 +287,7 @@ class Ran:
     two_head_sizes: tuple[str, ...]
     chunked_models: tuple[str, ...]
     latent_models: tuple[str, ...]
+    latent_on_cpus_alone: tuple[str, ...]
     latent: Mapping[str, str]
     latent_workers: Mapping[str, tuple[int, ...]]
     chunks: Mapping[str, str]
