@@ -919,6 +919,7 @@ def two_head_sizes(
         "is_moe": False,
         "use_mla": False,
         "enable_sleep_mode": False,
+        "enforce_eager": True,
     }
     chunk = changes.pop("attention_chunk_size", None)
     text = changes.pop("text", SimpleNamespace(attention_chunk_size=chunk))
@@ -1033,6 +1034,13 @@ def latent(untried: bool = False, **changes: Any) -> str | None:
             {"device": "cuda", "version": "0.33.0", "architecture": "KimiVLForConditionalGeneration"},
             "latent attention with KimiVLForConditionalGeneration on a GPU",
         ),
+        (
+            {"device": "cuda", "version": "0.33.0", "architecture": "Glm4MoeLiteForCausalLM"},
+            "latent attention with Glm4MoeLiteForCausalLM on a GPU",
+        ),
+        ({"device": "cuda", "version": "0.33.0", "enforce_eager": False}, "latent attention with CUDA graphs"),
+        ({"device": "cuda", "version": "0.33.0", "enforce_eager": False, "untried": True}, None),
+        ({"enforce_eager": False}, None),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "latent attention with tensor parallelism 4"),
         ({"pipeline_parallel_size": 2}, "latent attention with pipeline parallelism 2"),

@@ -17,6 +17,7 @@ from .parallel import tensor_tree
 from .reviews import connectors, encoding, expert_adapters, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
+EAGER = "--enforce-eager"
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
 KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
@@ -740,6 +741,7 @@ def _latent_elsewhere(config: Config) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
+        "CUDA graphs": by_gpus and not model.enforce_eager,
     }
     first = _first(beside)
     return _when(first, f"{named} with {first}")
@@ -1217,8 +1219,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
-        "two on a CPU with vLLM 0.32, but Kimi-VL in bf16 by one on a GPU with 0.33: every row, of prefill as of "
-        "decode, attends to the latent cache",
+        "two on a CPU with vLLM 0.32, DeepSeek's and Moonlight in bf16 by one on a GPU with 0.33 and --enforce-eager: "
+        "every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1733,15 +1735,15 @@ REFUSED = (
         _latent_attention,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, or 2 GPUs, whole experts, engines, "
-        "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, sleep, exact arithmetic, "
+        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, in CUDA graphs, engines, "
+        "whole experts, drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, "
         "FlexAttention",
         "these have not been run",
-        f"use a CPU with vLLM 0.32, or a GPU with 0.33 and bf16; {envs.UNTRIED.name}=1 starts more there",
+        f"pass --enforce-eager on a GPU, with vLLM 0.33 and bf16; {envs.UNTRIED.name}=1 starts more there",
         _latent_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),
-            envs.TP_TREE.name,
+            *(EAGER, envs.TP_TREE.name),
         ),
     ),
     Feature(

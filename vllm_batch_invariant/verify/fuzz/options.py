@@ -277,6 +277,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             has_inner_state=False,
             enable_prompt_embeds="embeds" in options,
             enable_sleep_mode=options.get("sleep") == "on",
+            enforce_eager=settings.eager,
         ),
         scheduler_config=SimpleNamespace(
             enable_chunked_prefill=not settings.whole, disable_hybrid_kv_cache_manager=False
@@ -326,6 +327,13 @@ def _drafters(place: Place) -> list[str]:
 
 DRAFTS = (0, 3, 0, 1, 7)
 FIELDS = (
+    Field(
+        "eager",
+        coverage.EAGER,
+        lambda _: (False, False, True),
+        lambda place, _: place.device == "cuda",
+        of_pooling=True,
+    ),
     Field(
         "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
     ),
