@@ -168,6 +168,50 @@ def test_sections_pick_the_angles_that_are_picked_for_vllms_kernel(interleaved: 
     assert torch.equal(torch.cat([half.gather(0, rows) for half in rotary.cos_sin_cache.chunk(2, -1)], -1), angles)
 
 
+class _Turning(torch.nn.Module):
+    """Turns 4 elements of a head in fp32, as vLLM's kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.rand(9, 2, generator=torch.Generator().manual_seed(0)) * 6
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).bfloat16()
+
+    def forward(self, positions: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+        cos, sin = self.cos_sin_cache[mrope.of_text(positions)].float()[:, None].chunk(2, dim=-1)
+        halves = [one.unflatten(1, (-1, 4)).float().chunk(2, dim=-1) for one in given]
+        return [torch.cat((x * cos - y * sin, y * cos + x * sin), -1).bfloat16().flatten(1) for x, y in halves]
+
+
+@pytest.mark.parametrize("fault", ["", "queries", "values", "a compiler's error"])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_kernel_serves_where_it_has_the_bits_of_the_layers_own_modules(
+    fault: str, dims: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotary, calls = _Turning(), []
+
+    def in_one(qkv: torch.Tensor, positions: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, None]:
+        calls.append(positions)
+        if fault == "a compiler's error":
+            raise RuntimeError("no such instruction")
+        cache = rest[-2]
+        query, key, value = qkv.split([8, 4, 4], dim=-1)
+        query, key = rotary(positions, query, key)
+        page, place = cache.slots // 16, cache.slots % 16
+        cache.keys[page, :, place] = key[:, None]
+        cache.values[page, :, place] = value[:, None] * (1 + (fault == "values") * 2**-6)
+        query[40, 3] *= 1 + (fault == "queries") * 2**-6
+        return query, None
+
+    monkeypatch.setattr(norm_rotary, "norm_rotary", in_one)
+    monkeypatch.setattr(norm_rotary, "_AGREED", {})
+    made = SimpleNamespace(rotary_emb=rotary, q_size=8, kv_size=4, head_dim=4)
+    for _ in range(2):
+        assert norm_rotary._agrees(made, (rotary,), dims) == (not fault)
+    assert len(calls) == 1
+    assert bool(caplog.messages) == bool(fault)
+    assert all("stay apart" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, None], ids=str)
 def test_keys_and_values_are_written_at_once_where_the_cache_takes_them_as_they_are_or_as_codes(
     cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 new keys and values as one operation.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from ..side_table import beside
 from . import mrope
 from .fusion import ForwardFusion
 
+logger = logging.getLogger("vllm.batch_invariant")
+
+_COMPARED, _PAGE = 77, 16
+"""Tokens, and those of a page of their cache."""
+_AGREED: dict[tuple[Any, ...], bool] = {}
+"""What was compared in this process."""
 _ROTATING = ("forward", "forward_native", "forward_cuda")
 """Methods that a layer must not have replaced."""
 
@@ -23,22 +30,79 @@ def _fits(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_st
         return False
     kept = beside(layer)
     if kept.heads_fit is None:
-        if hidden_states.is_cuda and _rotates(parts[-1]):
+        if not hidden_states.is_cuda or torch.cuda.is_current_stream_capturing():
+            return False
+        if _rotates(parts[-1]):
             parts[-1]._match_cos_sin_cache_dtype(hidden_states)  # as vLLM does before it turns
-        kept.heads_fit = hidden_states.is_cuda and _as_expected(layer, parts, hidden_states.dtype)
+        kept.heads_fit = _as_expected(layer, parts, hidden_states.dtype) and _agrees(layer, parts, positions.dim())
     return kept.heads_fit
 
 
-def _forward(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+def _agrees(layer: Any, parts: tuple[Any, ...], dims: int) -> bool:
+    """Whether the operation has the bits of the layer's own modules on the GPU at hand; compared once for layers with
+    such heads, such norms and such a rotary embedding. If not, or if it cannot be compiled there, a warning says so.
+    """
+    *norms, rotary = parts
+    angles, heads = rotary.cos_sin_cache, (*_heads(layer), layer.head_dim)
+    sections = getattr(rotary, "takes_pictures", False) and (tuple(rotary.mrope_section), rotary.mrope_interleaved)
+    key = type(rotary), heads, len(norms), angles.dtype, angles.device, dims, sections
+    if key not in _AGREED:
+        try:
+            _AGREED[key] = _compare(parts, *heads, dims)
+            why = "gives other bits"
+        except Exception as error:
+            from ...ops.common.compile_errors import is_of_a_compiler, reason
+
+            if not is_of_a_compiler(error):
+                raise
+            _AGREED[key], why = False, reason(error)
+        if not _AGREED[key]:
+            logger.warning("Rotary embeddings of %d and %d heads of %d stay apart: in one kernel, %s.", *heads, why)
+    return _AGREED[key]
+
+
+def _compare(parts: tuple[Any, ...], heads: int, kv_heads: int, size: int, dims: int) -> bool:
+    """Of random queries, keys and values, at random positions of ``dims`` dimensions, which go to a cache."""
+    *norms, rotary = parts
+    angles, sizes = rotary.cos_sin_cache, [heads * size, kv_heads * size, kv_heads * size]
+    chance = torch.Generator(angles.device).manual_seed(0)
+    drawn = {"generator": chance, "device": angles.device}
+    qkv = torch.randn(_COMPARED, sum(sizes), dtype=angles.dtype, **drawn)
+    positions = torch.randint(len(angles), (3, _COMPARED), **drawn)
+    positions = positions if dims == 2 and getattr(rotary, "takes_pictures", False) else positions[:1].expand(3, -1)
+    positions = positions if dims == 2 else positions[0]
+    query, key, value = (part.contiguous() for part in qkv.split(sizes, dim=-1))
+    if norms:
+        by_head = zip(norms, (query, key), strict=True)
+        query, key = (norm(part.unflatten(1, (-1, size))).flatten(1) for norm, part in by_head)
+    query, key = rotary(positions, query, key)
+    cache = qkv.new_zeros(-(-_COMPARED // _PAGE), kv_heads, _PAGE, 2 * size)
+    slots = torch.randperm(len(cache) * _PAGE, **drawn)[:_COMPARED]
+    keys, values = cache.chunk(2, dim=-1)
+    turned, _ = _in_one(parts, positions, qkv, (heads, kv_heads), CacheSlots(keys, values, slots))
+    written = cache[slots // _PAGE, :, slots % _PAGE]  # [tokens, kv_heads, 2 * size]
+    pairs = zip((turned, *(part.flatten(1) for part in written.chunk(2, -1))), (query, key, value), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _in_one(
+    parts: tuple[Any, ...],
+    positions: torch.Tensor,
+    qkv: torch.Tensor,
+    heads: tuple[int, int],
+    slots: CacheSlots | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     *norms, rotary = parts
     of_queries, of_keys = [norm.weight.data for norm in norms] or (None, None)
     eps = norms[0].variance_epsilon if norms else 0.0
+    positions, sections = mrope.sections_of(rotary, positions)
+    return norm_rotary(qkv, positions, of_queries, of_keys, rotary.cos_sin_cache, eps, *heads, slots, sections)
+
+
+def _forward(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
     qkv, _ = layer.qkv_proj(hidden_states)
     slots = _slots_of_step(layer.attn, qkv.dtype)
-    positions, sections = mrope.sections_of(rotary, positions)
-    heads, kv_heads = _heads(layer)
-    angles = rotary.cos_sin_cache
-    q, k = norm_rotary(qkv, positions, of_queries, of_keys, angles, eps, heads, kv_heads, slots, sections)
+    q, k = _in_one(parts, positions, qkv, _heads(layer), slots)
     v = qkv[:, -layer.kv_size :] if slots is None else None
     output, _ = layer.o_proj(layer.attn(q, k, v))
     return output
