@@ -58,7 +58,7 @@ PROBLEM = {
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE", "GROUPS"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
-    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES"},
+    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES", "HAS_NORMS", "SECTIONS"},
     "quantise": {"LENGTH", "STATIC", "DTYPE", "OF_16_BITS"},
     "reduce": {"DIVIDE"},
     "scaled_linear": {
