@@ -143,7 +143,7 @@ def test_every_operation_with_row_kernels_is_looked_at():
         "triton_rows": {"NUM_THREADS"},  # of the warps that every row reduction has
         "triton_exact_math": {"COEFFICIENTS", "BITS", "LIMIT", "AXIS"},  # of functions of numbers, and of a row's
         "triton_e4m3": {"DTYPE", "CONVERTS_E4M3"},  # of the numbers, and what a GPU has
-        "dependent_launch": {"OVERLAPS"},  # of its schedule
+        "dependent_launch": {"OVERLAPS", "LENGTH"},  # of its schedule, and of what is asked for
     }
 
 
