@@ -61,7 +61,7 @@ _GEMMA_TOKENS = {
     "eoi": (256_000, "<end_of_image>"),
     "image": (262_144, "<image_soft_token>"),
 }
-_LINES = {108 + number: "\n" * (2 + number) for number in range(3)}
+_LINES = {107 + number: "\n" * (1 + number) for number in range(4)}
 """Which stand around an image of Gemma 3's."""
 
 

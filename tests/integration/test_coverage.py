@@ -258,7 +258,11 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
             {"is_attention_free": True},
             "Mamba or linear attention",
         ),
-        ("MLA (DeepSeek)", {"use_mla": True}, "multi-head latent attention"),
+        (
+            "MLA but of DeepSeek-V2 and V3, Moonlight and GLM-4.7-Flash; sparse attention (DeepSeek-V3.2)",
+            {"use_mla": True, "architecture": "DeepseekV32ForCausalLM"},
+            "multi-head latent attention of DeepseekV32ForCausalLM",
+        ),
         ("Diffusion models", {"diffusion_config": object()}, "diffusion"),
         (
             "Other models, dtypes and rotary embeddings in exact arithmetic",
@@ -909,8 +913,16 @@ def two_head_sizes(
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     sizes |= {"enable_expert_parallel": False}
     model = {"architecture": "Gemma4ForCausalLM", "quantization": None, "runner_type": "generate"}
-    model |= {"enable_prompt_embeds": False, "is_moe": False}
-    text = SimpleNamespace(attention_chunk_size=changes.pop("attention_chunk_size", None))
+    model |= {
+        "dtype": "torch.bfloat16",
+        "enable_prompt_embeds": False,
+        "is_moe": False,
+        "use_mla": False,
+        "enable_sleep_mode": False,
+        "enforce_eager": True,
+    }
+    chunk = changes.pop("attention_chunk_size", None)
+    text = changes.pop("text", SimpleNamespace(attention_chunk_size=chunk))
     pages = {"cache_dtype": "auto", "block_size": None}
     one_group = changes.pop("disable_hybrid_kv_cache_manager", None)
     others = {"speculative_config": None, "lora_config": None, "use_v2_model_runner": True}
@@ -992,6 +1004,62 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     monkeypatch.setenv(UNTRIED.name, "1")
     llama = {"of": "Attention in chunks", "architecture": "Llama4ForConditionalGeneration"}
     assert two_head_sizes(**llama | changes) == said
+
+
+def latent(untried: bool = False, **changes: Any) -> str | None:
+    """What a row finds of a DeepSeek, with changes to its configuration and to its text model's."""
+    text = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": None, "llama_4_scaling": None}
+    of_text = SimpleNamespace(**{name: changes.pop(name, value) for name, value in text.items()})
+    named = {"of": "MLA elsewhere", "architecture": "DeepseekV3ForCausalLM"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNTRIED.name, "1" if untried else "0")
+        return two_head_sizes(**named | {"text": of_text, "is_moe": True, "use_mla": True} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"use_mla": False, "architecture": "LlamaForCausalLM", "kv_lora_rank": None}, None),
+        ({"version": "0.31.0"}, "latent attention with vLLM 0.31.0"),
+        ({"device": "cuda", "version": "0.33.0"}, None),
+        ({"device": "cuda", "version": "0.32.0"}, "latent attention with vLLM 0.32.0"),
+        ({"device": "cuda", "version": "0.33.0", "dtype": "torch.float16"}, "latent attention with float16 on a GPU"),
+        ({"device": "cuda", "version": "0.33.0", "dtype": "torch.float16", "untried": True}, None),
+        (
+            {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 2},
+            "latent attention with tensor parallelism 2",
+        ),
+        (
+            {"device": "cuda", "version": "0.33.0", "architecture": "KimiVLForConditionalGeneration"},
+            "latent attention with KimiVLForConditionalGeneration on a GPU",
+        ),
+        (
+            {"device": "cuda", "version": "0.33.0", "architecture": "Glm4MoeLiteForCausalLM"},
+            "latent attention with Glm4MoeLiteForCausalLM on a GPU",
+        ),
+        ({"device": "cuda", "version": "0.33.0", "enforce_eager": False}, "latent attention with CUDA graphs"),
+        ({"device": "cuda", "version": "0.33.0", "enforce_eager": False, "untried": True}, None),
+        ({"enforce_eager": False}, None),
+        ({"tensor_parallel_size": 2}, None),
+        ({"tensor_parallel_size": 4}, "latent attention with tensor parallelism 4"),
+        ({"pipeline_parallel_size": 2}, "latent attention with pipeline parallelism 2"),
+        ({"enable_expert_parallel": True}, "latent attention with expert parallelism"),
+        ({"quantization": "fp8"}, "latent attention with quantisation fp8"),
+        ({"cache_dtype": "fp8"}, "latent attention with a KV cache in fp8"),
+        ({"lora_config": object()}, "latent attention with LoRA adapters"),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp")},
+            "latent attention with speculative decoding with mtp",
+        ),
+        ({"index_topk": 2048}, "latent attention with keys that an indexer chooses"),
+        ({"kv_lora_rank": 256}, "latent attention with vectors of 256 and 64 elements"),
+        ({"llama_4_scaling": {}}, "latent attention with queries that are scaled by their position"),
+        ({"enable_sleep_mode": True}, "latent attention with sleep"),
+    ],
+)
+def test_what_has_not_run_with_latent_attention_is_found(changes: dict[str, Any], said: str | None) -> None:
+    assert latent(**changes) == said
 
 
 def test_chunks_of_other_models_are_found() -> None:

@@ -51,6 +51,7 @@ def test_a_worker_fuses_what_its_device_lists(monkeypatch: pytest.MonkeyPatch) -
     parts = (record.sampler, record.generators, record.request_state, record.norm, record.mrope, record.pooling)
     for module in parts:
         monkeypatch.setattr(module, "install", lambda *_: None)
+    monkeypatch.setattr(record.latent, "prepare", lambda _: None)
     monkeypatch.setattr(record.weights, "watch", lambda _: None)
     monkeypatch.setattr(record.weights, "watch_loading", lambda _: seen.append("watched"))
     monkeypatch.setattr(record.review, "check", lambda _: seen.append("reviewed"))

@@ -81,6 +81,7 @@ def test_other_connectors_are_refused_by_name(name: str) -> None:
         ({"quantization": "awq"}, "beside quantisation awq"),
         ({"is_hybrid": True}, "beside layers that keep states"),
         ({"window": 128}, "beside windows of attention"),
+        ({"use_mla": True}, "beside latent attention"),
         ({"enable_prompt_embeds": True}, "beside embeddings as prompts"),
         ({"enable_sleep_mode": True}, "beside sleep"),
     ],

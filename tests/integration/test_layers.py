@@ -99,7 +99,6 @@ def test_an_activation_of_transformers_is_known(name: str) -> None:
         f"{LAYERS}.mamba.mamba_mixer2.MambaMixer2",
         f"{LAYERS}.mamba.mamba_mixer2.Mixer2RMSNormGated",
         f"{LAYERS}.mamba.short_conv.ShortConv",
-        f"{LAYERS}.attention.MLAAttention",
         f"{LAYERS}.attention.static_sink_attention.StaticSinkAttention",
         f"{LAYERS}.layernorm.RMSNorm",
         f"{LAYERS}.layernorm.GemmaRMSNorm",

@@ -43,8 +43,17 @@ def test_plain_vllm_turns_a_tokens_heads_with_those_of_its_neighbours() -> None:
     assert not torch.equal(alone, among)
 
 
-def test_heads_that_lie_apart_are_refused() -> None:
-    ours = rotary_cpu.of_rows(lambda *_: None)
-    apart = torch.zeros(HEADS, 3, SIZE).transpose(0, 1)
-    with pytest.raises(RuntimeError, match="view"):
-        ours(torch.arange(3), apart, None, SIZE, torch.zeros(3, SIZE), True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_heads_are_turned_as_heads_of_their_size(dtype: torch.dtype) -> None:
+    """What latent attention turns of a query lies between what it does not."""
+    ours, table = rotary_cpu.of_rows(patch_points.ROTARY.get()), torch.randn(100, SIZE).to(dtype)
+    heads = torch.randn(ROWS, HEADS, 3 * SIZE).to(dtype)
+    key, positions = torch.randn(ROWS, 1, SIZE).to(dtype), torch.arange(ROWS) * 5
+    part, apart, keys = heads[..., SIZE : 2 * SIZE], heads.clone(), [key.clone() for _ in "ab"]
+    alone = part.contiguous()
+    ours(positions, alone, keys[0], SIZE, table, False)
+    ours(positions, apart[..., SIZE : 2 * SIZE], keys[1], SIZE, table, False)
+    assert_same_bits(apart[..., SIZE : 2 * SIZE].contiguous(), alone)
+    assert_same_bits(keys[0], keys[1])
+    for untouched in (slice(SIZE), slice(2 * SIZE, None)):
+        assert_same_bits(apart[..., untouched].contiguous(), heads[..., untouched].contiguous())

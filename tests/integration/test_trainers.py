@@ -73,6 +73,7 @@ def test_the_layers_of_a_model_that_passes_are_known(architecture: str) -> None:
         return
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
     own = [kind for kind in kinds if kind.__module__ == file.__name__ and not review._is_known(kind)]
+    own = [kind for kind in own if "Indexer" not in kind.__name__]  # of DeepSeek-V3.2, which is refused
     assert own
     assert {kind.__name__: said for kind in own if (said := review.of_model_class(kind))} == {}
 

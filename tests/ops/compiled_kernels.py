@@ -318,19 +318,22 @@ def attend(
     kernels: planning.Kernels | None = None,
     in_codes: bool = False,
     of_tokens: bool = False,
+    tail: int = 0,
     **options: object,
 ) -> None:
     """Launch what ``count`` requests of so many keys and so many new tokens each need, over numbers or over codes, with
-    one scale or one a token and head.
+    one scale or one a token and head; or over keys that begin with their values and have a tail.
     """
-    request = Request(heads, length, 1)
+    request = Request(replace(heads, size=heads.size + tail), length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
     scales = ()
     if in_codes:
         scales = [torch.ones(keys.shape[:3] if of_tokens else ()) for _ in "kv"]
         keys, values = keys.to(E4M3), values.to(E4M3)
+    if tail:
+        values = keys[..., : heads.size]
     stored = E4M3 if in_codes else None
-    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored, of_tokens)
+    shape = planning.AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, REDUCTION, stored, of_tokens, tail)
     window = options.get("sliding_window") if options.keys() <= sm90.KNOWN else None
     known = options.keys() <= (frozenset() if in_codes else sm90.KNOWN)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, known, kernels, window=window)
@@ -883,7 +886,7 @@ def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> lis
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
     found = launch_on(gpu, decode_and_prefill, heads, page, **options)
     check_all(what, found, False)
-    for problem in problems_of_attention(gpu, heads, page, found, "in_codes" in options):
+    for problem in problems_of_attention(gpu, heads, page, found, "in_codes" in options, options.get("tail", 0)):
         check(f"{what}: {problem}", False)
     return [one for one in found if one.name == "attention_kernel"]
 
@@ -900,7 +903,7 @@ def check_attention_over_codes(gpu: int, heads: Heads, page: int, **codes: bool)
 
 
 def problems_of_attention(
-    gpu: int, heads: Heads, page: int, found: list[Compiled], in_codes: bool = False
+    gpu: int, heads: Heads, page: int, found: list[Compiled], in_codes: bool = False, tail: int = 0
 ) -> list[str]:
     """Where decode takes another instruction than prefill, and where it takes more memory than it is reckoned with."""
     problems = []
@@ -914,7 +917,7 @@ def problems_of_attention(
         if small.block_m == 16 and is_of_decode and one.stages > 1:
             padded = triton.next_power_of_2(heads.size)
             by_tma, key_tile = attends_by_tma(gpu // 10), REDUCTION.key_tile_of(2, heads.size)
-            expected = decode_bytes(small.block_m, one.stages, key_tile, padded, by_tma, in_codes)
+            expected = decode_bytes(small.block_m, one.stages, key_tile, padded, by_tma, in_codes, tail)
             if not 0 <= expected - one.shared <= (4096 if page == 64 or not by_tma or in_codes else expected):
                 problems.append(f"{one.shared} bytes where {expected} are reckoned with")
     return problems
@@ -951,6 +954,8 @@ def check_some(more: bool) -> None:
     check_attention_over_codes(120, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
     check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
     check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
+    check_attention(90, Heads(16, 1, 512, torch.bfloat16), 64, tail=64)
+    check_attention(89, Heads(16, 1, 512, torch.bfloat16), 16, tail=64)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)

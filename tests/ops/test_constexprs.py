@@ -58,7 +58,7 @@ PROBLEM = {
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE", "GROUPS"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
-    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES"},
+    "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES", "HAS_NORMS", "SECTIONS"},
     "quantise": {"LENGTH", "STATIC", "DTYPE", "OF_16_BITS"},
     "reduce": {"DIVIDE"},
     "scaled_linear": {
@@ -143,7 +143,7 @@ def test_every_operation_with_row_kernels_is_looked_at():
         "triton_rows": {"NUM_THREADS"},  # of the warps that every row reduction has
         "triton_exact_math": {"COEFFICIENTS", "BITS", "LIMIT", "AXIS"},  # of functions of numbers, and of a row's
         "triton_e4m3": {"DTYPE", "CONVERTS_E4M3"},  # of the numbers, and what a GPU has
-        "dependent_launch": {"OVERLAPS"},  # of its schedule
+        "dependent_launch": {"OVERLAPS", "LENGTH"},  # of its schedule, and of what is asked for
     }
 
 

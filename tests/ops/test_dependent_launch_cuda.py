@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.assertions import assert_same_bits
 from tests.ops.linear.cases import draw
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
 from vllm_batch_invariant.ops.attention.plan import Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
-from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
+from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule, wait_for_kernel_before
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
+from vllm_batch_invariant.ops.common.launch import launch
 from vllm_batch_invariant.ops.linear import LinearReduction, triton_gemm
 from vllm_batch_invariant.ops.linear.schedule import GATED_TILES, NARROW_TILES
 from vllm_batch_invariant.ops.linear.spec import GATED
@@ -120,3 +123,43 @@ def test_layers_whose_kernels_overlap_have_the_bits_of_those_whose_kernels_wait(
             assert_same_bits(one, other, f"replay {number}")
         for one, other in zip(decoder.caches, caches, strict=True):
             assert_same_bits(one, other, f"cache after replay {number}")
+
+
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, LENGTH: tl.constexpr, WAITS: tl.constexpr, OVERLAPS: tl.constexpr):  # noqa: N803
+    """out = x [LENGTH], read behind the kernels before, or without WAITS as soon as the kernel begins."""
+    if WAITS:
+        wait_for_kernel_before(OVERLAPS)
+    x = tl.load(x_ptr + tl.arange(0, LENGTH))
+    if not WAITS:
+        wait_for_kernel_before(OVERLAPS)
+    tl.store(out_ptr + tl.arange(0, LENGTH), x)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kernel_begins_while_two_before_it_run_and_sees_what_the_first_wrote_if_it_waits(waits):
+    x, weight, other = (draw(*shape, dtype=DTYPE, seed=1) for shape in ((1, 4096), (24_576, 4096), (1, 512)))
+    reduction = LinearReduction.of_device("cuda", *weight.shape, DTYPE)
+    products = [torch.empty(1, len(weight), dtype=DTYPE, device="cuda") for _ in range(2)]
+    seen = torch.empty(512, dtype=DTYPE, device="cuda")
+
+    def multiply(out: torch.Tensor) -> None:
+        triton_gemm.gemm_sm90_swap_ab(x, weight.t(), None, out, reduction, NARROW_TILES[2], True)
+
+    def kernels() -> None:
+        multiply(products[0])
+        rms_norm(other, other[0], EPS)
+        launch(_copy_kernel, 1, (products[0][0, -512:], seen), on=seen, waits=True, LENGTH=512, WAITS=waits)
+
+    multiply(products[1])
+    kernels()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels()
+    found = []
+    for _ in range(50):
+        products[0].fill_(torch.nan)
+        graph.replay()
+        found.append(torch.equal(seen, products[1][0, -512:]))
+        assert_same_bits(products[0], products[1], "what is multiplied")
+    assert all(found) == waits, f"{sum(found)} of {len(found)} saw what was written"

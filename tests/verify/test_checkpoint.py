@@ -62,6 +62,21 @@ def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, h
     assert foretold <= 1, "a token does not foretell itself"
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_latent_attention_is_a_model_of_transformers_with_every_weight(tmp_path: Path, experts: int):
+    folder = make_checkpoint(tmp_path, replace(SMALL, latent=True, experts=experts, layers=2))
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    attention = model.model.layers[1].self_attn
+    assert (attention.kv_lora_rank, attention.qk_rope_head_dim) == (512, 64)
+    assert hasattr(model.model.layers[1].mlp, "gate") is (experts > 0)
+
+
+def test_latent_attention_beside_other_layers_is_refused():
+    with pytest.raises(ValueError, match="neither other layers nor images"):
+        replace(SMALL, latent=True, hybrid="delta")
+
+
 @pytest.mark.parametrize("given", [{"experts": 2, "top_k": 2}, {"hidden": 96}, {"hybrid": "mamba"}])
 def test_a_hybrid_of_other_sizes_is_refused(given: dict):
     with pytest.raises(ValueError, match=r"LFM2 has no experts|LFM2 has a hidden size|none of conv, delta, mamba2"):

@@ -17,14 +17,14 @@ from vllm_batch_invariant.verify import arguments
 
 PLAIN = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4}
 SMALL_HEADS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 8}
-LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "hidden_size": 7168, "num_attention_heads": 128}
+LATENT = {"model_type": "kimi_k2", "kv_lora_rank": 512, "hidden_size": 7168, "num_attention_heads": 128}
 OF_SIZE_32 = (
     "batch-invariant mode does not cover attention heads of size 32: the kernels have sizes 64 to 256 in steps of 16, "
     "Gemma 4's also 512, encoders on a CPU also 32 and 48; serve another model, no setting helps."
 )
 OF_LATENT = (
-    "batch-invariant mode does not cover multi-head latent attention: it has attention kernels of its own; serve a "
-    "model with plain attention."
+    "batch-invariant mode does not cover multi-head latent attention: other models have not been run, and an indexer "
+    "has kernels of its own; serve DeepSeek-V2 or V3, Moonlight or GLM-4.7-Flash, or a model with plain attention."
 )
 OF_TRITON = (
     "batch-invariant mode does not cover VLLM_BATCH_INVARIANT_ATTENTION=triton: numba's kernels are for CPUs, and "

@@ -479,6 +479,18 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     assert plain.state_pages == 0
 
 
+def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one worker or two, in numbers, with and without a prefix cache."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    drawn = [draw_settings("latent", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
+    assert {one.workers for one in drawn} == {1, 2}
+    assert {(one.stages, one.tree, one.drafts, one.pooler) for one in drawn} == {(1, 1, 0, "")}
+    assert {one.prefix_cache for one in drawn} == {True, False}
+    for name in ("cache", "adapters", "embeds", "experts"):
+        assert {one.options.get(name, NONE) for one in drawn} == {NONE}, name
+
+
 def test_two_workers_share_no_block_of_gated_delta_rules() -> None:
     """Neither of their keys nor of their values."""
     whole = {"num_attention_heads": 4, "head_dim": 128, "hidden_size": 512, "intermediate_size": 512}
@@ -545,3 +557,12 @@ def test_layers_with_windows_take_pages_beside_those_of_full_attention() -> None
     assert pages_of_windows({"layer_types": kinds * 2, "sliding_window": 65}, 128, 64) == 5 * 3
     shared = {"layer_types": kinds[4:] * 2, "sliding_window": 64, "num_kv_shared_layers": 2}
     assert pages_of_windows(shared, 128, 64) == 2
+
+
+def test_latent_attention_is_drawn_on_a_gpu_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    drawn = [draw_settings("latent", number, 256, Place("cuda", 32, 2, model)) for number in range(30)]
+    assert {(one.eager, one.workers) for one in drawn} == {(True, 1)}
+    assert {one.runner for one in drawn} == {"", "1"}
+    assert {one.eager for one in SETTINGS} == {False, True}

@@ -17,6 +17,7 @@ from .parallel import tensor_tree
 from .reviews import connectors, encoding, expert_adapters, patch_points, schemes
 from .reviews.schemes import FP8_CACHES
 
+EAGER = "--enforce-eager"
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
 KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
@@ -24,6 +25,10 @@ _SMALLER = tuple(range(64, 257, 16))
 HEAD_SIZES = (*_SMALLER, 512)
 """Elements of a decoder's attention head that the kernels for CPUs and NVIDIA GPUs have."""
 ENCODER_HEAD_SIZES = (32, 48, *_SMALLER)
+LATENT_SIZES = ((64, 16), (512, 64))
+"""Elements of the cache's vectors of latent attention that are keys and values, and of those that are keys alone: of
+DeepSeek's, and of the small models of tests.
+"""
 SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
 """The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,6 +63,8 @@ def _attention_backend(config: Config) -> str | None:
         *(getattr(config.attention_config, "backend_per_kind", None) or {}).values(),
     ]
     allowed = devices.of_config(config).attention_choices
+    if _is_latent(config):
+        allowed = (*allowed, *devices.of_config(config).latent_choices)
     if _has_heads_of_two_sizes(config):  # vLLM chooses one for them where nobody has
         allowed = (*allowed, "TRITON_ATTN")
     other = [backend.name for backend in chosen if backend is not None and backend.name not in allowed]
@@ -349,6 +356,7 @@ def _beside_a_connector(config: Config) -> str | None:
         "a multimodal model": model.is_multimodal_model,
         "layers that keep states": _has_states(model),
         "windows of attention": model.get_sliding_window() is not None,
+        "latent attention": _is_latent(config),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": model.enable_sleep_mode,
     }
@@ -702,11 +710,46 @@ def _experts_without_a_gate(config: Config) -> str | None:
     return _when("E" in pattern, "experts without a gate")
 
 
+def _is_latent(config: Config) -> bool:
+    return bool(getattr(config.model_config, "use_mla", False))
+
+
 def _latent_attention(config: Config) -> str | None:
-    return _when(config.model_config.use_mla, "multi-head latent attention")
+    model = config.model_config
+    architecture = getattr(model, "architecture", "")
+    if not model.use_mla or architecture in RAN.latent_models:
+        return None
+    return f"multi-head latent attention{f' of {architecture}' if architecture else ''}"
+
+
+def _latent_elsewhere(config: Config) -> str | None:
+    """What has not been run with models whose layers have latent attention."""
+    named = "latent attention"
+    if found := _beside_layers(config, named, RAN.latent_models, RAN.latent, RAN.latent_workers):
+        return found
+    if not _is_latent(config):
+        return None
+    text, model = config.model_config.hf_text_config, config.model_config
+    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
+    dtype = str(model.dtype).removeprefix("torch.")
+    sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    scaling = getattr(text, "llama_4_scaling", None)
+    beside = {
+        "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
+        f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
+        "queries that are scaled by their position": scaling is not None,
+        "sleep": getattr(model, "enable_sleep_mode", False),
+        f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
+        f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
+        "CUDA graphs": by_gpus and not model.enforce_eager,
+    }
+    first = _first(beside)
+    return _when(first, f"{named} with {first}")
 
 
 def _head_size(config: Config) -> str | None:
+    if _is_latent(config):  # whose sizes are others
+        return None
     size = config.model_config.get_head_size()
     others = HEAD_SIZES if _has_heads_of_two_sizes(config) else _SMALLER
     sizes = ENCODER_HEAD_SIZES if _is_encoder(config) else others
@@ -1099,8 +1142,8 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 with --language-model-only, or with "
-        "every --limit-mm-per-prompt at 0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL with --language-model-only, "
+        "or with every --limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
@@ -1172,6 +1215,12 @@ COVERED = (
         "Attention",
         "MHA, GQA, MQA; head sizes 64 to 256 in steps of 16; causal, sliding window, logit "
         "soft-cap, ALiBi, sinks; of encoders all keys or a window to both sides, also with head sizes 32 and 48",
+    ),
+    Feature(
+        "Multi-head latent attention (MLA)",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
+        "two on a CPU with vLLM 0.32, DeepSeek's and Moonlight in bf16 by one on a GPU with 0.33 and --enforce-eager: "
+        "every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1556,8 +1605,8 @@ REFUSED = (
     Feature(
         "Other multimodal models, also as text; InternVL, Mistral 3, Voxtral, Idefics 3 and SmolVLM around other text "
         "models than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4 and Llama 4 have been proven to be text "
-        "models without their encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL have been proven to be "
+        "text models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
@@ -1680,10 +1729,22 @@ REFUSED = (
         ("cpu",),
     ),
     Feature(
-        "MLA (DeepSeek)",
-        "it has attention kernels of its own",
-        "serve a model with plain attention",
+        "MLA but of DeepSeek-V2 and V3, Moonlight and GLM-4.7-Flash; sparse attention (DeepSeek-V3.2)",
+        "other models have not been run, and an indexer has kernels of its own",
+        "serve DeepSeek-V2 or V3, Moonlight or GLM-4.7-Flash, or a model with plain attention",
         _latent_attention,
+    ),
+    Feature(
+        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, in CUDA graphs, engines, "
+        "whole experts, drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, "
+        "FlexAttention",
+        "these have not been run",
+        f"pass --enforce-eager on a GPU, with vLLM 0.33 and bf16; {envs.UNTRIED.name}=1 starts more there",
+        _latent_elsewhere,
+        arguments=(
+            *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),
+            *(EAGER, envs.TP_TREE.name),
+        ),
     ),
     Feature(
         "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",
@@ -1795,7 +1856,7 @@ REFUSED = (
     ),
     Feature(
         "KV connectors beside several workers or engines, drafts, exact arithmetic, FlexAttention, FP8 caches, "
-        "quantisation, experts, models that pool or take images, states, windows, embeddings as prompts and sleep",
+        "quantisation, experts, models that pool or take images, states, windows, MLA, embeddings as prompts and sleep",
         "these have not been run together",
         "leave --kv-transfer-config and --kv-offloading-size out",
         _beside_a_connector,
@@ -1851,7 +1912,7 @@ def check(config: Config) -> None:
 
 _OF_A_FOLDER = (_attention_of_another_device, _latent_attention, _head_size)
 """What finds the features that the variables and a model's config.json tell."""
-_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2")
 """Types of models that vLLM computes by latent attention if they have a rank for it."""
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 """Types of models whose tokens see those after them."""
@@ -1875,6 +1936,7 @@ def check_folder(device_type: str, text: Mapping[str, Any]) -> None:
         size = hidden // heads
     known = isinstance(size, int) and size > 0 and not any(text.get(name) for name in _OTHER_HEADS)
     model = SimpleNamespace(
+        architecture=next(iter(text.get("architectures") or ()), ""),
         use_mla=text.get("model_type") in _LATENT and text.get("kv_lora_rank") is not None,
         get_head_size=lambda: size if known else HEAD_SIZES[0],
         runner_type="pooling",

@@ -1,4 +1,4 @@
-"""A small checkpoint of Qwen3, LFM2 or Qwen3.5, the first and the last also with experts, or of a model that sees
+"""A small checkpoint of Qwen3, LFM2, Qwen3.5 or DeepSeek-V3, all but LFM2 also with experts, or of a model that sees
 images (:mod:`.image_model`), with random weights and a tokenizer, made in seconds, for machines that reach no model
 hub; a trained one is written by :mod:`.real_model`.
 
@@ -90,6 +90,8 @@ _RULE_TAPS = 4
 """Of the convolution before a gated delta rule or a state space."""
 _GROUPS = 2
 """Of the heads of a state space."""
+_LATENT, _TURNED = 512, 64
+"""Elements of a vector of latent attention, as published: keys and values, and keys alone."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Shape:
         rule_heads: key heads and value heads of a gated delta rule.
         rule_head_size: of these; 0 for that of attention.
         attention_every: of a model with gated delta rules or state spaces every so many layers the last has attention.
+        latent: whether it is a DeepSeek-V3, whose layers have latent attention.
         images: the family of a model that sees images, of :data:`.image_model.FAMILIES`; empty: it sees none.
     """
 
@@ -129,6 +132,7 @@ class Shape:
     rule_heads: tuple[int, int] = (2, 4)
     rule_head_size: int = 0
     attention_every: int = 2
+    latent: bool = False
     images: str = ""
 
     def __post_init__(self) -> None:
@@ -144,6 +148,8 @@ class Shape:
             raise ValueError(f"{self.images!r} is none of {', '.join(image_model.FAMILIES)}")
         if self.images and (self.experts or self.hybrid or self.head_size != 64):
             raise ValueError(f"{self.family} has neither experts nor other layers here, and heads of 64")
+        if self.latent and (self.images or self.hybrid):
+            raise ValueError("DeepSeek-V3 has neither other layers nor images")
         if self.hybrid in ("conv", "mamba2") and self.experts:
             raise ValueError(f"{HYBRIDS[self.hybrid]} has no experts here")
         if self.hybrid == "conv" and self.hidden != self.heads * self.head_size:
@@ -154,6 +160,8 @@ class Shape:
         """The models that it is one of."""
         if self.images:
             return image_model.FAMILIES[self.images].name
+        if self.latent:
+            return "DeepSeek-V3"
         return HYBRIDS.get(self.hybrid, "Qwen3") + ("-MoE" if self.experts else "")
 
     def has_experts(self, layer: int) -> bool:
@@ -568,10 +576,81 @@ def nemotron_h_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     }
 
 
+def deepseek_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """As :func:`random_weights`, of a DeepSeek-V3: latent attention; experts that scores with a bias choose in groups,
+    beside one that all tokens share.
+    """
+    normal, near = distributions(shape, drawn)
+    yield weights_of_no_layer(shape, tokens, drawn)
+    rank, size = shape.hidden // 2, shape.head_size
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}."
+        attention = layer + "self_attn."
+        weights = {
+            attention + "q_a_proj.weight": normal(rank, shape.hidden),
+            attention + "q_a_layernorm.weight": near(1, rank),
+            attention + "q_b_proj.weight": normal(shape.heads * (size + _TURNED), rank),
+            attention + "kv_a_proj_with_mqa.weight": normal(_LATENT + _TURNED, shape.hidden),
+            attention + "kv_a_layernorm.weight": near(1, _LATENT),
+            attention + "kv_b_proj.weight": normal(shape.heads * 2 * size, _LATENT),
+            attention + "o_proj.weight": normal(shape.hidden, shape.heads * size, shape.residual_gain),
+            layer + "input_layernorm.weight": near(1, shape.hidden),
+            layer + "post_attention_layernorm.weight": near(1, shape.hidden),
+        }
+        mlps = {layer + "mlp.": shape.intermediate}
+        if shape.has_experts(i):
+            weights[layer + "mlp.gate.weight"] = normal(shape.experts, shape.hidden)
+            weights[layer + "mlp.gate.e_score_correction_bias"] = near(0.1, shape.experts).float()
+            mlps = {f"{layer}mlp.experts.{expert}.": shape.expert_intermediate for expert in range(shape.experts)}
+            mlps[layer + "mlp.shared_experts."] = shape.expert_intermediate
+        for mlp, intermediate in mlps.items():
+            weights |= {
+                mlp + "gate_proj.weight": normal(intermediate, shape.hidden),
+                mlp + "up_proj.weight": normal(intermediate, shape.hidden),
+                mlp + "down_proj.weight": normal(shape.hidden, intermediate, shape.residual_gain),
+            }
+        yield weights
+
+
+def deepseek_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """As :func:`config_of`, of a DeepSeek-V3."""
+    groups = 2 if shape.experts % 2 == 0 else 1
+    config = config_of(replace(shape, experts=0), eos, pad) | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": shape.hidden // 2,
+        "kv_lora_rank": _LATENT,
+        "qk_nope_head_dim": shape.head_size,
+        "qk_rope_head_dim": _TURNED,
+        "v_head_dim": shape.head_size,
+        "n_routed_experts": shape.experts or 1,  # of no layer
+        "num_experts_per_tok": shape.top_k,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": shape.expert_intermediate,
+        "first_k_dense_replace": min(shape.dense_layers, shape.layers) if shape.experts else shape.layers,
+        "moe_layer_freq": 1,
+        "n_group": groups,
+        "topk_group": groups,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    }
+    return {name: value for name, value in config.items() if name != "head_dim"}
+
+
 def drawing_of(
     shape: Shape,
 ) -> "tuple[Callable[..., Iterator[dict[str, torch.Tensor]]], Callable[..., dict[str, Any]]]":
-    """What draws the weights of a Qwen3, an LFM2, a Qwen3.5 or a Nemotron-H, and what its configuration is made by."""
+    """What draws the weights of a Qwen3, an LFM2, a Qwen3.5, a Nemotron-H or a DeepSeek-V3, and what its configuration
+    is made by.
+    """
+    if shape.latent:
+        return deepseek_weights, deepseek_config_of
     return {
         "": (random_weights, config_of),
         "conv": (lfm2_weights, lfm2_config_of),
@@ -587,8 +666,8 @@ def make_checkpoint(
 
     Args:
         folder: returned.
-        shape: of a Qwen3, an LFM2, a Qwen3.5 or a Nemotron-H, or of a gpt-oss, of 8 experts if none are asked, where
-            ``form`` is one of its experts'.
+        shape: of a Qwen3, an LFM2, a Qwen3.5, a Nemotron-H or a DeepSeek-V3, or of a gpt-oss, of 8 experts
+            if none are asked, where ``form`` is one of its experts'.
         seed: of the weights.
         form: a quantised format, of :data:`.quantised_model.CHECKPOINT_FORMATS`, with which some weights are other
             ones, zero among them. Empty: the weights as they are.
@@ -693,7 +772,7 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2 or Qwen3.5, also with experts, or with --images of a model "
+        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2, Qwen3.5 or DeepSeek-V3, or with --images of a model "
         "that sees images, with random weights and a tokenizer, in seconds, for machines that reach no model hub. The "
         "same arguments give the same files. With --real it is a small trained model, out of a package registry."
     )
@@ -720,6 +799,11 @@ def add_arguments(parser: OneLineParser) -> None:
         default=Shape.hybrid,
         help="what every other layer has in the place of attention: conv is a short convolution, of LFM2; delta a "
         "gated delta rule, of Qwen3.5; mamba2 a state space, of Nemotron-H",
+    )
+    parser.add_argument(
+        "--latent",
+        action="store_true",
+        help="latent attention in the place of attention, of DeepSeek-V3, with vectors as large as published",
     )
     parser.add_argument(
         "--images",
@@ -755,6 +839,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
     if options.hybrid and options.experts and options.format:
         parser.error("--hybrid with --experts is a model of plain weights: leave out --format")
+    if options.latent and (options.format or options.hybrid or options.images):
+        parser.error("--latent is a model of plain weights: leave out --hybrid, --images and --format")
     if options.images and (options.format or options.experts or options.hybrid):
         parser.error("--images is a dense model of plain weights: leave out --experts, --hybrid and --format")
     if options.unpacked is not None:
@@ -766,7 +852,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         return _run_real(options, parser)
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
     kind = {"hybrid": options.hybrid, "heads": options.hidden // Shape.head_size} if options.hybrid else {}
-    kind |= {"images": options.images}
+    kind |= {"images": options.images, "latent": options.latent}
     try:
         shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts, **kind)
     except ValueError as error:
@@ -811,7 +897,8 @@ def _run_real(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     from . import real_model
 
-    of_random = {name: parser.get_default(name) for name in ("seed", "layers", "hidden", "experts", "hybrid", "images")}
+    names = ("seed", "layers", "hidden", "experts", "hybrid", "latent", "images")
+    of_random = {name: parser.get_default(name) for name in names}
     if given := [f"--{name}" for name, default in of_random.items() if getattr(options, name) != default]:
         parser.error(f"--real is one trained model: leave out {', '.join(given)}")
     try:

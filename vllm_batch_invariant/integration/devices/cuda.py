@@ -188,6 +188,8 @@ DEVICE = Cuda(
     DEVICES["cuda"],
     attention_backend="vllm_batch_invariant.integration.layers.attention_cuda.Backend",
     attention_choices=("CUSTOM",),
+    latent_backend="vllm_batch_invariant.integration.layers.attention_latent_cuda.LatentBackend",
+    latent_choices=("TRITON_MLA",),
     adapters="vllm_batch_invariant.integration.layers.lora_cuda.GpuAdapters",
     serving="Matmuls: K in ascending order, by cuBLASLt and Triton. Norms, softmax, sums: Triton, in a fixed order.",
     execution="Layers are not compiled; steps run in CUDA graphs.",

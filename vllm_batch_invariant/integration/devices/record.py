@@ -17,6 +17,7 @@ from ..layers import (
     delta_rule,
     encoders,
     int8,
+    latent,
     mamba2,
     mrope,
     norm,
@@ -43,6 +44,8 @@ class VllmDevice:
         ops: what operations know of it.
         attention_backend: our class of attention backends, as vLLM imports it.
         attention_choices: names of vLLM's attention backends that lead to ours, first its own; others are refused.
+        latent_backend: our class of attention backends of latent attention, as vLLM imports it; empty without.
+        latent_choices: names of vLLM's attention backends that lead to that, first its own.
         adapters: our class of what layers with LoRA adapters call, as vLLM imports it.
         serving: what serves the operations but attention, for the log.
         execution: how layers run, for the log.
@@ -65,6 +68,8 @@ class VllmDevice:
     ops: Device
     attention_backend: str
     attention_choices: tuple[str, ...]
+    latent_backend: str = ""
+    latent_choices: tuple[str, ...] = ()
     adapters: str = "vllm_batch_invariant.integration.layers.lora.Adapters"
     serving: str = ""
     execution: str = "Layers are not compiled."
@@ -97,11 +102,15 @@ class VllmDevice:
     def before_platform(self, vllm_config: Any) -> None:
         """Settings that the platform reads when it adjusts a configuration."""
 
+    def kept(self, vllm_config: Any) -> dict[str, dict[str, Any]]:  # of some devices
+        """Fields that the platform may change and that stay as they are, by the parts of a configuration."""
+        return {}
+
     def update_config(self, vllm_config: Any) -> None:
         """Settings of the mode, after the platform's: our attention, and layers that are not compiled, because
         compiled ones have no operators left to replace.
         """
-        vllm_config.attention_config.backend = self.vllm_backend
+        vllm_config.attention_config.backend = self.backend_of(vllm_config)
         if vllm_config.model_config is not None and getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
             # An image that is larger than a step would wait for ever: vLLM refuses it at start-up where this is set.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
@@ -142,6 +151,7 @@ class VllmDevice:
         shared_norm.install()
         mrope.install()
         encoders.install()
+        latent.install()
         pooling.install()
         short_conv.install()
         delta_rule.RECURRENCE.install()
@@ -165,6 +175,7 @@ class VllmDevice:
             NotCovered: a layer that nobody has read.
         """
         encoders.prepare(worker.get_model())
+        latent.prepare(worker.get_model())
         review.check(worker.get_model())
         encoders.clear_before_each_step(worker.get_model())
         weights.watch_loading(worker.get_model())
@@ -255,6 +266,17 @@ class VllmDevice:
     def vllm_backend(self) -> Any:
         """The member of vLLM's enumeration of attention backends that stands for ours."""
         return patch_points.BACKENDS.get()[self.attention_choices[0]]
+
+    def latent_backends(self) -> list[Any]:
+        """The members that stand for that of latent attention, first its own; a version may lack some."""
+        of_vllm = patch_points.BACKENDS.get().__members__
+        return [of_vllm[name] for name in self.latent_choices if name in of_vllm]
+
+    def backend_of(self, vllm_config: Any) -> Any:
+        """The member that a model's layers get."""
+        model, latent_backends = vllm_config.model_config, self.latent_backends()
+        is_latent = model is not None and model.use_mla and latent_backends
+        return latent_backends[0] if is_latent else self.vllm_backend
 
 
 class ExactDevice(VllmDevice):

@@ -42,7 +42,10 @@ def install() -> None:
     _check_configurations(platform)
     device.install(platform)
     adapters.install(platform, device.adapters)
-    patch_points.REGISTER_BACKEND.get()(device.vllm_backend, device.attention_backend)
+    register = patch_points.REGISTER_BACKEND.get()
+    register(device.vllm_backend, device.attention_backend)
+    for backend in device.latent_backends():
+        register(backend, device.latent_backend)
     patch_points.INIT_BATCH_INVARIANCE.put(install_worker)
     install_on_every_device()
     _installed = True
@@ -94,8 +97,12 @@ def _check_configurations(platform: type[Any]) -> None:
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         check(vllm_config)
         device = devices.of_config(vllm_config)
+        kept = device.kept(vllm_config)
         device.before_platform(vllm_config)
         adjust(cls, vllm_config)
+        for part, fields in kept.items():
+            for name, value in fields.items():
+                setattr(getattr(vllm_config, part), name, value)
         device.update_config(vllm_config)
         device.after_platform(vllm_config)
 

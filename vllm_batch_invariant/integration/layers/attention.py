@@ -48,6 +48,11 @@ class Metadata:
     NO_RANGE; None where no token sees what is behind it.
     """
 
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that vLLM's latent attention takes as it takes those of decode: all."""
+        return self.num_actual_tokens
+
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     """Takes what it needs from vLLM's common metadata; nothing is planned by the batch."""
@@ -136,8 +141,14 @@ def cache_of(layer: torch.nn.Module) -> torch.Tensor:
 
 
 def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
-    """Its keys, [pages, KV heads, page, head size]; of codes their bytes."""
-    return split_cache(cache_of(layer))[0]
+    """Its keys, [pages, KV heads, page, head size]; of codes their bytes. A latent cache has no dimension of heads."""
+    held = cache_of(layer)
+    return pages_of(held) if held.dim() == 3 else split_cache(held)[0]
+
+
+def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The latent cache [pages, 1, page, latent + turned size] of vLLM's [pages, page, ...]."""
+    return kv_cache.unsqueeze(1)
 
 
 class FixedSplitAttention(AttentionImpl[Metadata]):
@@ -178,8 +189,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         causal = attn_type == AttentionType.DECODER
         self.reads_another_cache = kv_sharing_target_layer_name is not None
         """Whether keys and values are those of an earlier layer, which writes them."""
-        served = ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
-        if head_size not in served:
+        if head_size not in self.head_sizes:
             raise NotCovered(
                 f"attention heads of size {head_size}", f"the kernels have sizes {SIZES}", "serve another model"
             )
@@ -214,6 +224,16 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                 "that implementation sees no keys after a token",
                 f"leave {envs.ATTENTION.name} out",
             )
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Those that such a layer may have."""
+        return ENCODER_HEAD_SIZES if self.is_of_encoder else HEAD_SIZES
+
+    @property
+    def tail(self) -> int:
+        """Elements of a key behind those that are its value, too."""
+        return 0
 
     def restore_after_sleep(self) -> None:
         """Write again what lies beside the weights and vLLM does not know: sleep of level 2 lets it go."""

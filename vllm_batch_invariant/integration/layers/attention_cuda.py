@@ -78,14 +78,16 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
         spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config
         holds_codes = layers[0].holds_codes
+        tail = layers[0].tail
         shape = AttentionShape(
             layers[0].num_heads,
             spec.num_kv_heads,
-            spec.head_size,
+            spec.head_size - tail,
             model.dtype if holds_codes else spec.dtype,
             AttentionReduction.of_device("cuda"),
             E4M3 if holds_codes else None,
             layers[0].scales_tokens,
+            tail,
         )
         keys = scheduler.max_num_seqs * model.max_model_len
         if blocks := self._config.cache_config.num_gpu_blocks:

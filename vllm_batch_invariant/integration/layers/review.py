@@ -26,7 +26,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from .. import reviews
 from ..reviews import encoding, patch_points, sources
-from . import calls, encoders, experts, fp8, int8, pooling, quantised, shared_norm
+from . import calls, encoders, experts, fp8, int8, latent, pooling, quantised, shared_norm
 from .calls import MODELS
 
 POOLERS = "vllm.model_executor.layers.pooler."
@@ -164,6 +164,12 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
                 return f"its KV cache has {scales[0].numel()} and {scales[1].numel()} scales"
             if not all(bool(((scale > 0) & (scale < math.inf)).all()) for scale in scales):
                 return f"the scales of its KV cache are {' and '.join(str(scale.tolist()) for scale in scales)}"
+    elif type(layer).__name__ == latent.NAME:
+        return latent.problem_of(layer)
+    elif type(layer).__name__ == latent.FUSED and layer._use_min_latency_gemm:
+        return "it has another kernel for few rows"
+    elif type(layer).__name__ == latent.OUTER and layer.fuse_qkv_rmsnorm:
+        return "its norms are computed by a kernel of vLLM's"
     elif isinstance(layer, patch_points.MOE_RUNNER.get()):
         return experts.problem_of(layer)
     elif isinstance(layer, patch_points.ROUTED_EXPERTS.get()):

@@ -1,4 +1,5 @@
-"""vLLM's rotary embedding on a CPU, for models that give it queries and keys by heads, as LFM2 does.
+"""vLLM's rotary embedding on a CPU, for models that give it queries and keys by heads, as LFM2 does, or parts of heads,
+as those with latent attention do.
 
 Its kernel (``csrc/cpu/pos_encoding.cpp``, read and run in 0.32) steps from token to token by the last stride but one.
 Of [tokens, heads, head_size] that is the stride of heads: a token's heads are turned by the angles of others, and again
@@ -19,10 +20,8 @@ def install() -> None:
 
 
 def of_rows(rotate: Any) -> Any:
-    """vLLM's function, which turns queries and keys in place, given each token's heads as one row.
-
-    Raises:
-        RuntimeError: from PyTorch, where the heads of a token are not one after the other.
+    """vLLM's function, which turns queries and keys in place, given each token's heads as one row: a copy, where they
+    are not one after the other.
     """
     if getattr(rotate, "of_rows", False):
         return rotate
@@ -31,8 +30,11 @@ def of_rows(rotate: Any) -> Any:
     def rotary_embedding(
         positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *rest: Any, **named: Any
     ) -> None:
-        rows = (x.view(len(x), -1) if x is not None and x.dim() == 3 else x for x in (query, key))
+        rows = [x.reshape(len(x), -1) if x is not None and x.dim() == 3 else x for x in (query, key)]
         rotate(positions, *rows, *rest, **named)
+        for x, turned in zip((query, key), rows, strict=True):
+            if x is not None and turned is not None and x.data_ptr() != turned.data_ptr():
+                x.copy_(turned.view_as(x))
 
     rotary_embedding.of_rows = True  # type: ignore[attr-defined]  # what a function keeps of itself
     return rotary_embedding

@@ -230,6 +230,10 @@ class Ran:
         mamba2_models: with state spaces of Mamba-2 beside attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
+        latent_models: models whose layers have latent attention.
+        latent_on_cpus_alone: those of them that no GPU has run.
+        latent: versions whose engines have served it, by device.
+        latent_workers: numbers of workers above 1 that have shared it, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -282,6 +286,10 @@ class Ran:
     mamba2_models: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
     chunked_models: tuple[str, ...]
+    latent_models: tuple[str, ...]
+    latent_on_cpus_alone: tuple[str, ...]
+    latent: Mapping[str, str]
+    latent_workers: Mapping[str, tuple[int, ...]]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]

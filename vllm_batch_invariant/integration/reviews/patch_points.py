@@ -201,6 +201,14 @@ MAMBA2 = PatchPoint(("vllm.model_executor.layers.mamba.mamba_mixer2",), "MambaMi
 """The layer of a state space of Mamba-2, of Nemotron-H, Granite 4 H and Falcon-H1."""
 MAMBA2_NORM = PatchPoint(("vllm.model_executor.layers.mamba.mamba_mixer2",), "Mixer2RMSNormGated")
 """Its norm, of groups behind their gates."""
+LATENT_ATTENTION = PatchPoint(("vllm.model_executor.layers.attention.mla_attention",), "MLAAttention")
+"""The layer of latent attention, of DeepSeek's models."""
+LATENT_PREFILL = PatchPoint(("vllm.model_executor.layers.attention.mla_attention",), "get_mla_prefill_backend")
+"""Chooses what computes its long chunks."""
+LATENT_BACKEND = PatchPoint(("vllm.model_executor.layers.attention.mla_attention",), "MLACommonBackend")
+"""The base of its backends."""
+WRITE_LATENT_CACHE = PatchPoint(("vllm._custom_ops",), "concat_and_cache_mla")
+"""Copies a step's latent vectors to their pages on CUDA."""
 SHARED_NORM = PatchPoint(("vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp",), "MiniMaxText01RMSNormTP")
 """A norm of all heads' queries or keys, which workers share."""
 MAMBA2_BACKEND = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionBackend")

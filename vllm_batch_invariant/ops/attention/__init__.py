@@ -48,8 +48,8 @@ def attend(
     Args:
         call: the batch and the layer.
         implementation: "auto" picks one by device; or one of :data:`IMPLEMENTATIONS`.
-        out: [tokens, query_heads, head_size] of query's dtype, any strides; rows beyond ``query_start_loc[-1]`` are
-            left alone.
+        out: [tokens, query_heads, head_size of the values] of query's dtype, any strides; rows beyond
+            ``query_start_loc[-1]`` are left alone.
         plan: on a GPU, a step's plan by ``attention.plan.Planner`` or ``attention.flex.plan.Planner``, for this
             ``seq_lens`` and ``query_start_loc``. With one nothing is read back to the host, so lengths and pages are
             not checked: the caller guarantees them.
@@ -64,9 +64,9 @@ def attend(
     call.check(values=plan is None)
     query = call.query
     if out is None:
-        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    elif out.shape != query.shape or out.dtype != query.dtype:
-        raise ValueError(f"out must be {list(query.shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
+        out = query.new_zeros(call.out_shape)
+    elif out.shape != call.out_shape or out.dtype != query.dtype:
+        raise ValueError(f"out must be {list(call.out_shape)} {query.dtype}, got {list(out.shape)} {out.dtype}")
     module = _implementation(implementation, query.device.type, call)
     if plan is not None:
         module.paged_attention(call, out, plan)
@@ -127,6 +127,12 @@ def _implementation(name: str, device: str, call: PagedAttention) -> ModuleType:
             f"a KV cache in fp8 by '{chosen}'",
             "that implementation does not read it",
             "leave --kv-cache-dtype out, or choose another implementation",
+        )
+    if call.cache.tail and not getattr(module, "READS_LATENT", False):
+        raise NotCovered(
+            f"multi-head latent attention by '{chosen}'",
+            "that implementation has no values that are a part of the keys",
+            "serve another model, or choose another implementation",
         )
     if call.ranges is not None and not getattr(module, "SEES_RANGES", False):
         raise NotCovered(

@@ -82,7 +82,7 @@ class Operands:
     """One request's queries and pages; requests of other lengths begin like it and share its pages."""
 
     query: torch.Tensor
-    """[_LENGTH, heads, head_size]"""
+    """[_LENGTH, heads, elements of a key]"""
     cache: PagedCache
     """Strided as an engine's; of one request."""
     scale: float
@@ -244,7 +244,7 @@ def compare(
 
 def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec, sees_ranges: bool) -> int | str:
     """As :func:`compare`, for one kind of layer and one request."""
-    known = torch.empty_like(operands.query)
+    known = operands.query.new_empty((*operands.query.shape[:2], operands.cache.value_size))
     for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
         known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], layer, False)
     elements = 0
@@ -292,7 +292,7 @@ def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands, window
 def _attend(
     planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer: AttentionSpec, has_ranges: bool
 ) -> torch.Tensor:
-    """[tokens of all chunks, heads, head_size]; NaN where no kernel wrote. Ranges are of no position."""
+    """[tokens of all chunks, heads, the values' size]; NaN where no kernel wrote. Ranges are of no position."""
     device = operands.query.device
     query = torch.cat([operands.query[one.kv_len - one.query_len : one.kv_len] for one in chunks])
     lengths = torch.tensor([one.kv_len for one in chunks], dtype=torch.int32, device=device)
@@ -303,7 +303,7 @@ def _attend(
     spec = replace(layer.to(device), scale=operands.scale, sinks=sinks)
     ranges = torch.tensor([NO_RANGE], dtype=torch.int32, device=device).repeat(len(query), 1) if has_ranges else None
     call = PagedAttention(query, cache, lengths, starts, spec, planner.shape.reduction, ranges)
-    out = torch.full_like(query, math.nan)
+    out = query.new_full(call.out_shape, math.nan)
     plan = planner.plan(starts, lengths, len(query), max(one.query_len for one in chunks), has_ranges)
     paged_attention(call, out, plan)
     return out
@@ -313,7 +313,7 @@ def by_scores(shape: AttentionShape, device: torch.device, page_size: int) -> Op
     """Every score is exactly 0 but for rounding errors, which the scale makes as large as scores are: the order of the
     dots of queries and keys decides the weights.
     """
-    heads, size = shape.heads, shape.head_size
+    heads, size = shape.heads, shape.head_size + shape.tail
     query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)
     values = torch.randn(_LENGTH, shape.kv_heads, size, generator=_generator(device), device=device).to(shape.dtype)
     return _paged(shape, query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, page_size, _NOISE)
@@ -329,8 +329,11 @@ def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Op
     half = torch.randn(tiles, tile // 2, shape.kv_heads, size, generator=generator, device=device).to(shape.dtype)
     order = torch.randperm(tile // 2, generator=generator, device=device)
     values = torch.cat([half, -half[:, order]], 1).flatten(0, 1)[:_LENGTH]
-    query = torch.zeros(_LENGTH, shape.heads, size, dtype=shape.dtype, device=device)
-    return _paged(shape, query, torch.ones_like(values), values, page_size, 1.0)
+    query = torch.zeros(_LENGTH, shape.heads, size + shape.tail, dtype=shape.dtype, device=device)
+    keys = torch.ones_like(values)
+    if shape.tail:
+        keys = torch.cat([values, values[..., :1].expand(-1, -1, shape.tail)], -1)
+    return _paged(shape, query, keys, values, page_size, 1.0)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -340,20 +343,24 @@ def _generator(device: torch.device) -> torch.Generator:
 def _paged(
     of: AttentionShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int, scale: float
 ) -> Operands:
-    """Keys and values [_LENGTH, kv_heads, head_size] side by side in pages that lie in any order, as vLLM has them.
+    """Keys and values [_LENGTH, kv_heads, head_size] side by side in pages that lie in any order, as vLLM has them;
+    keys with a tail alone.
 
     Codes of equal and of opposite numbers are equal and opposite, so that what cancels still does.
     """
     device, pages = query.device, -(-_LENGTH // page_size)
-    shape = pages + 1, page_size, keys.shape[1], 2 * keys.shape[2]
+    both = keys if of.tail else torch.cat([keys, values], -1)
+    shape = pages + 1, page_size, *both.shape[1:]
     cache = torch.full(shape, math.nan, dtype=query.dtype, device=device)
     order = torch.randperm(pages + 1, generator=_generator(device), device=device)[:pages]
     places = torch.arange(_LENGTH, device=device)
-    cache[order[places // page_size], places % page_size] = torch.cat([keys, values], -1)
+    cache[order[places // page_size], places % page_size] = both
     scales = []
     if of.cache_dtype is not None:
         each = (len(cache), keys.shape[1], page_size) if of.scales_of_tokens else ()
         scales = [torch.ones(each, dtype=torch.float32, device=device) for _ in "kv"]
         cache = codes_of(cache, torch.ones((), device=device))
+    if of.tail:
+        return Operands(query, PagedCache.latent(cache.transpose(1, 2), of.head_size, order[None].int()), scale)
     split = cache.transpose(1, 2).split(keys.shape[-1], dim=-1)
     return Operands(query, PagedCache(*split, order[None].int(), None, *scales), scale)

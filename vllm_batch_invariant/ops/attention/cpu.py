@@ -7,10 +7,10 @@ import torch
 from ..common.kv_cache import of_tokens, scale_strides
 from ..common.numba_rows import threads
 from . import cpu_kernel
-from .cpu_kernel import READS_E4M3, READS_PACKED, SEES_RANGES, SERVES
+from .cpu_kernel import READS_E4M3, READS_LATENT, READS_PACKED, SEES_RANGES, SERVES
 from .params import PackedKeys, PagedAttention
 
-__all__ = ["READS_E4M3", "READS_PACKED", "SEES_RANGES", "SERVES", "paged_attention"]
+__all__ = ["READS_E4M3", "READS_LATENT", "READS_PACKED", "SEES_RANGES", "SERVES", "paged_attention"]
 
 BLOCK_M = 64
 """Query rows of a work item, (token, query head of the KV head) pairs."""
@@ -66,7 +66,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         SERIAL_BELOW,
     )
     query = params.query[: params.tokens].float().contiguous()
-    result = torch.empty_like(query)
+    result = query.new_empty((*query.shape[:2], cache.value_size))
     numba.set_num_threads(len(work.indptr) - 1)
     cpu_kernel.attend(
         query.numpy(),

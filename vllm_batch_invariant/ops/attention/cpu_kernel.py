@@ -43,7 +43,7 @@ from ..common.numba_simd import (
 from .params import AttentionSpec
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
-READS_E4M3 = READS_PACKED = SEES_RANGES = True
+READS_E4M3 = READS_PACKED = READS_LATENT = SEES_RANGES = True
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -115,19 +115,22 @@ class Work(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """A thread's memory, fp32: rows of ``width`` elements, which is the head size padded to pairs of vectors."""
+    """A thread's memory, fp32: rows of ``width`` elements, which is the head size padded to pairs of vectors, and of
+    values ``value_width``, which may be less.
+    """
 
     width: int
+    value_width: int
     tile: np.ndarray
-    """[BLOCK_N, width], keys or values."""
+    """[BLOCK_N, width] keys, or [BLOCK_N, value_width] values."""
     q: np.ndarray
     """[rows, width]"""
     p: np.ndarray
     """[rows, split_size], scores, then weights."""
     split_acc: np.ndarray
-    """[rows, width], weighted values of the split."""
+    """[rows, value_width], weighted values of the split."""
     acc: np.ndarray
-    """[rows, width], of all splits so far."""
+    """[rows, value_width], of all splits so far."""
     visible: np.ndarray
     """[rows, 2] int64: first and last + 1 key that a row sees of the split."""
     split_ml: np.ndarray
@@ -152,14 +155,16 @@ def _load_widened(cache, element):
 
 
 @njit
-def _load_rows(cache, head, pages, page_size, begin, end, head_size, scratch, first):
-    """Widen positions begin to end - 1 of a KV head into rows ``first`` and following of the scratch tile."""
+def _load_rows(cache, head, pages, page_size, begin, end, size, width, tile, first):
+    """Widen positions begin to end - 1 of a KV head, of ``size`` elements, into rows ``first`` and following of a tile
+    whose rows have ``width``.
+    """
     page = begin // page_size
     slot = begin - page * page_size
     for key in range(first, first + end - begin):
         start = pages[page] * cache.strides[0] + head * cache.strides[1] + slot * cache.strides[2]
-        for d in range(0, head_size, 16):
-            store(_load_widened(cache, start + d), scratch.tile, key * scratch.width + d)
+        for d in range(0, size, 16):
+            store(_load_widened(cache, start + d), tile, key * width + d)
         slot += 1
         if slot == page_size:
             slot = 0
@@ -334,7 +339,7 @@ def _score_rows(scratch, head_size, first, keys, rows, split_size):
 @njit
 def _add_values_rows(scratch, first, keys, rows, split_size):
     """:func:`_add_values` for all rows, over a tile that begins at key ``first`` of the split."""
-    tile, width, p, acc = scratch.tile, scratch.width, scratch.p, scratch.split_acc
+    tile, width, p, acc = scratch.tile, scratch.value_width, scratch.p, scratch.split_acc
     for row in range(0, rows, 2):
         idx = row * split_size + first
         low_a = _clip(scratch.visible[row, 0] - first, 0, keys)
@@ -356,7 +361,7 @@ def _attend_item(
 ):  # fmt: skip
     """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
     query_start, query_len, q_pos, kv_head, kv_end = item
-    head_size, width = query.shape[2], scratch.width
+    head_size, width, value_size, value_width = query.shape[2], scratch.width, out.shape[2], scratch.value_width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
     one, of_tokens = np.float32(1.0), k_scales.of_tokens
     qk_scale, v_scale = one, one  # where each token has its own, dots and weights are multiplied before
@@ -375,7 +380,7 @@ def _attend_item(
             scratch.q[row * width + d] = query[
                 query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv, d
             ]
-    scratch.acc[: even_rows * width] = np.float32(0.0)
+    scratch.acc[: even_rows * value_width] = np.float32(0.0)
     ml[:, 0] = _MINUS_INFINITY
     ml[:, 1] = np.float32(0.0)
 
@@ -407,7 +412,8 @@ def _attend_item(
             # Pages before the first visible key may be gone.
             begin = max(tile_start, first_key)
             end = min(tile_start + block_n, split_end)
-            _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, scratch, begin - tile_start)
+            first = begin - tile_start
+            _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, width, scratch.tile, first)
             _score_rows(scratch, head_size, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
@@ -422,39 +428,40 @@ def _attend_item(
                 if of_tokens:
                     _multiply(p, scratch.v_factors, low, high)
 
-        scratch.split_acc[: even_rows * width] = np.float32(0.0)
+        scratch.split_acc[: even_rows * value_width] = np.float32(0.0)
         for tile_start in range(first_tile, split_end, block_n):
             begin = max(tile_start, first_key)
             end = min(tile_start + block_n, split_end)
-            _load_rows(values, kv_head, pages, page_size, begin, end, head_size, scratch, begin - tile_start)
+            first = begin - tile_start
+            _load_rows(values, kv_head, pages, page_size, begin, end, value_size, value_width, scratch.tile, first)
             _add_values_rows(scratch, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
             if visible[row, 0] < visible[row, 1]:
-                _merge_splits(scratch.acc, scratch.split_acc, row, width, ml[row], split_ml[row])
+                _merge_splits(scratch.acc, scratch.split_acc, row, value_width, ml[row], split_ml[row])
 
     if score_mod.sinks.size > 0:
         for row in range(rows):
-            _merge_sink(
-                scratch.acc, row, width, ml[row], score_mod.sinks[kv_head * queries_per_kv + row % queries_per_kv]
-            )
+            sink = score_mod.sinks[kv_head * queries_per_kv + row % queries_per_kv]
+            _merge_sink(scratch.acc, row, value_width, ml[row], sink)
 
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
-        for d in range(head_size):
-            out_row[d] = scratch.acc[row * width + d] / ml[row, 1] * v_scale
+        for d in range(value_size):
+            out_row[d] = scratch.acc[row * value_width + d] / ml[row, 1] * v_scale
 
 
 @njit
-def _new_scratch(block_m, head_size, block_n, split_size):
-    width = (head_size + 31) // 32 * 32
+def _new_scratch(block_m, head_size, value_size, block_n, split_size):
+    width, value_width = (head_size + 31) // 32 * 32, (value_size + 31) // 32 * 32
     return _Scratch(
         width,
+        value_width,
         np.zeros(block_n * width, dtype=np.float32),
         np.zeros(block_m * width, dtype=np.float32),
         np.zeros(block_m * split_size, dtype=np.float32),
-        np.zeros(block_m * width, dtype=np.float32),
-        np.zeros(block_m * width, dtype=np.float32),
+        np.zeros(block_m * value_width, dtype=np.float32),
+        np.zeros(block_m * value_width, dtype=np.float32),
         np.zeros((block_m, 2), dtype=np.int64),
         np.zeros((block_m, 2), dtype=np.float32),
         np.zeros((block_m, 2), dtype=np.float32),
@@ -469,11 +476,11 @@ def _attend(
 ):  # fmt: skip
     """Each thread works through its share of the work items with scratch of its own.
 
-    query and out: [tokens, query_heads, head_size] fp32; ranges: [tokens, 2] int64, or empty; work from :func:`deal`;
-    ``block_m`` is even.
+    query and out: [tokens, query_heads, size of keys and of values] fp32; ranges: [tokens, 2] int64, or empty; work
+    from :func:`deal`; ``block_m`` is even.
     """
     for thread in prange(work.indptr.size - 1):
-        scratch = _new_scratch(block_m, query.shape[2], block_n, split_size)
+        scratch = _new_scratch(block_m, query.shape[2], out.shape[2], block_n, split_size)
         for i in range(work.indptr[thread], work.indptr[thread + 1]):
             request, query_start, query_len, q_pos, kv_head, kv_end = work.items[i]
             pages = block_table[request]

@@ -22,7 +22,7 @@ from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
-READS_E4M3 = READS_PACKED = SEES_RANGES = True
+READS_E4M3 = READS_PACKED = READS_LATENT = SEES_RANGES = True
 _LOG2_E = math.log2(math.e)
 
 
@@ -109,9 +109,14 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
     paged, query = not isinstance(cache, PackedKeys), _packed(call.query)
     block_table = _packed(cache.block_table.to(device)) if paged else None
     key_cache, value_cache = _packed(cache.keys), _packed(cache.values)
+    if cache.tail:
+        key_cache, value_cache = key_cache.split([shape.head_size, shape.tail], dim=-1)[::-1]
     if cache.holds_codes:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    descriptors = [_tensor_descriptor(one, shape.key_tile, shape.padded_head_size) for one in (key_cache, value_cache)]
+    descriptors = [
+        _tensor_descriptor(key_cache, shape.key_tile, shape.padded_tail or shape.padded_head_size),
+        _tensor_descriptor(value_cache, shape.key_tile, shape.padded_head_size),
+    ]
     use_tma = paged and None not in descriptors
     alibi_slopes = None if spec.alibi_slopes is None else spec.alibi_slopes.to(device, torch.float32) * _LOG2_E
     written = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -161,6 +166,8 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         QUERIES_PER_KV=shape.queries_per_kv,
         HEAD_DIM=shape.head_size,
         PADDED_HEAD_DIM=shape.padded_head_size,
+        TAIL_DIM=shape.tail,
+        PADDED_TAIL_DIM=shape.padded_tail,
         PAGE_SIZE=cache.page_size,
         SPLIT_SEGMENTS=shape.reduction.split_segments,
         KEY_TILE=shape.key_tile,

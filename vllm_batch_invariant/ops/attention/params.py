@@ -135,7 +135,7 @@ class PagedCache:
 
     Attributes:
         keys: [pages, kv_heads, page_size, head_size] fp32, bf16, fp16 or e4m3, any strides.
-        values: as ``keys``.
+        values: as ``keys``; or the first columns of numbers in ``keys``, a view (:meth:`latent`).
         block_table: [requests, max_pages] int32 or int64, the physical pages of each request.
         stored: keys and values in a format of an implementation's own, as :class:`..exact.cuda.Cache`, where ``keys``
             and ``values`` only have the shape; None where they are what is read.
@@ -151,6 +151,20 @@ class PagedCache:
     stored: Any = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+
+    @classmethod
+    def latent(cls, keys: torch.Tensor, value_size: int, block_table: torch.Tensor) -> "PagedCache":
+        """Of keys whose first ``value_size`` columns are the values, too, as multi-head latent attention has them."""
+        return cls(keys, keys[..., :value_size], block_table)
+
+    @property
+    def value_size(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def tail(self) -> int:
+        """Columns of a key behind those that are its value; 0 where values are numbers of their own."""
+        return self.keys.shape[3] - self.values.shape[3]
 
     @property
     def holds_codes(self) -> bool:
@@ -194,7 +208,7 @@ class PagedCache:
         return replace(self, keys=codes[0], values=codes[1], k_scale=scales[0], v_scale=scales[1])
 
     def gather(self, request: int, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value [kv_heads, len(positions), head_size] of a request as they are stored, copied out of its
+        """Key and value [kv_heads, len(positions), their size] of a request as they are stored, copied out of its
         pages.
         """
         place = np.arange(positions.start, positions.stop)
@@ -334,10 +348,10 @@ class PagedAttention:
 
     def _check_tensors(self) -> None:
         query, key, value = self.query, self.cache.keys, self.cache.values
-        if query.dim() != 3 or key.dim() != 4 or key.shape != value.shape:
+        if query.dim() != 3 or key.dim() != 4 or value.dim() != 4 or not self._sizes_fit():
             raise ValueError(
                 "attention takes query [tokens, heads, head_size] and key and value caches "
-                "[pages, kv_heads, page_size, head_size], "
+                "[pages, kv_heads, page_size, head_size], or the first columns of keys in pages as values, "
                 f"got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
             )
         if query.dtype not in DTYPES or key.dtype not in (query.dtype, E4M3) or value.dtype != key.dtype:
@@ -368,6 +382,21 @@ class PagedAttention:
         ):
             if given.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"{name} must be int32 or int64, got {given.dtype}")
+
+    def _sizes_fit(self) -> bool:
+        """Whether values are as many as keys: numbers of their size, or the first columns of them."""
+        key, value = self.cache.keys, self.cache.values
+        if key.shape == value.shape:
+            return True
+        is_view = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
+        are_numbers = not (self.cache.holds_codes or isinstance(self.cache, PackedKeys))
+        is_part = key.shape[:3] == value.shape[:3] and 0 < value.shape[3] < key.shape[3] and value.shape[3] % 16 == 0
+        return is_view and are_numbers and is_part
+
+    @property
+    def out_shape(self) -> torch.Size:
+        """Of the result, [tokens, query_heads, the values' size]."""
+        return torch.Size((*self.query.shape[:2], self.cache.value_size))
 
     def _check_ranges(self) -> None:
         if self.ranges is None:

@@ -17,7 +17,7 @@ from . import sm90
 from .plan_kernels import plan_kernel
 from .reduction import AttentionReduction
 from .shapes import AttentionShape, Schedule
-from .shared_memory import fitted
+from .shared_memory import fitted, fitted_prefill
 from .sm90.shapes import SEMAPHORE_INTS
 from .work import WORK_SIZE
 
@@ -88,6 +88,7 @@ class Kernels:
         if (
             plain
             and not shape.scales_of_tokens
+            and not shape.tail
             and sm90.covers(shape.head_size, shape.dtype, shape.key_tile, block_m, device, in_codes)
         ):
             if not in_codes and DECODE_ROWS < verify_len * shape.queries_per_kv <= WIDE_DECODE_ROWS:
@@ -184,7 +185,9 @@ class Planner:
         self.shape, self.device, self.window = shape, device, window
         gpu = torch.cuda.get_device_properties(device)
         self.num_sms = gpu.multi_processor_count
-        self.prefill_schedule = schedules[1] if schedules else prefill_schedule(shape.head_size, shape.dtype)
+        self.prefill_schedule = (
+            schedules[1] if schedules else fitted_prefill(prefill_schedule(shape.head_size, shape.dtype), shape, device)
+        )
         kernels = kernels or Kernels.fastest(shape, device, plain)
         self.sm90, self.decode_rows, self._kernels = kernels.sm90, kernels.decode_rows, kernels
         if schedules:

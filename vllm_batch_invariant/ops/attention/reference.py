@@ -6,7 +6,7 @@ from .merge import merge_splits
 from .params import PagedAttention
 
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
-READS_E4M3 = READS_PACKED = SEES_RANGES = True
+READS_E4M3 = READS_PACKED = READS_LATENT = SEES_RANGES = True
 
 
 def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dtype = torch.float32) -> None:
@@ -35,7 +35,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, precision: torch.dt
             partials.append(_attend_split(call, query, key, value, scales, intervals, query_positions, positions))
         if call.spec.sinks is not None:
             sinks = call.spec.sinks.to(query)[:, None].expand(query.shape[:2])
-            partials.append((torch.zeros_like(query), sinks))
+            partials.append((query.new_zeros((*query.shape[:2], call.cache.value_size)), sinks))
         outputs, lses = (torch.stack(parts) for parts in zip(*partials, strict=True))
         merged = merge_splits(outputs, lses).transpose(0, 1)
         if call.cache.v_scale is not None and not call.cache.scales_of_tokens:

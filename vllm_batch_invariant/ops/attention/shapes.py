@@ -16,6 +16,7 @@ class AttentionShape:
     heads: int
     kv_heads: int
     head_size: int
+    """Of values, and of keys without their tail."""
     dtype: torch.dtype
     """Of queries."""
     reduction: AttentionReduction
@@ -23,18 +24,29 @@ class AttentionShape:
     """Of keys and values as they are stored, if it is another."""
     scales_of_tokens: bool = False
     """Whether these have a scale a token and head."""
+    tail: int = 0
+    """Elements of a key behind those that are its value, too."""
 
     @classmethod
     def of(cls, call: PagedAttention) -> "AttentionShape":
-        _, heads, head_size = call.query.shape
-        cache, dtype = call.cache, call.query.dtype
+        heads, cache, dtype = call.query.shape[1], call.cache, call.query.dtype
         stored = cache.keys.dtype if cache.holds_codes else None
-        return cls(heads, cache.kv_heads, head_size, dtype, call.reduction, stored, cache.scales_of_tokens)
+        return cls(
+            heads,
+            cache.kv_heads,
+            cache.value_size,
+            dtype,
+            call.reduction,
+            stored,
+            cache.scales_of_tokens,
+            cache.tail,
+        )
 
     def __str__(self) -> str:
         dtype, stored = (str(one).removeprefix("torch.") for one in (self.dtype, self.cache_dtype))
         over = f"{self.heads} query heads over {self.kv_heads} KV heads of size {self.head_size} in {dtype}"
         scales = " with one scale a token and head" if self.scales_of_tokens else ""
+        over += f", keys with {self.tail} more elements than values" if self.tail else ""
         return over if self.cache_dtype is None else f"{over}, keys and values in {stored}{scales}"
 
     @property
@@ -44,6 +56,10 @@ class AttentionShape:
     @property
     def padded_head_size(self) -> int:
         return triton.next_power_of_2(self.head_size)
+
+    @property
+    def padded_tail(self) -> int:
+        return triton.next_power_of_2(self.tail) if self.tail else 0
 
     @property
     def key_tile(self) -> int:

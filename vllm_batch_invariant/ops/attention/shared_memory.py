@@ -12,8 +12,18 @@ LEAST = 101_376
 _BARRIERS = 1024
 
 
+_LATENT_PREFILL = 106_496
+"""Bytes that a block of 32 rows over keys of 512 and a tail of 64 elements takes, of prefill-like work."""
+
+
 def decode_bytes(
-    block_m: int, num_stages: int, key_tile: int, padded_head_size: int, tma: bool, holds_codes: bool = False
+    block_m: int,
+    num_stages: int,
+    key_tile: int,
+    padded_head_size: int,
+    tma: bool,
+    holds_codes: bool = False,
+    padded_tail: int = 0,
 ) -> int:
     """Shared memory that a block of decode-like work takes with two or more stages, or up to 4 KiB more; queries of 16
     bits.
@@ -29,7 +39,11 @@ def decode_bytes(
         padded_head_size: elements of a head, a power of two.
         tma: whether tiles may be loaded by the tensor memory accelerator.
         holds_codes: whether they are codes of eight bits.
+        padded_tail: elements of a key behind its value, a power of two: all stages then hold one tile, which is both.
     """
+    if padded_tail:
+        tiles = num_stages * 2 * key_tile * (padded_head_size + padded_tail)
+        return tiles + 2 * block_m * (padded_head_size + key_tile) + _BARRIERS
     pair = 2 * 2 * key_tile * padded_head_size
     turned = pair // 4 if padded_head_size <= 256 else pair // 2  # larger heads have more warps, of which none has all
     stored, last = (pair // 2, pair) if holds_codes else (pair, pair // 2 if tma else turned)
@@ -39,12 +53,14 @@ def decode_bytes(
 def fitted(schedule: Schedule, shape: AttentionShape, device: torch.device) -> Schedule:
     """A schedule of decode-like work with as many of its stages as there is room for on a GPU.
 
-    Prefill-like work needs no such care: it has as many stages as the GPUs with the least memory have room for.
+    Prefill-like work has as many stages as the GPUs with the least memory have room for: see :func:`fitted_prefill`.
     """
 
     def needed(num_stages: int, tma: bool) -> int:
         holds_codes = shape.cache_dtype is not None
-        return decode_bytes(schedule.block_m, num_stages, shape.key_tile, shape.padded_head_size, tma, holds_codes)
+        return decode_bytes(
+            schedule.block_m, num_stages, shape.key_tile, shape.padded_head_size, tma, holds_codes, shape.padded_tail
+        )
 
     if schedule.num_stages == 1 or needed(schedule.num_stages, True) <= LEAST:
         return schedule
@@ -53,3 +69,11 @@ def fitted(schedule: Schedule, shape: AttentionShape, device: torch.device) -> S
     while num_stages > 1 and needed(num_stages, attends_by_tma(gpu.major)) > gpu.shared_memory_per_block_optin:
         num_stages -= 1
     return replace(schedule, num_stages=num_stages)
+
+
+def fitted_prefill(schedule: Schedule, shape: AttentionShape, device: torch.device) -> Schedule:
+    """One of prefill-like work, with half as many rows where a GPU has no room for a tail of keys beside them."""
+    if not shape.tail or schedule.block_m <= 16 or shape.padded_head_size <= 256:
+        return schedule
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return schedule if room >= _LATENT_PREFILL else replace(schedule, block_m=schedule.block_m // 2)

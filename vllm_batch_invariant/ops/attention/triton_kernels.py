@@ -11,7 +11,8 @@ in units of log2(e), which the arguments bring along. Keys and values may be cod
 of the codes in the query's dtype, exactly, the scale of the scores has that of the keys as a factor, and ``acc / l`` is
 multiplied by that of the values, both in fp32. Where each token has a scale in each head, the score of a key has its
 own as a factor of the scale, and ``acc' = acc alpha + (p scale) v``, where the weights are rounded behind the scale of
-the values; ``l`` sums those that are rounded without.
+the values; ``l`` sums those that are rounded without. Where values are the first columns of keys, ``q k^T`` is that of
+these columns, with that of the others, the tail, added to it in one chain.
 
 A row's bits follow from its own keys by construction: masked keys weigh exactly 0, a tile without a visible key changes
 nothing, weights are summed by the tensor cores like the values they weigh, splits are merged ascending by one function,
@@ -60,6 +61,7 @@ class Rows:
     """The query rows of a block, (token, query head of the KV head) pairs."""
 
     q: tl.tensor  # [BLOCK_M, PADDED_HEAD_DIM]
+    q_tail: tl.tensor  # [BLOCK_M, PADDED_TAIL_DIM]; ``q`` again where there is no tail
     q_pos: tl.tensor  # [BLOCK_M]
     slope: tl.tensor  # [BLOCK_M]
     stored: tl.tensor  # [BLOCK_M], whether a row exists and is one of those in a partial result
@@ -71,7 +73,7 @@ class Rows:
 class KVCache:
     """The keys and values that a block sees of one KV head."""
 
-    k: value  # pointer, or descriptor
+    k: value  # pointer, or descriptor; of the tail alone where keys have one
     v: value
     block_table_ptr: value  # of the request, or None
     first_row: tl.tensor  # of the request's keys, where they have no pages
@@ -98,6 +100,8 @@ class KVCache:
     PAGE_SIZE: tl.constexpr
     HEAD_DIM: tl.constexpr
     PADDED_HEAD_DIM: tl.constexpr
+    TAIL_DIM: tl.constexpr
+    PADDED_TAIL_DIM: tl.constexpr
 
 
 @aggregate
@@ -180,11 +184,15 @@ def _numbers(kv, tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr, DTYPE: tl.constexpr):
-    """``k`` [PADDED_HEAD_DIM, KEY_TILE] and ``v`` [KEY_TILE, PADDED_HEAD_DIM] of the pages of a tile, in DTYPE."""
+    """``k`` [PADDED_HEAD_DIM, KEY_TILE] and ``v`` [KEY_TILE, PADDED_HEAD_DIM] of the pages of a tile, in DTYPE; of keys
+    with a tail that, [PADDED_TAIL_DIM, KEY_TILE], in the place of ``k``.
+    """
+    K_DIM: tl.constexpr = kv.TAIL_DIM if kv.TAIL_DIM > 0 else kv.HEAD_DIM
+    PADDED_K_DIM: tl.constexpr = kv.PADDED_TAIL_DIM if kv.TAIL_DIM > 0 else kv.PADDED_HEAD_DIM
     offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
     if kv.USE_TMA:
         slot = tile_start % kv.PAGE_SIZE
-        k = kv.k.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, kv.PADDED_HEAD_DIM)
+        k = kv.k.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, PADDED_K_DIM)
         v = kv.v.load([page, kv.kv_head, slot, 0]).reshape(kv.KEY_TILE, kv.PADDED_HEAD_DIM)
         k, v = _numbers(kv, k, DTYPE), _numbers(kv, v, DTYPE)
         if MASKED:
@@ -192,20 +200,20 @@ def load_kv_tile(kv, page, tile_start, MASKED: tl.constexpr, DTYPE: tl.constexpr
             v = tl.where((offs_n < kv.kv_end)[:, None], v, 0.0)
         k = k.T
     else:
-        offs_d = tl.arange(0, kv.PADDED_HEAD_DIM)
-        in_head = offs_d < kv.HEAD_DIM
+        offs_d, offs_kd = tl.arange(0, kv.PADDED_HEAD_DIM), tl.arange(0, PADDED_K_DIM)
+        in_head, in_k = offs_d < kv.HEAD_DIM, offs_kd < K_DIM
         slot = offs_n % kv.PAGE_SIZE
         offs_k = page * kv.stride_k_page + kv.kv_head.to(tl.int64) * kv.stride_k_head + slot * kv.stride_k_slot
         offs_v = page * kv.stride_v_page + kv.kv_head.to(tl.int64) * kv.stride_v_head + slot * kv.stride_v_slot
         if MASKED:
             needed = (offs_n >= kv.first_key) & (offs_n < kv.kv_end)
-            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=needed[None, :] & in_head[:, None], other=0)
+            k = tl.load(kv.k + offs_k[None, :] + offs_kd[:, None], mask=needed[None, :] & in_k[:, None], other=0)
             v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=needed[:, None] & in_head[None, :], other=0)
-        elif kv.HEAD_DIM == kv.PADDED_HEAD_DIM:
-            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None])
+        elif kv.HEAD_DIM == kv.PADDED_HEAD_DIM and kv.TAIL_DIM == kv.PADDED_TAIL_DIM:
+            k = tl.load(kv.k + offs_k[None, :] + offs_kd[:, None])
             v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :])
         else:
-            k = tl.load(kv.k + offs_k[None, :] + offs_d[:, None], mask=in_head[:, None], other=0)
+            k = tl.load(kv.k + offs_k[None, :] + offs_kd[:, None], mask=in_k[:, None], other=0)
             v = tl.load(kv.v + offs_v[:, None] + offs_d[None, :], mask=in_head[None, :], other=0)
         k, v = _numbers(kv, k, DTYPE), _numbers(kv, v, DTYPE)
     return k, v
@@ -272,7 +280,11 @@ def attend_tile(state, rows, kv, mod, page, tile_start, MASKED: tl.constexpr):
     """The state after a tile of keys; ``MASKED`` where some row does not see all of them."""
     k, v = load_kv_tile(kv, page, tile_start, MASKED, rows.q.dtype)
     offs_n = tile_start + tl.arange(0, kv.KEY_TILE)
-    qk = tl.dot(rows.q, k, input_precision="ieee")  # [BLOCK_M, KEY_TILE]
+    if kv.TAIL_DIM > 0:
+        qk = tl.dot(rows.q, v.T, input_precision="ieee")
+        qk = tl.dot(rows.q_tail, k, qk, input_precision="ieee")
+    else:
+        qk = tl.dot(rows.q, k, input_precision="ieee")  # [BLOCK_M, KEY_TILE]
     v_scale = None
     if kv.SCALES_OF_TOKENS:
         k_scale, v_scale = load_scales(kv, page, tile_start, MASKED)
@@ -487,6 +499,8 @@ def attention_kernel(
     QUERIES_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
+    PADDED_TAIL_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT_SEGMENTS: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -499,7 +513,8 @@ def attention_kernel(
 
     Args:
         k_cache, v_cache: [pages, kv_heads, page_size, head_size], pointers or descriptors; uint8 with HOLDS_CODES.
-            Without PAGED pages of one key, those of the tokens of the query.
+            Without PAGED pages of one key, those of the tokens of the query. With TAIL_DIM keys begin with their value,
+            and ``k_cache`` has the columns behind it.
         k_scale_ptr, v_scale_ptr: fp32 with HOLDS_CODES, of each KV head, with SCALES_OF_TOKENS also of each page and
             slot; None without.
         ranges_ptr: [tokens, 2] int32 of causal attention, or None: a token sees these positions, too.
@@ -553,7 +568,16 @@ def attention_kernel(
         if USE_RANGES:
             range_first = tl.load(ranges_ptr + row * 2, mask=token < work.query_len, other=0)
             range_last = tl.load(ranges_ptr + row * 2 + 1, mask=token < work.query_len, other=-1)
-        rows = Rows(q, q_pos, slope, stored, range_first, range_last)
+        q_tail = q
+        if TAIL_DIM > 0:
+            offs_t = HEAD_DIM + tl.arange(0, PADDED_TAIL_DIM)
+            mask_t = (token < work.query_len)[:, None] & (offs_t < HEAD_DIM + TAIL_DIM)[None, :]
+            q_tail = tl.load(
+                q_ptr + row[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_t[None, :],
+                mask=mask_t,
+                other=0.0,
+            )
+        rows = Rows(q, q_tail, q_pos, slope, stored, range_first, range_last)
         own_scale = qk_scale_log2
         if HOLDS_CODES and not SCALES_OF_TOKENS:
             # Read here and no constant: weights that are replaced bring others, and a CUDA graph stays.
@@ -563,7 +587,7 @@ def attention_kernel(
             k_cache, v_cache, own_table_ptr, work.query_start, stride_k_page, stride_k_head, stride_k_slot,
             stride_v_page, stride_v_head, stride_v_slot, work.kv_head, keys.first, keys.end, k_scale_ptr, v_scale_ptr,
             stride_scale_page, stride_scale_head, stride_scale_slot, USE_TMA, PAGED, HOLDS_CODES, CONVERTS_E4M3,
-            SCALES_OF_TOKENS, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM,
+            SCALES_OF_TOKENS, KEY_TILE, PAGE_SIZE, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM, PADDED_TAIL_DIM,
         )  # fmt: skip
 
         if PREFILL_LIKE:

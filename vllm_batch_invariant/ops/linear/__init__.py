@@ -42,8 +42,8 @@ def matmul(
         weight: the first tensor of its format: of a plain one [N, K] of the same dtype, any strides.
         spec: what is computed.
         bias: [N] of x's dtype where the epilogue has one, else None.
-        weight_is_constant: whether the kernel that was launched before does not write the weight, which a GPU may then
-            read while that kernel ends.
+        weight_is_constant: whether the weight is as it was when a launch last waited for all before it: then a GPU may
+            read it while kernels before this one run.
         scales: the other tensors of the weight's format.
 
     Returns:

@@ -18,7 +18,8 @@ what shared memory held before, and its rows of the result are not written.
 Where the weight is [gate, up] of a gated layer, out is ``silu(a @ gate.T) * (a @ up.T)``, [M, N / 2]. The long side
 then takes eight columns of gate and eight of up in turn: those of one result are in the registers of one thread.
 
-A launch may begin while the kernel before ends, which makes ``a``: it loads weights until it has to wait.
+A launch may begin while the kernel before runs, which makes ``a``, and kernels before that one: it loads weights until
+it has to wait.
 
 A weight of four bits is loaded as it is stored, and is wgmma's first operand from registers (:mod:`.sm90_packed`). Then
 tiles are larger, and serve many rows, too: two warpgroups read the same rows of a, so that 128 columns of 256 rows take
@@ -590,7 +591,7 @@ def gemm_sm90_swap_ab(
         out: [M, N], packed, or gated [M, N / 2].
         reduction: decides the bits; that of a gated layer has no slices.
         tile: decides the speed; one of :data:`.schedule.GATED_TILES` for a gated layer.
-        overlaps: whether the launch does not wait for the kernel before, which must not write b.
+        overlaps: whether the launch does not wait for kernels before, which must not write b.
         gated: whether out is silu(a @ gate) * (a @ up).
         scales: where b is int32 [K / 8, N] of codes of four bits, those of groups [N, K / group] of a's dtype, and zero
             points of 8 bits, of the same shape, if there are any.

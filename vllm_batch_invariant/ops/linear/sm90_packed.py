@@ -22,6 +22,7 @@ import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from ..common.dependent_launch import ASK_IN_PTX, LINE
 from ..common.triton_names import aggregate, value
 
 CODES = gl.constexpr(8)
@@ -33,8 +34,6 @@ LONG_SIDE = gl.constexpr(64)
 _WORDS = gl.constexpr(CHUNK_K.value // CODES.value)
 _SYMMETRIC = gl.constexpr(8)
 """The zero point of codes that have none stored."""
-_LINE = gl.constexpr(128)
-"""Bytes that are asked for at once."""
 
 
 @aggregate
@@ -428,7 +427,7 @@ def ask_for_scales(scales, first_n, N, ROWS: gl.constexpr, GATED: gl.constexpr):
 @gluon.jit
 def ask_for_rows(scales, first, rows, WARPS: gl.constexpr):
     """A partition of so many warps: has the scales of some rows brought to the L2 cache."""
-    PER_LINE: gl.constexpr = _LINE * 8 // scales.scales_ptr.dtype.element_ty.primitive_bitwidth
+    PER_LINE: gl.constexpr = LINE * 8 // scales.scales_ptr.dtype.element_ty.primitive_bitwidth
     lane = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     begin, count = first.to(gl.int64) * scales.stride, rows * scales.stride
     for at in range(0, count, 32 * WARPS * PER_LINE):
@@ -441,7 +440,7 @@ def ask_for_rows(scales, first, rows, WARPS: gl.constexpr):
 @gluon.jit
 def _ask_for(ptrs):
     gl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        ASK_IN_PTX,
         "=r,l",
         [ptrs.to(gl.uint64, bitcast=True)],
         dtype=gl.int32,

@@ -213,7 +213,7 @@ def gemm_sm90_swap_ab(
 ) -> torch.Tensor:
     """Whole matmuls by Hopper's narrow kernel, for operands that :func:`.problem.supports_tma` with K as the contiguous
     side; arguments as of :func:`gemm_tma`, with a tile of :func:`.schedule.sm90_tiles`, whether the launch does not
-    wait for the kernel before, which must not write b, what is computed, and what else the weight's format stores.
+    wait for kernels before, which must not write b, what is computed, and what else the weight's format stores.
     """
     from . import sm90_kernel  # Gluon is needed for this kernel alone
 

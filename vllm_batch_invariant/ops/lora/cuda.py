@@ -241,7 +241,7 @@ def shrink(
     ahead: bool = False,
 ) -> torch.Tensor:
     """Of rows x [M, K] with adapters the sums of leaves [leaves, M, slices * R] fp32, or their sum, as one leaf; others
-    are not written. With ``ahead`` the kernel that was launched before writes neither ``a`` nor ``groups``.
+    are not written. With ``ahead`` kernels that may still run write neither ``a`` nor ``groups``.
     """
     (rows, k), rank, how, k_leaf = x.shape, a[0].shape[2], schedule.shrink, min(reduction.k_leaf, x.shape[1])
     by_leaf = how.by_leaf and reduction.leaves > 1

@@ -60,7 +60,7 @@ def shrink_kernel(
     """x: [num_rows, K], a_ptrs: of each slice [slots, RANK, K], packed, sums: fp32 [LEAVES, num_rows, slices * RANK],
     of every leaf, or without BY_LEAF [num_rows, slices * RANK], their sum. A program has BLOCK_R columns of one slice.
 
-    With AHEAD the kernel before writes neither A nor where rows are. With IN_REGISTERS a leaf is one step.
+    With AHEAD kernels before write neither A nor where rows are. With IN_REGISTERS a leaf is one step.
     """
     SLICES: tl.constexpr = len(a_ptrs)
     TILES: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R

@@ -21,7 +21,7 @@ stays in registers.
 import triton
 import triton.language as tl
 
-from ..common.dependent_launch import wait_for_kernel_before
+from ..common.dependent_launch import ask_for, let_next_begin, wait_for_kernel_before
 from ..common.triton_rows import row_sum
 from ..formats.triton_decode import decoded_tile
 from ..norm.triton_kernels import load_weight, norm_of
@@ -570,6 +570,8 @@ def combine_norm_kernel(
     residual, out, residual_out: [num_rows, N], norm_weight: [N]; row_units: N / stride_unit, of which
     the compiler knows as little as of a norm's strides. With QUANTISE also codes of out, and their scales.
     """
+    let_next_begin(OVERLAPS)
+    ask_for(norm_weight_ptr, NORM.length, OVERLAPS)
     wait_for_kernel_before(OVERLAPS)
     row = tl.program_id(0) * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)
     columns = tl.arange(0, NORM.block)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...errors import NotCovered
-from ..common.dependent_launch import wait_for_kernel_before
+from ..common.dependent_launch import ask_for, let_next_begin, wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..quantise import cuda as quantising
@@ -80,6 +80,9 @@ def _rms_norm_kernel(
     NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    let_next_begin(OVERLAPS)
+    if HAS_WEIGHT:
+        ask_for(weight_ptr, NORM.length, OVERLAPS)
     wait_for_kernel_before(OVERLAPS)
     row = tl.program_id(0) * NORM.rows_per_program + tl.arange(0, NORM.rows_per_program)
     row_mask = row[:, None] < num_rows  # [rows_per_program, 1]

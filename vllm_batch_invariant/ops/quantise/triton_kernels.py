@@ -5,7 +5,7 @@ rows in its tile writes of them.
 import triton
 import triton.language as tl
 
-from ..common.dependent_launch import wait_for_kernel_before
+from ..common.dependent_launch import let_next_begin, wait_for_kernel_before
 from ..common.triton_exact_math import e4m3_bits, from_bf16, is_finite, rint, top_of, top_of_numbers
 
 
@@ -129,6 +129,7 @@ def quantise_kernel(
     their scales [groups, scale_rows], of rows side by side. ``static_ptr`` has one number with STATIC, and is None
     without.
     """
+    let_next_begin(OVERLAPS)
     wait_for_kernel_before(OVERLAPS)
     OF_ROW: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
     PROGRAMS: tl.constexpr = (OF_ROW + GROUPS - 1) // GROUPS

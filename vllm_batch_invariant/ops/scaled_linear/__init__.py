@@ -34,8 +34,8 @@ def scaled_linear(
         dtype: of the result: fp32, bf16 or fp16.
         mma: what adds products of e4m3; None: what does on this device. A CPU also has the sums of a Hopper,
             :data:`WGMMA`, slowly.
-        weight_is_constant: whether the kernel that was launched before does not write the weight, which a GPU may then
-            read while that kernel ends.
+        weight_is_constant: whether the weight is as it was when a launch last waited for all before it: then a GPU may
+            read it while kernels before this one run.
 
     Returns:
         [..., N]. A row's bits depend on that row, its scales, the weight, its scales and the bias.

@@ -385,7 +385,7 @@ def scaled_gemm_sm90(
         bias: [N], or None.
         out: [M, N] fp32, bf16 or fp16, packed.
         tile: decides the speed.
-        overlaps: whether the launch does not wait for the kernel before, which must not write the weight.
+        overlaps: whether the launch does not wait for kernels before, which must not write the weight.
 
     Returns:
         ``out``.

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.dependent_launch import wait_for_kernel_before
+from ..common.dependent_launch import let_next_begin, wait_for_kernel_before
 from ..common.launch import launch
 from ..common.triton_rows import aligned
 from ..quantise import cuda as quantising
@@ -32,6 +32,7 @@ def _silu_and_mul_kernel(
     x_ptr, out_ptr, codes_ptr, scale_ptr, scale_rows,
     LENGTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, QUANTISE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(OVERLAPS)
     wait_for_kernel_before(OVERLAPS)
     PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PARTS).to(tl.int64)

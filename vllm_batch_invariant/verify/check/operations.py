@@ -324,7 +324,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             dtype = key_cache_of(layer).dtype if has_numbers else heads.dtype
             heads = replace(heads, dtype=dtype)
             scales = impl.kind_of_scales(layer)
-            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation, scales)
+            spec, how = impl.spec.to(device), (impl.reduction, impl.implementation, scales, impl.tail)
         else:
             window = getattr(impl, "sliding_window", None)
             spec = AttentionSpec(1.0, window if isinstance(window, int) and window > 0 else None)
@@ -334,7 +334,8 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             continue
         seen.add(kind)
         shape = f"{heads.query} query heads, {heads.kv} KV heads of {heads.size}, {_name(heads.dtype)}"
-        shape = ", ".join([shape, *spec.words, *_codes_in_words(scales if is_ours else "")])
+        tail = [f"of which {impl.tail} elements are keys alone"] if is_ours and impl.tail else []
+        shape = ", ".join([shape, *tail, *spec.words, *_codes_in_words(scales if is_ours else "")])
         server = _qualified(type(impl))
         certificate = Certificate("attention", shape, "batch", server, tuple(rows), 0, "")
         if not is_ours:
@@ -350,7 +351,7 @@ def _attention(model: torch.nn.Module, rows: Sequence[int]) -> Iterator[Certific
             yield replace(certificate, guarantee="schedule", untested=why, not_applicable=True)
             continue
         page_size = key_cache_of(layer).shape[2]
-        attend = partial(_attend, spec, impl.reduction, impl.implementation, scales, device, page_size)
+        attend = partial(_attend, spec, impl.reduction, impl.implementation, scales, impl.tail, device, page_size)
         in_batch = partial(_attention_in_batches, attend, heads, rows)
         in_chunks = partial(_attention_in_chunks, attend, heads)
         for guarantee, test in (("batch", in_batch), ("schedule", in_chunks)):
@@ -375,18 +376,20 @@ def _attend(
     reduction: "AttentionReduction",
     implementation: str,
     scales: str,
+    tail: int,
     device: torch.device,
     page_size: int,
     chunks: list[Chunk],
 ) -> list[torch.Tensor]:
     """The output rows of each chunk, computed together, as a layer computes them: over codes with such scales, or over
-    numbers.
+    numbers; with a tail of each key behind its value.
     """
     from ...integration.reviews.schemes import OF_HEADS, OF_TOKENS
     from ...ops.attention import PagedAttention, PagedCache, attend
 
     query, *tensors, lengths, starts = (tensor.to(device) for tensor in paged(chunks, page_size))
-    cache = PagedCache(*tensors)
+    keys, _, table = tensors
+    cache = PagedCache.latent(keys, keys.shape[-1] - tail, table) if tail else PagedCache(*tensors)
     if scales == OF_TOKENS:
         cache = cache.coded_by_tokens()
     elif scales:

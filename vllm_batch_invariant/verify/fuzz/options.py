@@ -266,6 +266,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             hf_text_config=SimpleNamespace(**model),
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
+            use_mla=model.get("kv_lora_rank") is not None,
             is_multimodal_model=place.is_multimodal,
             multimodal_config=SimpleNamespace(
                 enable_mm_embeds=False, get_limit_per_prompt=lambda _: 0 if settings.text else 1
@@ -276,6 +277,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             has_inner_state=False,
             enable_prompt_embeds="embeds" in options,
             enable_sleep_mode=options.get("sleep") == "on",
+            enforce_eager=settings.eager,
         ),
         scheduler_config=SimpleNamespace(
             enable_chunked_prefill=not settings.whole, disable_hybrid_kv_cache_manager=False
@@ -325,6 +327,13 @@ def _drafters(place: Place) -> list[str]:
 
 DRAFTS = (0, 3, 0, 1, 7)
 FIELDS = (
+    Field(
+        "eager",
+        coverage.EAGER,
+        lambda _: (False, False, True),
+        lambda place, _: place.device == "cuda",
+        of_pooling=True,
+    ),
     Field(
         "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
     ),

@@ -189,7 +189,7 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         requests=take("requests", (1, 2, 5, 64, many)),
         step_tokens=take("step", (64, 300, 2048, 8192)),
         page=take("page", PAGES[place.device]),
-        eager=take("eager", (False, False, True)) if gpu else True,
+        eager=True,
         asynchronous=take("async", (True, False)) if gpu else False,
         prefix_cache=take("prefix", (True, True, False)),
         small_cache=take("cache", (True, False)),

@@ -208,6 +208,7 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
         knows(call.spec, cache.holds_codes)
         and (call.spec.sinks is None or (call.spec.sinks.is_contiguous() and call.spec.sinks.device == out.device))
         and not cache.scales_of_tokens
+        and not cache.tail
         and page_size >= 16
         and page_size & (page_size - 1) == 0
         and cache.block_table.device == call.query.device

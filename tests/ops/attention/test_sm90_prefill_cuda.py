@@ -1,0 +1,61 @@
+"""The prefill kernel for Hopper GPUs has the bits of the Triton kernel, whatever a tile of keys holds, and whether one
+program walks the splits of a block or several share them.
+"""
+
+import pytest
+import torch
+
+from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.plan import Kernels, Planner
+from vllm_batch_invariant.ops.attention.shapes import AttentionShape
+
+STEPS = {
+    "short prompts": [(0, n) for n in (17, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 256, 257, 1000)],
+    "a long prompt": [(0, 4097)],
+    "a chunk behind many keys": [(9000 - 64, 9000)],
+    "chunks behind keys and a few rows": [(n - 40, n) for n in (41, 300, 2049, 5000)] + [(299, 300), (510, 513)],
+    "whole blocks in parts": [(33_000 - 300, 33_000)],
+}
+"""Of each request of a step the first new token and the end."""
+USUAL = AttentionReduction.of_device("cuda", "triton")
+ENDS_AT_EVERY_STEP = AttentionReduction(256, ((64, 512),))
+"""Splits of one step of the softmax, then of four."""
+
+pytestmark = pytest.mark.usefixtures("sm90")
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size", "reduction"),
+    [
+        (Heads(32, 8, 128, torch.bfloat16), 16, USUAL),
+        (Heads(14, 2, 64, torch.bfloat16), 64, USUAL),
+        (Heads(4, 4, 128, torch.float16), 256, USUAL),
+        (Heads(16, 1, 64, torch.float16), 32, ENDS_AT_EVERY_STEP),
+        (Heads(6, 2, 128, torch.bfloat16), 128, ENDS_AT_EVERY_STEP),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
+def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, steps):
+    chunks = [Chunk(Request(heads, stop, stop), start, stop) for start, stop in steps]
+    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, page_size))
+    shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
+    keys_of_all = sum(stop for _, stop in steps)
+    planner = Planner(shape, query.device, len(steps), len(query), keys_of_all, kernels=Kernels(sm90=True))
+
+    def attend() -> torch.Tensor:
+        plan = planner.plan(starts, seq_lens, len(query), len(query))
+        out = torch.full_like(query, torch.nan)
+        return paged_attention(
+            query, keys, values, table, seq_lens, starts, scale=0.1, reduction=reduction, implementation="triton",
+            out=out, plan=plan,
+        )  # fmt: skip
+
+    launches = [attend() for _ in range(3)]
+    assert not planner.semaphores.any()
+    planner.sm90 = False
+    expected = attend()
+    assert not expected.isnan().any()
+    for launch in launches:
+        assert torch.equal(launch, expected)
