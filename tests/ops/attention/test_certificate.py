@@ -245,3 +245,29 @@ def test_the_operands_cancel():
     tiles = values.cache.values[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.key_tile))
     assert float(tiles.sum(1).abs().max()) == 0
     assert float(tiles.abs().max()) > 1
+
+
+@pytest.mark.parametrize(
+    ("window", "compared"), [(None, {None}), (1, {1}), (1500, {1500}), (4096, {4096, 1500})], ids=str
+)
+def test_a_window_beyond_what_is_compared_is_compared_beside_one_that_keys_lie_behind(
+    window: int | None, compared: set[int | None], attending: Callable[[Attend], None]
+) -> None:
+    seen = set()
+
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
+        seen.add(options.sliding_window)
+        return right(kernels, options, chunks)
+
+    attending(attend)
+    assert certified(AttentionSpec(1.0, sliding_window=window)).kernels == GLUON
+    assert seen == compared
+
+
+def test_other_bits_with_a_window_that_keys_lie_behind_are_found(attending: Callable[[Attend], None]) -> None:
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
+        rows = right(kernels, options, chunks)
+        return rows + (kernels.sm90 and options.sliding_window == 1500 and len(chunks) > 1)
+
+    attending(attend)
+    assert certified(AttentionSpec(1.0, sliding_window=4096)).kernels == TRITON

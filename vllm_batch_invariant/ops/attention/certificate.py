@@ -44,7 +44,7 @@ _BORDERS = tuple(
 )
 """Lengths at which a token is looked at."""
 _WINDOW = 1500
-"""Keys that a layer sees here at most: a longer window would reach beyond the first key."""
+"""Keys of a window that some lie behind here; a longer one would reach beyond the first key."""
 _NOISE = 2.0**20
 """Factor of scores whose exact value is 0: it makes their rounding errors as large as scores are."""
 
@@ -228,18 +228,26 @@ def compare(
     try:
         elements = 0
         for kind, layer in _by_kind(layers).items():
-            window = None if layer.sliding_window is None else min(layer.sliding_window, _WINDOW)
-            planner, layer = _planner(kernels, shape, data[0], window), replace(layer, sliding_window=window)
-            for operands in data:
-                found = _compare_ways(planner, operands, layer, sees_ranges)
-                if isinstance(found, str):
-                    return f"{kind} attention has other bits {found}"
-                elements += found
+            for window in _windows_of(layer):
+                planner, compared = _planner(kernels, shape, data[0], window), replace(layer, sliding_window=window)
+                for operands in data:
+                    found = _compare_ways(planner, operands, compared, sees_ranges)
+                    if isinstance(found, str):
+                        return f"{kind} attention has other bits {found}"
+                    elements += found
     except Exception as error:
         if not is_of_a_compiler(error):
             raise
         return reason(error)
     return elements
+
+
+def _windows_of(layer: AttentionSpec) -> list[int | None]:
+    """The window of a layer, for which a kernel may be compiled, and if it is longer than what is compared one that
+    keys lie behind.
+    """
+    window = layer.sliding_window
+    return [window] if window is None or window <= _WINDOW else [window, _WINDOW]
 
 
 def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec, sees_ranges: bool) -> int | str:
