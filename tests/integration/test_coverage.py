@@ -1006,11 +1006,12 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     assert two_head_sizes(**llama | changes) == said
 
 
-def latent(untried: bool = False, **changes: Any) -> str | None:
+def latent(untried: bool = False, of: str = "MLA elsewhere", **changes: Any) -> str | None:
     """What a row finds of a DeepSeek, with changes to its configuration and to its text model's."""
     text = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": None, "llama_4_scaling": None}
+    text |= {"tie_word_embeddings": False, "attention_bias": False}
     of_text = SimpleNamespace(**{name: changes.pop(name, value) for name, value in text.items()})
-    named = {"of": "MLA elsewhere", "architecture": "DeepseekV3ForCausalLM"}
+    named = {"of": of, "architecture": "DeepseekV3ForCausalLM"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNTRIED.name, "1" if untried else "0")
         return two_head_sizes(**named | {"text": of_text, "is_moe": True, "use_mla": True} | changes)
@@ -1060,6 +1061,20 @@ def latent(untried: bool = False, **changes: Any) -> str | None:
 )
 def test_what_has_not_run_with_latent_attention_is_found(changes: dict[str, Any], said: str | None) -> None:
     assert latent(**changes) == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_size": 48}, None),
+        ({"use_mla": False, "tie_word_embeddings": True, "block_size": 8}, None),
+        ({"tie_word_embeddings": True}, "latent attention with tied embeddings"),
+        ({"attention_bias": True}, "latent attention with biases"),
+        ({"block_size": 24}, "latent attention with --block-size 24"),
+    ],
+)
+def test_latent_attention_whose_weights_or_pages_vllm_lacks_is_found(changes: dict[str, Any], said: str | None) -> None:
+    assert latent(of="MLA with tied embeddings", **changes) == said
 
 
 def test_chunks_of_other_models_are_found() -> None:

@@ -262,3 +262,20 @@ def test_a_watched_or_unfit_layer_runs_vllms_method() -> None:
     parts["q_norm"].register_forward_hook(lambda *_: None)
     forward(fitting, positions, hidden)
     assert len(calls) == 3
+
+
+def test_a_watched_layer_is_compared_when_nobody_watches_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison calls its modules, with rows of no request."""
+    compared = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(norm_rotary, "_as_expected", lambda *_: True)
+    monkeypatch.setattr(norm_rotary, "_agrees", lambda *given: compared.append(given) or True)
+    layer, hidden = SimpleNamespace(), SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    rotary, positions = torch.nn.Identity(), torch.zeros(2, dtype=torch.int64)
+    handle = rotary.register_forward_hook(lambda *_: None)
+    assert not norm_rotary._fits(layer, (rotary,), positions, hidden)
+    assert not compared
+    handle.remove()
+    for _ in range(2):
+        assert norm_rotary._fits(layer, (rotary,), positions, hidden)
+    assert len(compared) == 1

@@ -138,3 +138,26 @@ def test_a_cuda_graph_finds_the_ranges_of_each_step_in_one_place(monkeypatch: py
     assert builder._kept(None, 2, 1) is None
     builder._ranges = None
     assert builder._kept(None, 3, 3) is None
+
+
+@pytest.mark.parametrize("sees_ranges", [False, True])
+def test_steps_with_ranges_are_compared_at_start_of_a_model_that_has_some(
+    sees_ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_batch_invariant.integration.layers.attention_cuda import PlannedMetadataBuilder
+    from vllm_batch_invariant.ops.attention import AttentionSpec, certificate, plan
+
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(certificate, "certify", lambda *given: asked.append(given) or SimpleNamespace(kernels=None))
+    monkeypatch.setattr(plan, "Planner", lambda *_, **__: None)
+    monkeypatch.setattr(PlannedMetadataBuilder, "_sizes", lambda *_: ("shape", 2, 9, 40))
+    layer = SimpleNamespace(impl=SimpleNamespace(num_heads=8, spec=AttentionSpec(1.0), holds_codes=False))
+    layer.impl.planned_as = (8, None)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_mm_prefix_lm=sees_ranges),
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+        num_speculative_tokens=0,
+        speculative_config=None,
+    )
+    PlannedMetadataBuilder(SimpleNamespace(block_size=64), ["layer"], config, torch.device("cpu"))
+    assert asked == [("shape", torch.device("cpu"), 64, (AttentionSpec(1.0),), 1, sees_ranges)]

@@ -29,6 +29,8 @@ LATENT_SIZES = ((64, 16), (512, 64))
 """Elements of the cache's vectors of latent attention that are keys and values, and of those that are keys alone: of
 DeepSeek's, and of the small models of tests.
 """
+LATENT_PAGES = 16
+"""Tokens of which its pages are multiples."""
 SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
 """The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -745,6 +747,20 @@ def _latent_elsewhere(config: Config) -> str | None:
     }
     first = _first(beside)
     return _when(first, f"{named} with {first}")
+
+
+def _latent_without_its_weights(config: Config) -> str | None:
+    """Latent attention whose weights vLLM does not load, or whose pages it does not make."""
+    if not _is_latent(config):
+        return None
+    text, page = config.model_config.hf_text_config, config.cache_config.block_size
+    found = {
+        "tied embeddings": getattr(text, "tie_word_embeddings", False),
+        "biases": getattr(text, "attention_bias", False),
+        f"--block-size {page}": page and page % LATENT_PAGES,
+    }
+    first = _first(found)
+    return _when(first, f"latent attention with {first}")
 
 
 def _head_size(config: Config) -> str | None:
@@ -1735,11 +1751,17 @@ REFUSED = (
         _latent_attention,
     ),
     Feature(
+        "MLA with tied embeddings, with biases, in pages of other than 16, 32, 48, ... tokens",
+        "vLLM makes a head that no weight fills, leaves biases out, and has no other pages",
+        "serve a checkpoint with a head and without biases; pass --block-size 16 or 64",
+        _latent_without_its_weights,
+    ),
+    Feature(
         "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, in CUDA graphs, engines, "
         "whole experts, drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, "
         "FlexAttention",
         "these have not been run",
-        f"pass --enforce-eager on a GPU, with vLLM 0.33 and bf16; {envs.UNTRIED.name}=1 starts more there",
+        f"leave it out; on a GPU --enforce-eager, vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),

@@ -481,7 +481,8 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
     monkeypatch.setattr(certificate, "ways", ways)
     return SimpleNamespace(
-        shape=shape, compare=lambda kernels: certificate.compare(kernels, shape, data, [AttentionSpec(1.0)])
+        shape=shape,
+        compare=lambda kernels, *more: certificate.compare(kernels, shape, data, [AttentionSpec(1.0)], *more),
     )
 
 
@@ -489,6 +490,7 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 @pytest.mark.parametrize("kernels", [Kernels(sm90=False), Kernels(sm90=False, decode_rows=0)])
 def test_kernels_that_agree_are_certified(kernels, small_certificate):
     assert small_certificate.compare(kernels) == (5 + 20) * HEADS.query * HEADS.size
+    assert small_certificate.compare(kernels, True) == 2 * (5 + 20) * HEADS.query * HEADS.size
 
 
 def test_a_decode_of_other_splits_is_not_certified(small_certificate, monkeypatch):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def attending(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
 
     def put(attend: Attend) -> None:
         monkeypatch.setattr(
-            certificate, "_attend", lambda planner, _, chunks, options: attend(planner, options, chunks)
+            certificate, "_attend", lambda planner, _, chunks, options, *__: attend(planner, options, chunks)
         )
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -166,6 +167,22 @@ def test_every_kind_of_layer_is_compared(attending):
         certified(AttentionSpec(1.0), AttentionSpec(1.0, sliding_window=100))
 
 
+def test_steps_with_ranges_are_compared_where_there_are_some(attending, monkeypatch):
+    """Their rows of decode are Triton's, others the Gluon kernels'."""
+    attending(right)
+
+    def attend(kernels: Kernels, _: Any, chunks: list[Chunk], options: AttentionSpec, has_ranges: bool) -> torch.Tensor:
+        out = right(kernels, options, chunks)
+        return out + 1 if kernels.sm90 and has_ranges and is_decode(chunks) else out
+
+    monkeypatch.setattr(certificate, "_attend", attend)
+    layers = (AttentionSpec(1.0),)
+    assert certify(SHAPE, torch.device("cpu"), 16, layers).kernels == GLUON
+    found = certify(SHAPE, torch.device("cpu"), 16, layers, sees_ranges=True)
+    assert found.kernels == TRITON
+    assert "by decode beside ranges than by prefill" in found.refused[0]
+
+
 def test_what_is_compared_is_the_layer_with_all_that_it_adds_and_sinks_of_its_own(monkeypatch):
     layer = AttentionSpec(0.5, 300, 30.0, torch.full((4,), 0.5), torch.zeros(4), causal=False)
     assert {"scale", *layer.added} == {field.name for field in fields(AttentionSpec)}
@@ -173,7 +190,7 @@ def test_what_is_compared_is_the_layer_with_all_that_it_adds_and_sinks_of_its_ow
     monkeypatch.setattr(certificate, "paged_attention", lambda call, *_: asked.append(call))
     operands = certificate.by_scores(SHAPE, torch.device("cpu"), 16)
     planner = SimpleNamespace(shape=SHAPE, plan=lambda *_: None)
-    certificate._attend(planner, operands, [Chunk(20, 1), Chunk(30, 2)], layer)
+    certificate._attend(planner, operands, [Chunk(20, 1), Chunk(30, 2)], layer, False)
     [call] = asked
     assert replace(call.spec, scale=0.5) == layer != call.spec
     assert call.spec.scale == operands.scale
@@ -228,3 +245,29 @@ def test_the_operands_cancel():
     tiles = values.cache.values[pages, :, places % 16].double().unflatten(0, (-1, SHAPE.key_tile))
     assert float(tiles.sum(1).abs().max()) == 0
     assert float(tiles.abs().max()) > 1
+
+
+@pytest.mark.parametrize(
+    ("window", "compared"), [(None, {None}), (1, {1}), (1500, {1500}), (4096, {4096, 1500})], ids=str
+)
+def test_a_window_beyond_what_is_compared_is_compared_beside_one_that_keys_lie_behind(
+    window: int | None, compared: set[int | None], attending: Callable[[Attend], None]
+) -> None:
+    seen = set()
+
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
+        seen.add(options.sliding_window)
+        return right(kernels, options, chunks)
+
+    attending(attend)
+    assert certified(AttentionSpec(1.0, sliding_window=window)).kernels == GLUON
+    assert seen == compared
+
+
+def test_other_bits_with_a_window_that_keys_lie_behind_are_found(attending: Callable[[Attend], None]) -> None:
+    def attend(kernels: Kernels, options: AttentionSpec, chunks: list[Chunk]) -> torch.Tensor:
+        rows = right(kernels, options, chunks)
+        return rows + (kernels.sm90 and options.sliding_window == 1500 and len(chunks) > 1)
+
+    attending(attend)
+    assert certified(AttentionSpec(1.0, sliding_window=4096)).kernels == TRITON

@@ -47,11 +47,12 @@ class PlannedMetadataBuilder(MetadataBuilder):
         self._layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         layers = [layer.impl for layer in self._layers]
         self._of_codes = [layer for layer in self._layers if layer.impl.holds_codes]
+        self._sees_ranges = not self._of_encoder and getattr(vllm_config.model_config, "is_mm_prefix_lm", False)
         self._planners = {
             planned_as: self._planner([layer for layer in layers if layer.planned_as == planned_as])
             for planned_as in dict.fromkeys(layer.planned_as for layer in layers)
         }
-        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False) and not self._of_encoder:
+        if self._sees_ranges:
             self._no_range = torch.tensor([NO_RANGE], dtype=torch.int32, device=device)
             self._ranges = self._no_range.repeat(self._sizes(layers)[2], 1)
 
@@ -65,7 +66,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         if self._of_encoder:  # Triton's kernel alone serves it; a sequence comes whole, by one kind of blocks
             return Planner(shape, self._device, requests, tokens, max_keys=tokens, plain=False)
         kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
-        certificate = certify(shape, self._device, self._spec.block_size, kinds, max(self.verify, default=1))
+        page, verify = self._spec.block_size, max(self.verify, default=1)
+        certificate = certify(shape, self._device, page, kinds, verify, self._sees_ranges)
         known = any(sm90.knows(kind, layers[0].holds_codes) for kind in kinds)
         window = kinds[0].sliding_window
         return Planner(shape, self._device, requests, tokens, keys, known, certificate.kernels, window=window)

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import MultipleOf
 from ...errors import NotCovered
 from ...ops.attention import PagedCache
 from ...ops.linear import bmm
-from ..coverage import LATENT_SIZES
+from ..coverage import LATENT_PAGES, LATENT_SIZES
 from ..reviews import patch_points
 from ..reviews.schemes import FP8_CACHES
 from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, pages_of
@@ -171,7 +171,7 @@ class LatentBackendBase(FixedSplitBackendMixin, _Base):
 
     @staticmethod
     def get_supported_kernel_block_sizes(*spec: object) -> list[int | MultipleOf]:  # of any
-        return [MultipleOf(16)]
+        return [MultipleOf(LATENT_PAGES)]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

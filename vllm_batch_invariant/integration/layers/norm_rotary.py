@@ -12,7 +12,7 @@ from ...ops.norm_rotary import DTYPES, HEAD_SIZES, norm_rotary
 from ..reviews import patch_points
 from ..side_table import beside
 from . import mrope
-from .fusion import ForwardFusion
+from .fusion import ForwardFusion, is_watched
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -30,7 +30,7 @@ def _fits(layer: Any, parts: tuple[Any, ...], positions: torch.Tensor, hidden_st
         return False
     kept = beside(layer)
     if kept.heads_fit is None:
-        if not hidden_states.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not hidden_states.is_cuda or torch.cuda.is_current_stream_capturing() or is_watched(*parts):
             return False
         if _rotates(parts[-1]):
             parts[-1]._match_cos_sin_cache_dtype(hidden_states)  # as vLLM does before it turns

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..common.gpu_environment import gpu_environment, kept_path
 from ..common.kv_cache import codes_of
 from . import sm90
 from .cuda import paged_attention
-from .params import AttentionSpec, PagedAttention, PagedCache
+from .params import NO_RANGE, AttentionSpec, PagedAttention, PagedCache
 from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
 from .shapes import AttentionShape
 
@@ -44,7 +44,7 @@ _BORDERS = tuple(
 )
 """Lengths at which a token is looked at."""
 _WINDOW = 1500
-"""Keys that a layer sees here at most: a longer window would reach beyond the first key."""
+"""Keys of a window that some lie behind here; a longer one would reach beyond the first key."""
 _NOISE = 2.0**20
 """Factor of scores whose exact value is 0: it makes their rounding errors as large as scores are."""
 
@@ -90,7 +90,12 @@ class Operands:
 
 @cache
 def certify(
-    shape: AttentionShape, device: torch.device, page_size: int, layers: tuple[AttentionSpec, ...], verify_len: int = 1
+    shape: AttentionShape,
+    device: torch.device,
+    page_size: int,
+    layers: tuple[AttentionSpec, ...],
+    verify_len: int = 1,
+    sees_ranges: bool = False,
 ) -> Certificate:
     """The fastest kernels that give every row of such layers the same bits; compared once for a GPU, a driver, a
     PyTorch, a Triton and a version of this code.
@@ -101,6 +106,8 @@ def certify(
         page_size: keys in a page.
         layers: one of each kind. Their scale counts for nothing, and what is compared has sinks of its own.
         verify_len: tokens of a request in the longest verify step, 1 without speculative decoding.
+        sees_ranges: whether some steps come with ranges of their tokens, for which the Triton kernel serves whatever
+            is in the step, and others without.
 
     Raises:
         NotCovered: no kernel gives a row the same bits by prefill, by chunks and by decode; or it cannot be compared.
@@ -111,13 +118,14 @@ def certify(
     key = (
         f"{shape}; {shape.reduction} in steps of {shape.key_tile}; pages of {page_size}; {'; '.join(_by_kind(layers))}"
         f"{'; verify steps with wide blocks' * (candidates[0].decode_rows > DECODE_ROWS)}"
+        f"{'; steps with ranges' * sees_ranges}"
     )
     kept = _load(environment).get(key)
     if kept is not None:
         logger.info("Attention is served by %s, which an earlier start compared on this GPU.", kept.kernels)
         return kept
     try:
-        found = _certify(shape, device, page_size, layers, candidates)
+        found = _certify(shape, device, page_size, layers, candidates, sees_ranges)
     except torch.OutOfMemoryError as error:
         raise NotCovered(
             f"attention of {shape} that cannot be compared",
@@ -135,12 +143,13 @@ def _certify(
     page_size: int,
     layers: tuple[AttentionSpec, ...],
     candidates: tuple[Kernels, ...],
+    sees_ranges: bool,
 ) -> Certificate:
     refused, started = [], time.perf_counter()
     with torch.cuda.device(device):
         data = [by_scores(shape, device, page_size), by_values(shape, device, page_size)]
         for kernels in candidates:
-            found = compare(kernels, shape, data, layers)
+            found = compare(kernels, shape, data, layers, sees_ranges)
             if isinstance(found, int):
                 logger.info(
                     "Attention is served by %s: %d outputs of %s have the same bits by prefill, chunks and decode "
@@ -209,19 +218,23 @@ def _by_kind(layers: Sequence[AttentionSpec]) -> dict[str, AttentionSpec]:
 
 
 def compare(
-    kernels: Kernels, shape: AttentionShape, data: Sequence[Operands], layers: Sequence[AttentionSpec]
+    kernels: Kernels,
+    shape: AttentionShape,
+    data: Sequence[Operands],
+    layers: Sequence[AttentionSpec],
+    sees_ranges: bool = False,
 ) -> int | str:
     """The number of elements compared, or in words where a row has other bits, or what did not run."""
     try:
         elements = 0
         for kind, layer in _by_kind(layers).items():
-            window = None if layer.sliding_window is None else min(layer.sliding_window, _WINDOW)
-            planner, layer = _planner(kernels, shape, data[0], window), replace(layer, sliding_window=window)
-            for operands in data:
-                found = _compare_ways(planner, operands, layer)
-                if isinstance(found, str):
-                    return f"{kind} attention has other bits {found}"
-                elements += found
+            for window in _windows_of(layer):
+                planner, compared = _planner(kernels, shape, data[0], window), replace(layer, sliding_window=window)
+                for operands in data:
+                    found = _compare_ways(planner, operands, compared, sees_ranges)
+                    if isinstance(found, str):
+                        return f"{kind} attention has other bits {found}"
+                    elements += found
     except Exception as error:
         if not is_of_a_compiler(error):
             raise
@@ -229,19 +242,29 @@ def compare(
     return elements
 
 
-def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec) -> int | str:
+def _windows_of(layer: AttentionSpec) -> list[int | None]:
+    """The window of a layer, for which a kernel may be compiled, and if it is longer than what is compared one that
+    keys lie behind.
+    """
+    window = layer.sliding_window
+    return [window] if window is None or window <= _WINDOW else [window, _WINDOW]
+
+
+def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec, sees_ranges: bool) -> int | str:
     """As :func:`compare`, for one kind of layer and one request."""
     known = operands.query.new_empty((*operands.query.shape[:2], operands.cache.value_size))
     for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
-        known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], layer)
+        known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], layer, False)
     elements = 0
-    for name, chunks in ways(planner.shape.queries_per_kv, planner.decode_rows):
+    steps = (False, True) if sees_ranges else (False,)
+    every_way = product(steps, ways(planner.shape.queries_per_kv, planner.decode_rows))
+    for has_ranges, (name, chunks) in every_way:
         rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
         kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
-        found = bitwise_comparison(_attend(planner, operands, chunks, layer)[kept], known[rows[kept]])
+        found = bitwise_comparison(_attend(planner, operands, chunks, layer, has_ranges)[kept], known[rows[kept]])
         if not found:
-            first = int(rows[kept][found.first.where[0]])
-            return f"{name} than by prefill: {found.different} of {found.elements} elements, first at {first}"
+            first, way = int(rows[kept][found.first.where[0]]), f"{name}{' beside ranges' * has_ranges}"
+            return f"{way} than by prefill: {found.different} of {found.elements} elements, first at {first}"
         elements += found.elements
     return elements
 
@@ -274,8 +297,10 @@ def _planner(kernels: Kernels, shape: AttentionShape, operands: Operands, window
     return Planner(shape, operands.query.device, *sizes, kernels=kernels, window=window)
 
 
-def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer: AttentionSpec) -> torch.Tensor:
-    """[tokens of all chunks, heads, the values' size]; NaN where no kernel wrote."""
+def _attend(
+    planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer: AttentionSpec, has_ranges: bool
+) -> torch.Tensor:
+    """[tokens of all chunks, heads, the values' size]; NaN where no kernel wrote. Ranges are of no position."""
     device = operands.query.device
     query = torch.cat([operands.query[one.kv_len - one.query_len : one.kv_len] for one in chunks])
     lengths = torch.tensor([one.kv_len for one in chunks], dtype=torch.int32, device=device)
@@ -284,9 +309,10 @@ def _attend(planner: Planner, operands: Operands, chunks: Sequence[Chunk], layer
     cache = replace(operands.cache, block_table=operands.cache.block_table.repeat(len(chunks), 1))
     sinks = None if layer.sinks is None else torch.linspace(-2, 4, query.shape[1], dtype=torch.float32).to(device)
     spec = replace(layer.to(device), scale=operands.scale, sinks=sinks)
-    call = PagedAttention(query, cache, lengths, starts, spec, planner.shape.reduction)
+    ranges = torch.tensor([NO_RANGE], dtype=torch.int32, device=device).repeat(len(query), 1) if has_ranges else None
+    call = PagedAttention(query, cache, lengths, starts, spec, planner.shape.reduction, ranges)
     out = query.new_full(call.out_shape, math.nan)
-    plan = planner.plan(starts, lengths, len(query), max(one.query_len for one in chunks))
+    plan = planner.plan(starts, lengths, len(query), max(one.query_len for one in chunks), has_ranges)
     paged_attention(call, out, plan)
     return out
 
