@@ -28,7 +28,8 @@ export function writeTheSame(row) {
 
 /** What was served: a predictable model has the layers of the 8B shape. */
 function servedBy(row) {
-  return keysOf(row).model === "30b-a3b" ? "30b-a3b" : "8b";
+  const { model = "8b" } = keysOf(row);
+  return model === "predictable" ? "8b" : model;
 }
 
 const SERVED = [

@@ -151,7 +151,7 @@ def test_pictures_are_turned_by_angles_that_are_picked(monkeypatch: pytest.Monke
     HEAD_NORMS.fused(pytest.fail)(fitting(rotary, None), positions, torch.zeros(2, 12))
     [(rows, sections)] = given
     assert rows is positions
-    assert sections == Sections((1, 1, 0))
+    assert sections == Sections(1, 1, 0)
     _, angles = mrope.row_of_angles(rotary, positions)
     assert angles.tolist() == [[0.0, 21.0, 2.0, 23.0], [12.0, 13.0, 14.0, 15.0]]
 

@@ -753,7 +753,7 @@ def turned_heads(count: int) -> None:
     codes, scale = [cache.to(E4M3) for cache in caches], torch.ones(())
     for slots in (None, CacheSlots(*caches, positions), CacheSlots(*codes, positions, scale, scale)):
         norm_rotary.norm_rotary(qkv, positions, weight, weight, angles, 1e-6, 32, 8, slots)
-    three, sections = positions.expand(3, -1).contiguous(), Sections((24, 20, 20), interleaved=True)
+    three, sections = positions.expand(3, -1).contiguous(), Sections(24, 20, 20, interleaved=True)
     norm_rotary.norm_rotary(qkv, positions, None, None, angles, 0.0, 32, 8, slots)
     norm_rotary.norm_rotary(qkv, three, None, None, angles, 0.0, 32, 8, slots, sections)
 

@@ -55,7 +55,7 @@ def check_rows() -> None:
         check(f"the norm of {name} divides as IEEE says: {kinds}", kinds == {"div.rn.f32", "sqrt.rn.f32"})
     for made in launch_on(90, turned_heads, 2):
         kinds = set(arithmetic(made))
-        check(f"a rotation fuses nothing: {kinds}", kinds == {"div.rn.f32", "sqrt.rn.f32"})
+        check(f"a rotation fuses nothing: {kinds}", kinds <= {"div.rn.f32", "sqrt.rn.f32"})
     for length in (4096, 32_000):
         for made in launch_on(90, logprobs, length):
             kinds = set(arithmetic(made)) - {"fma.rn.ftz.f32"}  # of libdevice's logarithm

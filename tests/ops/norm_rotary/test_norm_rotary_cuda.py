@@ -56,7 +56,7 @@ def test_a_rotation_without_norms_has_the_bits_of_vllms_kernel_by_one_position_a
     three = torch.stack((positions, positions.flip(0), positions.roll(7)))
     sizes = size // 8, 3 * size // 16, 3 * size // 16
     page, slots = 16, torch.randperm(1200, device="cuda")[:1000]
-    for sections in (None, Sections(sizes), Sections(sizes, interleaved=True)):
+    for sections in (None, Sections(*sizes), Sections(*sizes, interleaved=True)):
         given = positions if sections is None else three
         queries, keys = (
             part.contiguous() for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], 1)[:2]

@@ -52,7 +52,7 @@ def test_norm_and_rotation_in_one_have_the_bits_of_the_norm_and_then_the_rotatio
 def test_each_frequency_turns_by_its_own_of_three_positions(heads, kv_heads, size, has_norms, interleaved):
     qkv, _, *weights, cache = heads_to_turn(5, heads, kv_heads, size)
     given = weights if has_norms else (None, None)
-    sections = Sections((size // 8, 3 * size // 16, 3 * size // 16), interleaved)
+    sections = Sections(size // 8, 3 * size // 16, 3 * size // 16, interleaved)
     rows = torch.tensor([[0, 31, 5, 6, 30, 9], [3, 31, 7, 1, 2, 9], [8, 31, 0, 4, 11, 9]])[:, :5]
     turned = norm_rotary.norm_rotary(qkv, rows, *given, cache, EPS, heads, kv_heads, sections=sections)
     of_time = norm_rotary.norm_rotary(qkv, rows[0], *given, cache, EPS, heads, kv_heads)

@@ -106,7 +106,8 @@ def sections_of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, Sec
     """What :func:`...ops.norm_rotary.norm_rotary` turns by: positions, and how frequencies share three of them."""
     if positions.dim() != 2 or not getattr(rotary, "takes_pictures", False):
         return of_text(positions), None
-    return positions, Sections(tuple(rotary.mrope_section), bool(rotary.mrope_interleaved))
+    time, height, width = rotary.mrope_section
+    return positions, Sections(time, height, width, bool(rotary.mrope_interleaved))
 
 
 def of_text(positions: torch.Tensor) -> torch.Tensor:

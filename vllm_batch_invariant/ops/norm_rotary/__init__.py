@@ -2,7 +2,7 @@
 arXiv:2104.09864), in one pass.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,27 +18,26 @@ DTYPES = (torch.bfloat16, torch.float16)
 """Their products are exact in fp32, so that it does not matter whether a compiler fuses one with the addition."""
 
 
-@dataclass(frozen=True)
-class Sections:
-    """By which of a token's three positions each frequency turns: M-RoPE (Qwen2-VL, arXiv:2409.12191).
+class Sections(NamedTuple):
+    """By which of a token's three positions each frequency turns: M-RoPE (Qwen2-VL, arXiv:2409.12191)."""
 
-    Attributes:
-        sizes: frequencies of time, height and width, half of a head together.
-        interleaved: whether frequencies 1, 4, 7 and so on are height's and 2, 5, 8 width's, so many of each, and the
-            others time's; else those of one follow those of the other.
-    """
-
-    sizes: tuple[int, int, int]
+    time: int
+    """Frequencies; of all three half of a head together."""
+    height: int
+    width: int
     interleaved: bool = False
+    """Whether frequencies 1, 4, 7 and so on are height's and 2, 5, 8 width's, so many of each, and the others time's;
+    else those of one follow those of the other.
+    """
 
     def rows(self) -> torch.Tensor:
         """[half of a head], the position of each frequency."""
-        time, height, width = self.sizes
+        sizes = self.time, self.height, self.width
         if not self.interleaved:
-            return torch.arange(3).repeat_interleave(torch.tensor(self.sizes))
-        rows = torch.zeros(time + height + width, dtype=torch.int64)
-        for row, size in ((1, height), (2, width)):
-            rows[row : 3 * size : 3] = row
+            return torch.arange(3).repeat_interleave(torch.tensor(sizes))
+        rows = torch.zeros(sum(sizes), dtype=torch.int64)
+        for row in (1, 2):
+            rows[row : 3 * sizes[row] : 3] = row
         return rows
 
 
@@ -93,7 +92,7 @@ def norm_rotary(
     fits = (
         qkv.shape == (positions.shape[-1], (heads + 2 * kv_heads) * size)
         and positions.shape[:-1] == (() if sections is None else (3,))
-        and (sections is None or 2 * sum(sections.sizes) == size)
+        and (sections is None or 2 * sum(sections[:3]) == size)
         and positions.dtype == torch.int64
         and (query_weight is None) == (key_weight is None)
         and all(weight.shape == (size,) for weight in weights)

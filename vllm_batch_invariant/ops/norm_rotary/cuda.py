@@ -30,15 +30,13 @@ def _position(positions_ptr, token, stride_row, frequency, SECTIONS: tl.constexp
     if SECTIONS is None:
         position = tl.load(positions_ptr + token)
     else:
-        TIME: tl.constexpr = SECTIONS.sizes[0]
-        HEIGHT: tl.constexpr = SECTIONS.sizes[1]
-        WIDTH: tl.constexpr = SECTIONS.sizes[2]
         if SECTIONS.interleaved:
-            is_height = (frequency % 3 == 1) & (frequency < 3 * HEIGHT)
-            is_width = (frequency % 3 == 2) & (frequency < 3 * WIDTH)
+            is_height = (frequency % 3 == 1) & (frequency < 3 * SECTIONS.height)
+            is_width = (frequency % 3 == 2) & (frequency < 3 * SECTIONS.width)
             row = tl.where(is_height, 1, tl.where(is_width, 2, 0))
         else:
-            row = (frequency >= TIME).to(tl.int32) + (frequency >= TIME + HEIGHT).to(tl.int32)
+            of_width = frequency >= SECTIONS.time + SECTIONS.height
+            row = (frequency >= SECTIONS.time).to(tl.int32) + of_width.to(tl.int32)
         position = tl.load(positions_ptr + row * stride_row + token)
     return position
 
