@@ -232,6 +232,25 @@ def at_edges(engine: Engine, lengths: Sequence[int]) -> tuple[list[Any], list[An
     return next(seen), next(seen)
 
 
+def everywhere_and_with_faults(
+    engine: Engine, company: list[dict[str, Any]], edges: Sequence[int], plant: str, faults: Sequence[str]
+) -> dict[str, Any]:
+    """As :func:`everywhere`, with pages of NaN in caches of keys, and :func:`at_edges`; and answers in company with
+    each of these faults, and at last without.
+
+    Args:
+        plant: the function that has an engine compute with a fault, and called again without.
+    """
+    found = everywhere(engine, company, "poison_keys")
+    found["edges"] = at_edges(engine, edges)
+    for fault in faults:
+        engine.call(plant, fault)
+        found[fault] = seen(engine.step(fault, [*company, *TARGETS], True).requests)
+        engine.call(plant, fault)
+    found["no fault"] = alone(engine, "no fault")
+    return found
+
+
 def replaced(engine: Engine, folders: Sequence[str], ways: Sequence[str]) -> dict[tuple[str, str], Any]:
     """Answers of the targets after each way of :mod:`.reloads` to replace weights by those of each folder."""
     answers = {}

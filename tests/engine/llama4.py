@@ -109,14 +109,7 @@ def draw(model: torch.nn.Module, seed: int) -> None:
 def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
     """Answers of the targets in every company, and what shows that they were in it."""
     company = kept_states.others(length=30)
-    found = kept_states.everywhere(engine, company, "poison_keys")
-    found["edges"] = kept_states.at_edges(engine, EDGES)
-    for fault in faults:
-        engine.call(f"{__name__}:plant", fault)
-        found[fault] = kept_states.seen(engine.step(fault, [*company, *kept_states.TARGETS], True).requests)
-        engine.call(f"{__name__}:plant", fault)
-    found["no fault"] = kept_states.alone(engine, "no fault")
-    return found
+    return kept_states.everywhere_and_with_faults(engine, company, EDGES, f"{__name__}:plant", faults)
 
 
 def plant(llm: Any, fault: str) -> None:
