@@ -43,7 +43,7 @@ class Batch:
     """[requests] int32"""
     query_start_loc: torch.Tensor
     """[requests + 1] int32"""
-    layer: "Layer"
+    layer: Layer
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class Batch:
         query: torch.Tensor,
         cache: torch.Tensor,
         table: torch.Tensor,
-        layer: "Layer | None" = None,
+        layer: Layer | None = None,
     ) -> "Batch":
         """With the lengths of the requests on the query's device."""
         lengths = [request.context for request in requests]

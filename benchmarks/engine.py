@@ -50,9 +50,10 @@ _FORMS = {
 }
 """Ours in other forms: what the cases of their rows end with, and what they are compared with, too."""
 _OURS = ("ours", *_FORMS)
-_OF_FEATURES = [
-    *("adapters", "adapters-prefill", "adapters-small", "images", "images-small", "embeddings", "embeddings-small"),
-]
+_OF_FEATURES = (
+    *("adapters", "adapters-prefill", "adapters-small"),
+    *("images", "images-small", "embeddings", "embeddings-small"),
+)
 """Workloads of engines that do more than others."""
 CONCURRENT = 63
 """Concurrent requests of the target request whose bits are checked."""
