@@ -146,6 +146,18 @@ def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
     return pages_of(held) if held.dim() == 3 else split_cache(held)[0]
 
 
+def refuse_quantised(*scales: torch.Tensor | None) -> None:
+    """Refuse an output that has one of these.
+
+    Raises:
+        NotCovered: it has.
+    """
+    if any(scale is not None for scale in scales):
+        raise NotCovered(
+            "attention with quantised output", "its scale may follow the batch", "serve the unquantised model"
+        )
+
+
 def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
     """The latent cache [pages, 1, page, latent + turned size] of vLLM's [pages, page, ...]."""
     return kv_cache.unsqueeze(1)
@@ -323,10 +335,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         """Attention of the step's rows over their requests' pages, an encoder's over each other; a warm-up passes no
         metadata.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotCovered(
-                "attention with quantised output", "its scale may follow the batch", "serve the unquantised model"
-            )
+        refuse_quantised(output_scale, output_block_scale)
         if attn_metadata is None:
             return output
         rows = attn_metadata.num_actual_tokens

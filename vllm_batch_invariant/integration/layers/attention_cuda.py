@@ -58,7 +58,6 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     def _planner(self, layers: list[Any]) -> Any:
         """For layers with as many query heads and one window."""
-        from ...ops.attention import sm90
         from ...ops.attention.certificate import certify
         from ...ops.attention.plan import Planner
 
@@ -68,9 +67,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
         page, verify = self._spec.block_size, max(self.verify, default=1)
         certificate = certify(shape, self._device, page, kinds, verify, self._sees_ranges)
-        known = any(sm90.knows(kind, layers[0].holds_codes) for kind in kinds)
-        window = kinds[0].sliding_window
-        return Planner(shape, self._device, requests, tokens, keys, known, certificate.kernels, window=window)
+        sizes, window = (requests, tokens, keys), kinds[0].sliding_window
+        return Planner(shape, self._device, *sizes, kernels=certificate.kernels, window=window)
 
     def _sizes(self, layers: list[Any]) -> tuple[Any, int, int, int]:
         """The shape of layers with as many query heads, and the most requests, tokens and keys of a step."""

@@ -18,7 +18,7 @@ from ...ops.linear import bmm
 from ..coverage import LATENT_PAGES, LATENT_SIZES
 from ..reviews import patch_points
 from ..reviews.schemes import FP8_CACHES
-from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, pages_of
+from .attention import FixedSplitAttention, FixedSplitBackendMixin, Metadata, pages_of, refuse_quantised
 
 
 class LatentAttention(FixedSplitAttention):
@@ -106,10 +106,7 @@ class LatentAttention(FixedSplitAttention):
             output_scale: None.
             output_block_scale: None.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotCovered(
-                "attention with quantised output", "its scale may follow the batch", "serve the unquantised model"
-            )
+        refuse_quantised(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.fill_(0)
         rows = attn_metadata.num_actual_tokens

@@ -86,28 +86,26 @@ def row_of_angles(
         [tokens], and [rows, rotary size].
     """
     cache = rotary.cos_sin_cache if cache is None else cache
-    if positions.dim() != 2 or not getattr(rotary, "takes_pictures", False):
-        return of_text(positions), cache
-    sections, of_rows = rotary.mrope_section, cache[positions]
-    halves = []
-    for half in of_rows.chunk(2, dim=-1):
-        if rotary.mrope_interleaved:
-            picked = half[0].clone()
-            for row in (1, 2):
-                frequencies = slice(row, 3 * sections[row], 3)
-                picked[:, frequencies] = half[row, :, frequencies]
-        else:
-            picked = torch.cat([part[row] for row, part in enumerate(half.split(sections, dim=-1))], dim=-1)
-        halves.append(picked)
-    return torch.arange(positions.shape[1], device=positions.device), torch.cat(halves, dim=-1)
+    positions, sections = sections_of(rotary, positions)
+    if sections is None:
+        return positions, cache
+    picked = positions[sections.rows(positions.device)].T  # [tokens, half of a head]
+    angles = torch.cat([half.gather(0, picked) for half in cache.chunk(2, dim=-1)], dim=-1)
+    return torch.arange(positions.shape[1], device=positions.device), angles
 
 
 def sections_of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, Sections | None]:
     """What :func:`...ops.norm_rotary.norm_rotary` turns by: positions, and how frequencies share three of them."""
-    if positions.dim() != 2 or not getattr(rotary, "takes_pictures", False):
-        return of_text(positions), None
+    sections = sections_in(rotary)
+    return (of_text(positions), None) if positions.dim() != 2 or sections is None else (positions, sections)
+
+
+def sections_in(rotary: Any) -> Sections | None:
+    """How the frequencies of a rotary embedding share three positions; None if it never takes pictures."""
+    if not getattr(rotary, "takes_pictures", False):
+        return None
     time, height, width = rotary.mrope_section
-    return positions, Sections(time, height, width, bool(rotary.mrope_interleaved))
+    return Sections(time, height, width, bool(rotary.mrope_interleaved))
 
 
 def of_text(positions: torch.Tensor) -> torch.Tensor:

@@ -44,8 +44,7 @@ def _agrees(layer: Any, parts: tuple[Any, ...], dims: int) -> bool:
     """
     *norms, rotary = parts
     angles, heads = rotary.cos_sin_cache, (*_heads(layer), layer.head_dim)
-    sections = getattr(rotary, "takes_pictures", False) and (tuple(rotary.mrope_section), rotary.mrope_interleaved)
-    key = type(rotary), heads, len(norms), angles.dtype, angles.device, dims, sections
+    key = type(rotary), heads, len(norms), angles.dtype, angles.device, dims, mrope.sections_in(rotary)
     if key not in _AGREED:
         try:
             _AGREED[key] = _compare(parts, *heads, dims)
@@ -69,8 +68,10 @@ def _compare(parts: tuple[Any, ...], heads: int, kv_heads: int, size: int, dims:
     drawn = {"generator": chance, "device": angles.device}
     qkv = torch.randn(_COMPARED, sum(sizes), dtype=angles.dtype, **drawn)
     positions = torch.randint(len(angles), (3, _COMPARED), **drawn)
-    positions = positions if dims == 2 and getattr(rotary, "takes_pictures", False) else positions[:1].expand(3, -1)
-    positions = positions if dims == 2 else positions[0]
+    if dims == 1:
+        positions = positions[0]
+    elif mrope.sections_in(rotary) is None:
+        positions = positions[:1].expand(3, -1)
     query, key, value = (part.contiguous() for part in qkv.split(sizes, dim=-1))
     if norms:
         by_head = zip(norms, (query, key), strict=True)

@@ -30,15 +30,14 @@ class Sections(NamedTuple):
     else those of one follow those of the other.
     """
 
-    def rows(self) -> torch.Tensor:
-        """[half of a head], the position of each frequency."""
-        sizes = self.time, self.height, self.width
+    def rows(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """[half of a head], the position of each frequency, made there."""
+        frequency = torch.arange(self.time + self.height + self.width, device=device)
         if not self.interleaved:
-            return torch.arange(3).repeat_interleave(torch.tensor(sizes))
-        rows = torch.zeros(sum(sizes), dtype=torch.int64)
-        for row in (1, 2):
-            rows[row : 3 * sizes[row] : 3] = row
-        return rows
+            return (frequency >= self.time).long() + (frequency >= self.time + self.height)
+        is_height = (frequency % 3 == 1) & (frequency < 3 * self.height)
+        is_width = (frequency % 3 == 2) & (frequency < 3 * self.width)
+        return is_height + 2 * is_width.long()
 
 
 def norm_rotary(
