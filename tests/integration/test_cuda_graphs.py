@@ -2,13 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_batch_invariant.integration.engine import cuda_graphs
-from vllm_batch_invariant.integration.engine.cuda_graphs import most_tokens, sizes, verify_lengths
+from vllm_batch_invariant.integration.engine.cuda_graphs import (
+    largest_size,
+    most_tokens,
+    sizes,
+    verify_lengths,
+    weights_of_layer,
+)
 from vllm_batch_invariant.ops.attention import AttentionReduction
 
 
@@ -24,6 +31,39 @@ def test_vllms_sizes_are_followed_by_larger_ones(requests, largest):
 def test_no_size_is_above_a_steps_tokens():
     assert max(sizes([1, 2, 4, 8], 5, 300)) == 256
     assert sizes([1], 2048, 1) == [1]
+
+
+def config_of_layers(heads: tuple[int, int, int], hidden: int, width: object, workers: int = 1, **kinds: bool):
+    """What is read of a configuration, of so many heads over KV heads of a size."""
+    of_model = {"is_moe": False, "is_hybrid": False, "use_mla": False} | kinds
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(intermediate_size=width),
+        get_hidden_size=lambda: hidden,
+        get_head_size=lambda: heads[2],
+        get_num_attention_heads=lambda parallel: heads[0] // parallel.tensor_parallel_size,
+        get_num_kv_heads=lambda parallel: max(1, heads[1] // parallel.tensor_parallel_size),
+        **of_model,
+    )
+    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=workers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "largest"),
+    [
+        (config_of_layers((32, 8, 128), 4096, 12_288), 2048),
+        (config_of_layers((16, 8, 128), 1024, 3072), 16_384),
+        (config_of_layers((16, 8, 128), 2048, 6144), 8192),
+        (config_of_layers((64, 8, 128), 5120, 25_600, workers=8), 6656),
+        (config_of_layers((16, 8, 128), 1024, 3072, is_moe=True), 2048),
+        (config_of_layers((16, 8, 128), 1024, 3072, use_mla=True), 2048),
+        (config_of_layers((16, 8, 128), 1024, [3072, 6144]), 2048),
+        (SimpleNamespace(model_config=None, parallel_config=None), 2048),
+    ],
+)
+def test_longer_steps_of_small_layers_are_graphs_too(layers, largest):
+    found = sizes([1, 2, 4, 8], 5, 16_384, largest_more=largest_size(weights_of_layer(layers)))
+    assert max(found) == largest
+    assert all(later <= 1.13 * former for former, later in pairwise(found) if former >= 2048)
 
 
 @pytest.mark.parametrize("captured", [[], [1, 2, 4], [1, 8, 64, 1000]])

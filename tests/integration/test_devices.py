@@ -150,6 +150,7 @@ def config(device_type: str, mode: str, second_runner: bool = True, page: int | 
         cache_config=SimpleNamespace(block_size=page, user_specified_block_size=page is not None),
         parallel_config=SimpleNamespace(disable_custom_all_reduce=False),
         use_v2_model_runner=second_runner,
+        lora_config=None,
         speculative_config=None,
         num_speculative_tokens=0,
     )
@@ -188,6 +189,15 @@ def test_the_first_runner_verifies_drafts_without_async_scheduling(
     made = config("cuda", "FULL", second_runner)
     made.speculative_config = object() if drafts else None
     made.num_speculative_tokens = drafts
+    devices.get("cuda").update_config(made)
+    assert made.scheduler_config.async_scheduling == is_async
+
+
+@pytest.mark.parametrize(("runner", "is_async"), [("pooling", False), ("generate", True)])
+def test_models_pool_without_async_scheduling(runner: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config("cuda", "NONE")
+    made.model_config = SimpleNamespace(runner_type=runner, use_mla=False)
+    monkeypatch.setattr("vllm_batch_invariant.integration.devices.cuda._check_pages", lambda config: None)
     devices.get("cuda").update_config(made)
     assert made.scheduler_config.async_scheduling == is_async
 

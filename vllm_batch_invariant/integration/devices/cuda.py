@@ -70,6 +70,10 @@ class Cuda(VllmDevice):
             # For min_tokens it counts rejected drafts, too, unless a neighbour's penalties have the number corrected.
             logger.info("The first model runner verifies drafts without async scheduling.")
             scheduler.async_scheduling = False
+        if getattr(vllm_config.model_config, "runner_type", None) == "pooling" and scheduler.async_scheduling:
+            # What all tokens gave may be the memory of a CUDA graph, which the next step writes.
+            logger.info("Models pool without async scheduling.")
+            scheduler.async_scheduling = False
 
     def update_graphs(self, vllm_config: Any) -> None:
         """A step stays one CUDA graph: of decode, and in vLLM's second model runner any other that fits one, if
@@ -80,11 +84,14 @@ class Cuda(VllmDevice):
             compilation.cudagraph_mode = modes.FULL_DECODE_ONLY
             return
         scheduler = vllm_config.scheduler_config
+        # One with adapters or drafts has several graphs of each size.
+        alone = vllm_config.lora_config is None and vllm_config.speculative_config is None
         captured = cuda_graphs.sizes(
             compilation.cudagraph_capture_sizes or [],
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
             1 + vllm_config.num_speculative_tokens,
+            cuda_graphs.largest_size(cuda_graphs.weights_of_layer(vllm_config) if alone else None),
         )
         compilation.cudagraph_mode = modes.FULL
         compilation.cudagraph_capture_sizes = captured

@@ -19,7 +19,17 @@ from ..reviews import patch_points
 _DEFAULT_LARGEST = 512
 _DEFAULT_STEP = 16
 _LARGEST = 2048
-_MORE_SIZES = (*range(64, 513, 64), *range(640, _LARGEST + 1, 128))
+_MOST_TOKENS = 16_384
+"""What vLLM has in a step by default where memory is large."""
+_MORE_SIZES = (
+    *range(64, 513, 64),
+    *range(640, _LARGEST + 1, 128),
+    *range(_LARGEST + 256, 4097, 256),
+    *range(4608, 8193, 512),
+    *range(9216, _MOST_TOKENS + 1, 1024),
+)
+_WEIGHTS = 192 << 20
+"""Of a layer of Qwen3-8B, about: with so many the host is busier up to :data:`_LARGEST` tokens, measured on an H200."""
 
 
 def verify_lengths(vllm_config: Any) -> tuple[int, ...]:
@@ -31,23 +41,47 @@ def verify_lengths(vllm_config: Any) -> tuple[int, ...]:
     return tuple(sorted(1 + number for number in drafts if number > 0))
 
 
-def sizes(captured: list[int], most_requests: int, most_tokens: int, longest: int = 1) -> list[int]:
+def weights_of_layer(config: Any) -> int | None:
+    """Elements of the weights of a decoder layer that one worker multiplies; None where that is not known: the layers
+    are no dense attention and MLP.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    if model is None or model.is_moe or model.is_hybrid or model.use_mla:
+        return None
+    width = getattr(model.hf_text_config, "intermediate_size", None)
+    if not isinstance(width, int):
+        return None
+    heads = model.get_num_attention_heads(parallel) + model.get_num_kv_heads(parallel)
+    rows = 2 * heads * model.get_head_size() + 3 * width // parallel.tensor_parallel_size
+    return model.get_hidden_size() * rows
+
+
+def largest_size(weights: int | None) -> int:
+    """The most tokens of a step that is a CUDA graph: layers that are not compiled keep the host busy for a time of
+    their own, the GPU for one that grows with their weights.
+    """
+    return min(max(_LARGEST, _LARGEST * _WEIGHTS // weights), _MOST_TOKENS) if weights else _LARGEST
+
+
+def sizes(
+    captured: list[int], most_requests: int, most_tokens: int, longest: int = 1, largest_more: int = _LARGEST
+) -> list[int]:
     """The numbers of tokens to capture: vLLM's, that of a step of decode with the most requests, and larger ones.
 
-    A user's are kept: those whose largest is not the one that vLLM makes of the requests of a step. Layers that are not
-    compiled keep the host busy longer than the GPU up to about 2000 tokens.
+    A user's are kept: those whose largest is not the one that vLLM makes of the requests of a step.
 
     Args:
         captured: those of vLLM's configuration.
         most_requests: of a step.
         most_tokens: of a step.
         longest: tokens of a request in a step of decode or the longest verify step.
+        largest_more: of :func:`largest_size`.
     """
     largest, limit = max(captured, default=0), min(2 * most_requests * longest, _DEFAULT_LARGEST, most_tokens)
     if not limit - _DEFAULT_STEP < largest <= limit:
         return captured
     more = {*(size for size in _MORE_SIZES if size > largest), min(most_requests, _LARGEST)}
-    return sorted({*captured, *(size for size in more if size <= most_tokens)})
+    return sorted({*captured, *(size for size in more if size <= min(most_tokens, largest_more))})
 
 
 def most_tokens(requests: int, tokens: int, most_query_tokens: int, verify: tuple[int, ...] = ()) -> int:
