@@ -180,7 +180,7 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with audio"],
+        ROWS["Whisper on a GPU"],
         ROWS[
             "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
             "Qwen3-ASR, Voxtral and Whisper as text"
@@ -198,8 +198,12 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     assert on_gpus.used(config(whisper, 1)) == f"audio inputs of {whisper} on a GPU"
     assert on_gpus.used(config(mistral, 1)) is None
     gemma = "Gemma4ForConditionalGeneration"
-    assert [on_gpus.used(config(gemma, most)) for most in (0, 1)] == [None, f"audio inputs of {gemma} on a GPU"]
-    assert on_gpus.used(config(gemma, 1, audio=0)) is None
+    assert on_gpus.used(config(gemma, 1)) is None
+    ran = replace(coverage.RAN, encoded_on_cpus_alone={gemma: ("audio",)})
+    with monkeypatch.context() as before:
+        before.setattr(coverage, "RAN", ran)
+        assert [on_gpus.used(config(gemma, most)) for most in (0, 1)] == [None, f"audio inputs of {gemma} on a GPU"]
+        assert on_gpus.used(config(gemma, 1, audio=0)) is None
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
     assert as_text.used(config(mistral, 1)) is None
     assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]
@@ -838,7 +842,9 @@ def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypat
     assert found_of_cache("cpu", "tensor", tokens) is None
     assert found_of_cache("cpu", "attn_head", tokens, "float16") == f"a KV cache in {tokens} of a model in float16"
     assert found_of_cache("cpu", "attn_head", dtype="float16") is None
-    assert found_of_cache("cuda", "tensor", tokens) == f"a KV cache in {tokens} with {scales} on a GPU"
+    assert found_of_cache("cuda", "tensor", tokens) is None
+    by_two = found_of_cache("cuda", "tensor", tokens, workers=2)
+    assert by_two == f"a KV cache in {tokens} with {scales} by 2 workers on a GPU"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(cache_dtype=tokens) == f"short convolutions with a KV cache in {tokens}"
     monkeypatch.setenv(UNTRIED.name, "1")

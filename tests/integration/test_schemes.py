@@ -304,7 +304,6 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
     model = SimpleNamespace(quantization=name, quantization_config=getattr(config, "args", None), is_moe=True)
     assert schemes.refused(model, config) is None
     assert schemes.of_activations(model, config) == ()
-    assert not schemes.has_untried_fp8_activations(model, config)
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),

@@ -241,7 +241,6 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return None
     unshared = set(schemes.of_activations(model, of_weights)) - {*RAN.activations_by_two_gpus}
     found = {
-        "with weights made FP8 by rows or tensors": schemes.has_untried_fp8_activations(model, of_weights),
         f"of {min(unshared, default='')} by several GPUs": unshared
         and parallel.tensor_parallel_size > 1
         and not (model.is_moe or _keeps(config, _DELTA_RULES)),
@@ -300,13 +299,13 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
         return None
     device, version, named = devices.of_config(config), patch_points.installed_version(), f"a KV cache in {dtype}"
     scales, workers = _cache_scales(config), config.parallel_config.tensor_parallel_size
-    shares_scales = scales == schemes.OF_HEADS and workers > 1
+    shares_scales = scales in (schemes.OF_HEADS, schemes.OF_TOKENS) and workers > 1
     if device.ops.type not in RAN.fp8_kv_cache:
         return f"{named} on {device.ops.name}"
     found = {
         f"with {schemes.CACHE_SCALES.get(scales, scales)} on {device.ops.name}": scales
         not in RAN.fp8_kv_cache_scales.get(_ran_on(device.ops.type), ()),
-        f"with {schemes.GIVEN_SCALES[schemes.OF_HEADS]} by {workers} workers on {device.ops.name}": shares_scales
+        f"with {schemes.CACHE_SCALES.get(scales)} by {workers} workers on {device.ops.name}": shares_scales
         and workers not in RAN.fp8_kv_cache_head_workers.get(_ran_on(device.ops.type), ()),
         f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
@@ -1164,9 +1163,9 @@ COVERED = (
     Feature(
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
-        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, both of Gemma 4: on a CPU with vLLM 0.32, a GPU with 0.33; images of "
-        "Llama 4, Idefics 3, SmolVLM on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which share "
-        "layers or images",
+        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
+        "with 0.33; images of Llama 4 on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which "
+        "share layers or images",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1176,8 +1175,8 @@ COVERED = (
     ),
     Feature(
         "Audio",
-        "of Qwen2-Audio, Qwen3-ASR and Voxtral (Mini, Small), any number and lengths of it: on a CPU with vLLM 0.32, "
-        "on a GPU with 0.33; of Whisper and Gemma 4 (E2B, E4B) on a CPU with 0.32; by one worker",
+        "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B), any number and lengths of it: on a "
+        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper on a CPU with 0.32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1213,7 +1212,7 @@ COVERED = (
     Feature(
         "Weights quantised while they are loaded",
         "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
-        "by tokens; on a CPU with vLLM 0.32, the first on a GPU with vLLM 0.33",
+        "by tokens; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
         "Experts quantised while they are loaded",
@@ -1224,8 +1223,8 @@ COVERED = (
     Feature(
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
-        "layer and one for its values, those of the checkpoint or 1, or one scale a head; on a CPU with vLLM 0.32, "
-        "also with `fp8_per_token_head` one a token and head; on a GPU with 0.33",
+        "layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
+        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -1242,7 +1241,7 @@ COVERED = (
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
         "experts: on a CPU with vLLM 0.32, with images, videos and audio by one worker, as text also by two; on a GPU "
-        "with 0.33, without audio",
+        "with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1497,7 +1496,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, made FP8 by rows or tensors",
+        "by several engines, in exact arithmetic",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -1509,8 +1508,8 @@ REFUSED = (
         _kv_cache,
     ),
     Feature(
-        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of heads by "
-        "two GPUs; of tokens on a GPU, or in float16",
+        "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of heads or "
+        "tokens by two GPUs; of tokens in float16",
         "no kernel reads it, it has not been run, or fp16 has too little range",
         f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts either on GPUs",
         _fp8_kv_cache_elsewhere,
@@ -1627,9 +1626,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper, Idefics 3 and SmolVLM on a GPU, and Gemma 4 with audio",
-        "they have been run on a CPU alone",
-        "serve them on a CPU, Gemma 4 with --limit-mm-per-prompt.audio 0",
+        "Whisper on a GPU",
+        "it has been run on a CPU alone",
+        "serve it on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),

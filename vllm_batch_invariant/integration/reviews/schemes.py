@@ -207,13 +207,6 @@ def of_the_batch(model: Any, config: Any) -> str | None:
     return f"quantisation {found}" if found else None
 
 
-def has_untried_fp8_activations(model: Any, config: Any) -> bool:
-    """Whether weights become FP8 while they are loaded, for activations by tokens: no GPU has run such an engine."""
-    return any(
-        one.method == "online" and one.weights == "float8" and one.shared != "block" for one in _of_model(model, config)
-    )
-
-
 def makes_int8_experts(model: Any, config: Any) -> bool:
     """Whether experts become int8 while they are loaded: no GPU has run such an engine."""
     return any(one in _INT8_EXPERTS for one in _of_model(model, config))
