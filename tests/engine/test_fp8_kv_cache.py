@@ -166,7 +166,7 @@ def test_one_request_at_a_time_in_odd_chunks_leaves_the_bits_of_a_cache_in_fp8(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="two workers need as many GPUs")
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
 def test_workers_that_share_heads_have_the_bits_of_one(started: Start) -> None:
     """Each reads the scales of its own."""
     tree = {TP_TREE.name: "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
