@@ -104,8 +104,10 @@ the table of technical specifications of the CUDA C++ programming guide (section
 """
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
-MOST_SPILLED = 256
-"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104."""
+MOST_SPILLED = 400
+"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104, and prefill with heads of 256, which
+keeps there what it needs once for each block of rows, up to 384.
+"""
 GLUON = (
     "prefill_kernel",
     "decode_kernel",

@@ -18,6 +18,12 @@ STEPS = {
     "whole blocks in parts": [(33_000 - 300, 33_000)],
 }
 """Of each request of a step the first new token and the end."""
+ADDED = {
+    "nothing": {},
+    "a window": {"sliding_window": 300},
+    "a narrow window and sinks": {"sliding_window": 65, "sinks": True},
+}
+"""What a layer adds to plain causal attention."""
 USUAL = AttentionReduction.of_device("cuda", "triton")
 ENDS_AT_EVERY_STEP = AttentionReduction(256, ((64, 512),))
 """Splits of one step of the softmax, then of four."""
@@ -33,23 +39,31 @@ pytestmark = pytest.mark.usefixtures("sm90")
         (Heads(4, 4, 128, torch.float16), 256, USUAL),
         (Heads(16, 1, 64, torch.float16), 32, ENDS_AT_EVERY_STEP),
         (Heads(6, 2, 128, torch.bfloat16), 128, ENDS_AT_EVERY_STEP),
+        (Heads(16, 8, 256, torch.bfloat16), 16, USUAL),
+        (Heads(14, 2, 256, torch.float16), 64, USUAL),
+        (Heads(3, 1, 256, torch.bfloat16), 128, ENDS_AT_EVERY_STEP),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED.keys())
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
-def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, steps):
+def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, added, steps):
     chunks = [Chunk(Request(heads, stop, stop), start, stop) for start, stop in steps]
-    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in paged(chunks, page_size))
+    tensors = paged(chunks, page_size, filler=torch.nan)
+    query, keys, values, table, seq_lens, starts = (tensor.cuda() for tensor in tensors)
     shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
-    keys_of_all = sum(stop for _, stop in steps)
-    planner = Planner(shape, query.device, len(steps), len(query), keys_of_all, kernels=Kernels(sm90=True))
+    keys_of_all, window = sum(stop for _, stop in steps), added.get("sliding_window")
+    sinks = {"sinks": torch.linspace(-2, 4, heads.query, dtype=heads.dtype).cuda()} if "sinks" in added else {}
+    planner = Planner(
+        shape, query.device, len(steps), len(query), keys_of_all, kernels=Kernels(sm90=True), window=window
+    )
 
     def attend() -> torch.Tensor:
         plan = planner.plan(starts, seq_lens, len(query), len(query))
         out = torch.full_like(query, torch.nan)
         return paged_attention(
             query, keys, values, table, seq_lens, starts, scale=0.1, reduction=reduction, implementation="triton",
-            out=out, plan=plan,
+            out=out, plan=plan, **(added | sinks),
         )  # fmt: skip
 
     launches = [attend() for _ in range(3)]

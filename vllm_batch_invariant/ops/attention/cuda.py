@@ -56,6 +56,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
             planner.workspace,
             planner.semaphores,
             ctas=min(plan.prefill_ctas, planner.num_sms),
+            merged=planner.merged,
         )
         sm90.launch_prefill(call, out, work, plan.reduction, sm90.PREFILL_SCHEDULES[planner.shape.head_size])
     elif plan.prefill_ctas:

@@ -52,14 +52,14 @@ def decode_schedule(head_size: int, dtype: torch.dtype, wide: bool = False, rows
     return Schedule(max(rows, 16), num_warps=4, num_stages=3 if head_size <= 128 else 2, ctas_per_sm=2)
 
 
-def prefill_schedule(head_size: int, dtype: torch.dtype) -> Schedule:
-    """For requests of more rows."""
+def prefill_schedule(head_size: int, dtype: torch.dtype, by_sm90: bool = False) -> Schedule:
+    """For requests of more rows, in the blocks of the Gluon kernels where these serve what they know."""
     if dtype == torch.float32:
         return Schedule(16, num_warps=8, num_stages=1)
     if head_size > 256:  # more rows do not fit into registers
         return Schedule(32, num_warps=8, num_stages=1)
     if head_size > 128:
-        return Schedule(64, num_warps=8, num_stages=1)
+        return Schedule(128, num_warps=8, num_stages=2) if by_sm90 else Schedule(64, num_warps=8, num_stages=1)
     return Schedule(128, num_warps=8, num_stages=3 if head_size <= 64 else 2)
 
 
@@ -84,7 +84,7 @@ class Kernels:
             plain: as in :class:`Planner`.
             verify_len: tokens of a request in the longest verify step.
         """
-        block_m, in_codes = prefill_schedule(shape.head_size, shape.dtype).block_m, shape.cache_dtype is not None
+        block_m, in_codes = prefill_schedule(shape.head_size, shape.dtype, True).block_m, shape.cache_dtype is not None
         if (
             plain
             and not shape.scales_of_tokens
@@ -185,19 +185,18 @@ class Planner:
         self.shape, self.device, self.window = shape, device, window
         gpu = torch.cuda.get_device_properties(device)
         self.num_sms = gpu.multi_processor_count
-        self.prefill_schedule = (
-            schedules[1] if schedules else fitted_prefill(prefill_schedule(shape.head_size, shape.dtype), shape, device)
-        )
         kernels = kernels or Kernels.fastest(shape, device, plain)
         self.sm90, self.decode_rows, self._kernels = kernels.sm90, kernels.decode_rows, kernels
+        self.prefills_by_sm90 = self.sm90 and sm90.prefills(shape.head_size)
         if schedules:
-            self.decode_schedule = schedules[0]
+            self.decode_schedule, self.prefill_schedule = schedules
         else:
+            schedule = prefill_schedule(shape.head_size, shape.dtype, self.prefills_by_sm90)
+            self.prefill_schedule = fitted_prefill(schedule, shape, device)
             schedule = decode_schedule(shape.head_size, shape.dtype, has_tcgen05(gpu.major), self.decode_rows)
             self.decode_schedule = fitted(schedule, shape, device)
         block_m, kv_heads = self.prefill_schedule.block_m, shape.kv_heads
         # Prefill-like blocks are shared only while they are few.
-        self.prefills_by_sm90 = self.sm90 and sm90.prefills(shape.head_size)
         self._prefill_ctas = self.num_sms if self.prefills_by_sm90 else 4 * self.num_sms
         most_shares = max(map(self.cta_shares, kernels.variants(shape)))
 
@@ -221,6 +220,10 @@ class Planner:
         self.workspace = torch.empty(rows * (shape.padded_head_size + 2), device=device)
         self.partial_m, self.partial_l, acc = self.workspace.split([rows, rows, rows * shape.padded_head_size])
         self.partial_acc = acc.view(rows, shape.padded_head_size)
+        keeps_merged = self.prefills_by_sm90 and sm90.keeps_merged(shape.head_size)
+        size = (self.num_sms, block_m, shape.head_size)
+        self.merged = torch.empty(size, device=device) if keeps_merged else None
+        """[CTAs, block_m, head_size] fp32, merged splits that a multiprocessor's shared memory has no room for."""
         semaphores = max(self._decode_workspace(1), SEMAPHORE_INTS * self._prefill_workspace) * kv_heads
         self.semaphores = torch.zeros(semaphores, dtype=torch.int32, device=device)
         """[semaphores] int32, finished splits of what CTAs share; 0 between the layers of a step."""

@@ -19,7 +19,7 @@ from ...common.launch import launch
 from ..params import AttentionSpec, PagedAttention, PagedCache
 from ..reduction import AttentionReduction
 from ..shapes import AttentionShape
-from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS
+from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS, SMALL_HEAD
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -36,7 +36,7 @@ class PrefillSchedule:
     """How the prefill kernel shares a multiprocessor: speed only."""
 
     num_stages: int
-    """Tiles in each ring."""
+    """Tiles in each ring, or in the one of large heads."""
     max_spins: int = 4096
     """Looks of a CTA that shares a block for the others, about 0.5 us each: far more than they need if they run."""
     maxnreg: int = 168
@@ -59,7 +59,11 @@ class DecodeSchedule:
 
 KNOWN = frozenset({"sliding_window", "sinks"})
 """What a layer may add to plain causal attention, where keys and values are no codes."""
-PREFILL_SCHEDULES = {64: PrefillSchedule(num_stages=6), 128: PrefillSchedule(num_stages=4)}
+PREFILL_SCHEDULES = {
+    64: PrefillSchedule(num_stages=6),
+    128: PrefillSchedule(num_stages=4),
+    256: PrefillSchedule(num_stages=5),
+}
 """By head size; what fits in shared memory."""
 DECODE_SCHEDULES = {
     64: DecodeSchedule(ctas_per_sm=3, num_stages=4, maxnreg=80),
@@ -106,6 +110,8 @@ class PrefillWork:
     semaphores: torch.Tensor
     """[...] int32, ``SEMAPHORE_INTS`` for each index of the workspace and KV head; 0 before and after."""
     ctas: int
+    merged: torch.Tensor | None
+    """[CTAs, BLOCK_M, head_size] fp32, or more, room for merged splits: see :func:`keeps_merged`."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,11 @@ def covers(
 def prefills(head_size: int) -> bool:
     """Whether the kernel of prefill has such heads; else Triton's serves it."""
     return head_size in PREFILL_SCHEDULES
+
+
+def keeps_merged(head_size: int) -> bool:
+    """Whether the kernel of prefill keeps merged splits in global memory."""
+    return head_size > SMALL_HEAD and prefills(head_size)
 
 
 def knows(spec: AttentionSpec, in_codes: bool) -> bool:
@@ -192,7 +203,8 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
     call = PagedAttention(query, cache, zeros(1), zeros(2), AttentionSpec(1.0), shape.reduction)
     items, semaphores, [m, l, acc] = zeros(8), zeros(SEMAPHORE_INTS), [zeros(4, dtype=torch.float32) for _ in range(3)]
     if shape.cache_dtype is None and prefills(shape.head_size):
-        work = PrefillWork(zeros(1), items, m, semaphores, 1)
+        merged = m if keeps_merged(shape.head_size) else None
+        work = PrefillWork(zeros(1), items, m, semaphores, 1, merged)
         launch_prefill(call, query, work, shape.reduction, PREFILL_SCHEDULES[shape.head_size])
     for rows in sorted(partial_rows):
         work = DecodeWork(zeros(2), items, (m, l, acc), semaphores, rows)
@@ -270,6 +282,7 @@ def launch_prefill(
             work.items,
             work.workspace,
             work.semaphores,
+            work.merged,
             call.spec.sinks,
             call.spec.scale * _LOG2_E,
             block_table.stride(0),

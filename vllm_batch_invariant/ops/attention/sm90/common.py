@@ -151,6 +151,30 @@ def get_row_layout(HEAD_DIM):
 
 
 @gluon.constexpr_function
+def is_large(HEAD_DIM):
+    """Whether shared memory has no room for all that prefill keeps there of smaller heads."""
+    return HEAD_DIM > shapes.SMALL_HEAD
+
+
+@gluon.constexpr_function
+def get_out_layout(HEAD_DIM):
+    """Of results: whole rows, or of large heads those that ``acc`` has."""
+    return get_acc_layout(HEAD_DIM) if is_large(HEAD_DIM) else get_row_layout(HEAD_DIM)
+
+
+@gluon.constexpr_function
+def get_merged_layout(COLUMNS):
+    """Columns of the merged result as [COLUMNS // 16, WARPGROUP_M * 4, 4]: what a thread has of ``acc``, four elements
+    at a time.
+    """
+    parts = [[1 << bit, 0, 0] for bit in range(COLUMNS.bit_length() - 5)]
+    lanes, warps = ([[0, 1 << bit, 0] for bit in bits] for bits in (range(5), (6, 7)))
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 32, 0], *parts], lanes, warps, [], [COLUMNS // 16, 4 * shapes.WARPGROUP_M, 4]
+    )
+
+
+@gluon.constexpr_function
 def get_acc_smem_layout(HEAD_DIM):
     """The merged result in shared memory: every thread gets its own back, 16 bytes at a time, without conflicts."""
     columns = [[0, 1 << bit] for bit in range(4, HEAD_DIM.bit_length() - 1)]
@@ -191,10 +215,10 @@ def load_pages(table_ptr, kv_start, keys, cfg):
 
 @gluon.jit
 def clear_unseen(v_smem, kv_start, first, end, row_layout: gl.constexpr):
-    """Zero the values of a tile at ``kv_start`` before ``first`` and from ``end`` on: slots may hold anything there,
-    NaN included, and no weight makes 0 of that.
+    """Zero the values of a tile, or of a part of one, at ``kv_start`` before ``first`` and from ``end`` on: slots may
+    hold anything there, NaN included, and no weight makes 0 of that.
     """
-    kv_pos = kv_start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, row_layout))
+    kv_pos = kv_start + gl.arange(0, v_smem.shape[0], gl.SliceLayout(1, row_layout))
     v_smem.store(gl.where(((kv_pos >= first) & (kv_pos < end))[:, None], v_smem.load(row_layout), 0.0))
 
 

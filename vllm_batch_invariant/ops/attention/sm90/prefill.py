@@ -14,6 +14,10 @@ a page smaller than a tile by several copies; two warpgroups of 64 rows each tak
 one tile's weights with its values while they compute the next tile's weights. That schedule is the one of
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608.
 
+Large heads leave no room in shared memory for merged splits beside the rows, which the tensor cores then read from
+there: a warpgroup keeps merged splits in global memory, each thread what it has itself, and one ring holds keys and
+values by turns, so that a place is free as soon as one product has read it.
+
 The splits of a block may be shared by CTAs. The one that owns split 0 merges its own, the others leave each of theirs
 among the partial results, and when all are there every CTA merges some of the rows.
 """
@@ -45,9 +49,12 @@ from .common import (
     get_acc_layout,
     get_acc_smem_layout,
     get_l_layout,
+    get_merged_layout,
+    get_out_layout,
     get_qk_layout,
     get_row_layout,
     is_end_of_split,
+    is_large,
     key_range,
     keys_per_copy,
     load_pages,
@@ -72,7 +79,7 @@ _SPLITS_IN_FLIGHT = gl.constexpr(16)
 
 @aggregate
 class Warpgroup:
-    """What a warpgroup that multiplies works with; ``q_smem`` and ``acc_smem`` are its own."""
+    """What a warpgroup that multiplies works with; ``q_smem`` and ``merged_acc`` are its own."""
 
     q: Rows
     out: Rows
@@ -85,8 +92,8 @@ class Warpgroup:
     qk_scale_log2: gl.tensor
     q_smem: gl.shared_memory_descriptor
     """[WARPGROUP_M, HEAD_DIM]"""
-    acc_smem: gl.shared_memory_descriptor
-    """[WARPGROUP_M, HEAD_DIM] fp32: of the merged splits."""
+    merged_acc: value
+    """[WARPGROUP_M, HEAD_DIM] fp32 in shared memory: of the merged splits; of large heads a pointer to as much."""
     ones_smem: gl.shared_memory_descriptor
     """[8, BLOCK_N]"""
     ring: Ring
@@ -102,8 +109,8 @@ class Warpgroup:
 class Block:
     """A warpgroup's rows of a work item."""
 
-    q: gl.tensor
-    """[WARPGROUP_M, HEAD_DIM]"""
+    q: value
+    """[WARPGROUP_M, HEAD_DIM], in shared memory for large heads."""
     ones: gl.shared_memory_descriptor
     """[BLOCK_N, 8]"""
     q_pos: gl.tensor
@@ -160,8 +167,18 @@ def _key_range(work, cfg):
 
 
 @gluon.jit
+def _values_position(position, cfg):
+    """Where the values are that are used with the keys at a position: at the same one of their own ring, or next."""
+    if is_large(cfg.HEAD_DIM):
+        position = next_position(position, cfg.NUM_STAGES)
+    return position
+
+
+@gluon.jit
 def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, work_ptr, ring, cfg):
-    """Keeps the rings full: a stage holds a tile's keys and the values of the tile before, used together."""
+    """Keeps the rings full: a tile's keys and the values of the tile before, which are used together, have one stage,
+    or two in one ring.
+    """
     PAGE_SIZE: gl.constexpr = cfg.PAGE_SIZE
     COPIES: gl.constexpr = BLOCK_N // keys_per_copy(PAGE_SIZE)
     num_items = gl.load(work_count_ptr) * cfg.NUM_KV_HEADS
@@ -181,11 +198,18 @@ def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, wor
             stage = position.stage
             mbarrier.wait(ring.empty_bar.index(stage), position.phase)
             copy_tile(k_desc, ring.k_smem, ring.k_full_bar, stage, tile, True, PAGE_SIZE)
-            copy_tile(v_desc, ring.v_smem, ring.v_full_bar, stage, previous, has_previous, PAGE_SIZE)
+            if is_large(cfg.HEAD_DIM):
+                if has_previous:
+                    position = next_position(position, cfg.NUM_STAGES)
+                    mbarrier.wait(ring.empty_bar.index(position.stage), position.phase)
+                    copy_tile(v_desc, ring.v_smem, ring.v_full_bar, position.stage, previous, True, PAGE_SIZE)
+            else:
+                copy_tile(v_desc, ring.v_smem, ring.v_full_bar, stage, previous, has_previous, PAGE_SIZE)
             position = next_position(position, cfg.NUM_STAGES)
             previous = tile
             has_previous = gl.to_tensor(True)
     if has_previous:
+        position = _values_position(position, cfg)
         stage = position.stage
         mbarrier.wait(ring.empty_bar.index(stage), position.phase)
         copy_tile(v_desc, ring.v_smem, ring.v_full_bar, stage, previous, True, PAGE_SIZE)
@@ -303,14 +327,21 @@ def _start_query(wg, idx):
     """Starts the copy of a warpgroup's rows of a work item. What rows that do not exist hold is never written."""
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
     QUERIES_PER_KV: gl.constexpr = wg.cfg.QUERIES_PER_KV
+    # Of a large head some rows after the other, because their results have most registers.
+    ROWS: gl.constexpr = WARPGROUP_M // 4 if is_large(HEAD_DIM) else WARPGROUP_M
     layout: gl.constexpr = get_row_layout(HEAD_DIM)
     work = load_work(wg.work_ptr, idx, wg.cfg.NUM_KV_HEADS, True)
-    offs_m = work.first_row + wg.HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, layout))
-    offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
-    token = offs_m // QUERIES_PER_KV
-    offs = row_offsets(wg.q, work, offs_m, token, QUERIES_PER_KV)
-    mask = (token < work.query_len)[:, None]
-    copy_elements(wg.q_smem, wg.q.ptr + offs[:, None] + offs_d[None, :], mask=mask)  # [WARPGROUP_M, HEAD_DIM]
+    for i in gl.static_range(WARPGROUP_M // ROWS):
+        first_row = work.first_row + wg.HALF * WARPGROUP_M
+        if is_large(HEAD_DIM):
+            first_row += i * ROWS
+        offs_m = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+        token = offs_m // QUERIES_PER_KV
+        offs = row_offsets(wg.q, work, offs_m, token, QUERIES_PER_KV)
+        mask = (token < work.query_len)[:, None]
+        q_smem = wg.q_smem.slice(i * ROWS, ROWS) if is_large(HEAD_DIM) else wg.q_smem
+        copy_elements(q_smem, wg.q.ptr + offs[:, None] + offs_d[None, :], mask=mask)  # [ROWS, HEAD_DIM]
     async_copy.commit_group()
 
 
@@ -352,7 +383,11 @@ def _masked(qk, q_pos, kv_start, WINDOW: gl.constexpr):
 @gluon.jit
 def _clear_unseen(v, kv_start, first, end):
     """Both warpgroups write the same."""
-    clear_unseen(v, kv_start, first, end, get_row_layout(v.shape[1]))
+    # Of a large head some keys after the other, because the rows' results have most registers.
+    KEYS: gl.constexpr = BLOCK_N // 8 if is_large(v.shape[1]) else BLOCK_N
+    for i in gl.static_range(BLOCK_N // KEYS):
+        some = v.slice(i * KEYS, KEYS) if is_large(v.shape[1]) else v
+        clear_unseen(some, kv_start + i * KEYS, first, end, get_row_layout(v.shape[1]))
     fence_async_shared()
     barrier()
 
@@ -368,20 +403,108 @@ def _softmax_step(qk, m, qk_scale_log2, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _merge_with_smem(acc_smem, alpha, acc, split_alpha):
-    """``acc`` of the merged splits, which are in shared memory, and one more."""
-    layout: gl.constexpr = acc.type.layout
-    row: gl.constexpr = gl.SliceLayout(1, layout)
+def _halves(acc):
+    """The first and the last columns."""
+    COLUMNS: gl.constexpr = acc.shape[1] // 2
+    layout: gl.constexpr = get_acc_layout(COLUMNS)
+    first, last = gl.permute(gl.reshape(acc, [WARPGROUP_M, 2, COLUMNS]), [0, 2, 1]).split()
+    first = gl.convert_layout(first, layout, assert_trivial=True)
+    return first, gl.convert_layout(last, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _joined(first, last):
+    """The inverse of ``_halves``."""
+    COLUMNS: gl.constexpr = 2 * first.shape[1]
+    acc = gl.reshape(gl.permute(gl.join(first, last), [0, 2, 1]), [WARPGROUP_M, COLUMNS])
+    return gl.convert_layout(acc, get_acc_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def _merge_columns(ptr, are_earlier, alpha, acc, split_alpha, KEEPS: gl.constexpr):
+    """Some columns of ``acc`` of the merged splits at ``ptr``, zeros where none ``are_earlier``, and of one more.
+
+    Each thread reads there what it wrote: its elements four by four, each four beside those of the next thread, as
+    [COLUMNS // 16, WARPGROUP_M * 4, 4].
+    """
+    COLUMNS: gl.constexpr = acc.shape[1]
+    acc_layout: gl.constexpr = acc.type.layout
+    row: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    layout: gl.constexpr = get_merged_layout(COLUMNS)
+    four = gl.arange(0, COLUMNS // 16, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    thread = gl.arange(0, WARPGROUP_M * 4, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    element = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    ptrs = ptr + (four * (WARPGROUP_M * 4) + thread) * 4 + element
+    earlier = gl.load(ptrs, mask=are_earlier, other=0.0, cache_modifier=".cg")
+    # Or the compiler moves every load to where it is used, and one waits for the other.
+    barrier()
+    earlier = gl.permute(gl.reshape(earlier, [COLUMNS // 16, WARPGROUP_M, 4, 2, 2]), [1, 0, 3, 2, 4])
+    earlier = gl.convert_layout(gl.reshape(earlier, [WARPGROUP_M, COLUMNS]), acc_layout, assert_trivial=True)
     alpha, split_alpha = gl.convert_layout(alpha, row), gl.convert_layout(split_alpha, row)
-    return merge_acc(acc_smem.load(layout), alpha, acc, split_alpha)
+    acc = merge_acc(earlier, alpha, acc, split_alpha)
+    if KEEPS:
+        kept = gl.permute(gl.reshape(acc, [WARPGROUP_M, COLUMNS // 16, 2, 4, 2]), [1, 0, 3, 2, 4])
+        kept = gl.reshape(kept, [COLUMNS // 16, WARPGROUP_M * 4, 4])
+        gl.store(ptrs, gl.convert_layout(kept, layout, assert_trivial=True))
+    return acc
+
+
+@gluon.jit
+def _merge_half(ptr, are_earlier, alpha, acc, split_alpha, KEEPS: gl.constexpr):
+    """As ``_merge_columns``, in two parts."""
+    first, last = _halves(acc)
+    first = _merge_columns(ptr, are_earlier, alpha, first, split_alpha, KEEPS)
+    ptr += WARPGROUP_M * first.shape[1]
+    return _joined(first, _merge_columns(ptr, are_earlier, alpha, last, split_alpha, KEEPS))
+
+
+@gluon.jit
+def _merge_with_earlier(wg, are_earlier, alpha, acc, split_alpha, KEEPS: gl.constexpr):
+    """``acc`` of the merged splits and one more, which takes the place of the merged ones if ``KEEPS``."""
+    if is_large(acc.shape[1]):
+        first, last = _halves(acc)
+        first = _merge_half(wg.merged_acc, are_earlier, alpha, first, split_alpha, KEEPS)
+        ptr = wg.merged_acc + WARPGROUP_M * first.shape[1]
+        acc = _joined(first, _merge_half(ptr, are_earlier, alpha, last, split_alpha, KEEPS))
+    else:
+        layout: gl.constexpr = acc.type.layout
+        row: gl.constexpr = gl.SliceLayout(1, layout)
+        alpha, split_alpha = gl.convert_layout(alpha, row), gl.convert_layout(split_alpha, row)
+        acc = merge_acc(wg.merged_acc.load(layout), alpha, acc, split_alpha)
+        if KEEPS:
+            wg.merged_acc.store(acc)
+    return acc
+
+
+@gluon.constexpr_function
+def _reads_all_asm(REGISTERS):
+    """Instructions that copy registers of weights and pretend to need all of them: bit 14 of no weight is set."""
+    read = "".join(f" or.b32 bits, bits, ${REGISTERS + i};" for i in range(REGISTERS))
+    copied = "".join(f" mov.b32 ${i}, ${REGISTERS + i};" for i in range(REGISTERS))
+    some = "and.b32 bits, bits, 0x40004000; setp.ne.b32 any, bits, 0; @any nanosleep.u32 0;"
+    return f"{{ .reg .pred any; .reg .b32 bits; mov.b32 bits, 0;{read} {some}{copied} }}"
+
+
+@gluon.constexpr_function
+def _reads_all_constraints(REGISTERS):
+    return ",".join(["=r"] * REGISTERS + ["r"] * REGISTERS)
+
+
+@gluon.jit
+def _made_here(p):
+    """Weights, 16 bits each and at most 1, which the compiler makes before it goes on: it likes to wait for products
+    first, which are under way while it could.
+    """
+    REGISTERS: gl.constexpr = p.shape[0] * p.shape[1] // 256
+    asm: gl.constexpr = _reads_all_asm(REGISTERS)
+    constraints: gl.constexpr = _reads_all_constraints(REGISTERS)
+    return gl.inline_asm_elementwise(asm, constraints, [p], p.dtype, is_pure=False, pack=2 * REGISTERS)
 
 
 @gluon.jit
 def _step(wg, block, position, kv_start, merged, state):
     """The values of the tile before ``kv_start``, and the weights of the tile there, which has masks if some row does
     not see all of it.
-
-    The waits for ``order_fence`` never wait: they keep the compiler from moving what comes before or after them.
     """
     ring = wg.ring
     stage = position.stage
@@ -393,8 +516,9 @@ def _step(wg, block, position, kv_start, merged, state):
     merged_m, merged_l = merged.m, merged.l
     mbarrier.wait(ring.k_full_bar.index(stage), phase)
     qk = _start_qk(block.q, ring.k_smem, stage)
-    mbarrier.wait(ring.v_full_bar.index(stage), phase)
-    v = ring.v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
+    of_values = _values_position(position, wg.cfg)
+    mbarrier.wait(ring.v_full_bar.index(of_values.stage), of_values.phase)
+    v = ring.v_smem.index(of_values.stage).reshape([BLOCK_N, HEAD_DIM])
     if wg.cfg.WINDOW and kv_start - BLOCK_N < block.keys.first:
         _clear_unseen(v, kv_start - BLOCK_N, block.keys.first, block.keys.hi)
     # Not where alpha became known: now the tensor cores are busy.
@@ -402,6 +526,8 @@ def _step(wg, block, position, kv_start, merged, state):
     acc = warpgroup_mma(state.p, v, acc, is_async=True)
     l = _start_l(state.p, state.alpha, l, block.ones)
     qk = warpgroup_mma_wait(2, deps=(qk,))
+    if is_large(HEAD_DIM):
+        mbarrier.arrive(ring.empty_bar.index(stage))
 
     has_masks = kv_start >= block.unmasked_end
     if wg.cfg.WINDOW:
@@ -410,9 +536,13 @@ def _step(wg, block, position, kv_start, merged, state):
         qk = _masked(qk, block.q_pos, kv_start, wg.cfg.WINDOW)
     begins = is_end_of_split(kv_start, SPLIT_SEGMENTS)
     new_m, p, alpha = _softmax_step(qk, gl.where(begins, -float("inf"), m), wg.qk_scale_log2, state.p.dtype)
-    mbarrier.wait(wg.order_fence, 1)
+    if is_large(HEAD_DIM):
+        p = _made_here(p)
+    else:
+        # The wait never waits, but the compiler moves nothing from before it to behind it.
+        mbarrier.wait(wg.order_fence, 1)
     acc, l = warpgroup_mma_wait(0, deps=(acc, l))
-    mbarrier.arrive(ring.empty_bar.index(stage))
+    mbarrier.arrive(ring.empty_bar.index(of_values.stage))
     if begins:
         row_l = _row_sum(l)
         if block.writes_partial:
@@ -421,11 +551,12 @@ def _step(wg, block, position, kv_start, merged, state):
             _store_partial(partial_ptr, m, row_l, acc, wg.HALF)
         else:
             merged_m, merged_l, old_alpha, split_alpha = merge_sums(merged_m, merged_l, m, row_l)
-            wg.acc_smem.store(_merge_with_smem(wg.acc_smem, old_alpha, acc, split_alpha))
+            are_earlier = split_of(kv_start - 1, SPLIT_SEGMENTS) > split_of(block.keys.lo, SPLIT_SEGMENTS)
+            _merge_with_earlier(wg, are_earlier, old_alpha, acc, split_alpha, True)
         acc = gl.full([WARPGROUP_M, HEAD_DIM], 0.0, gl.float32, acc_layout)
         l = gl.full([WARPGROUP_M, 8], 0.0, gl.float32, get_l_layout())
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
-    position = next_position(position, wg.cfg.NUM_STAGES)
+    position = next_position(of_values, wg.cfg.NUM_STAGES)
     return position, Merged(merged_m, merged_l), SplitState(acc, new_m, alpha, l, p)
 
 
@@ -449,22 +580,25 @@ def _last_values(wg, block, stage, state):
 def _write_out(wg, work, out_smem, m, l, acc):
     """Writes the result of a block that no other CTA shares."""
     HEAD_DIM: gl.constexpr = wg.cfg.HEAD_DIM
-    row_layout: gl.constexpr = get_row_layout(HEAD_DIM)
+    row_layout: gl.constexpr = get_out_layout(HEAD_DIM)
     if wg.sinks_ptr is not None:
         rows = work.first_row + wg.HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, l.type.layout)
         l, alpha = sums_with_sinks(m, l, wg.sinks_ptr, _query_head(work, rows, wg.cfg))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     l = gl.convert_layout(gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, acc.type.layout))
-    barrier()
-    out_smem.store((acc / l[:, None]).to(out_smem.dtype))
-    barrier()
+    if not is_large(HEAD_DIM):
+        barrier()
+        out_smem.store((acc / l[:, None]).to(out_smem.dtype))
+        barrier()
     offs_m = work.first_row + wg.HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, row_layout))
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, row_layout))
     token = offs_m // wg.cfg.QUERIES_PER_KV
     offs = row_offsets(wg.out, work, offs_m, token, wg.cfg.QUERIES_PER_KV)
-    result = out_smem.load(row_layout)  # [WARPGROUP_M, HEAD_DIM]
+    # [WARPGROUP_M, HEAD_DIM]
+    result = (acc / l[:, None]).to(wg.q_smem.dtype) if is_large(HEAD_DIM) else out_smem.load(row_layout)
     gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=(token < work.query_len)[:, None])
-    barrier()
+    if not is_large(HEAD_DIM):
+        barrier()
 
 
 @gluon.jit
@@ -481,8 +615,10 @@ def _consumer(wg):
     acc_layout: gl.constexpr = get_acc_layout(HEAD_DIM)
     row: gl.constexpr = gl.SliceLayout(1, qk_layout)
     ones = wg.ones_smem.permute([1, 0])
-    # The first half of the memory of merged splits.
-    out_smem = reinterpret(wg.acc_smem, dtype, [2, WARPGROUP_M, HEAD_DIM], wg.q_smem.layout).index(0)
+    out_smem = None
+    if not is_large(HEAD_DIM):
+        # The first half of the memory of merged splits.
+        out_smem = reinterpret(wg.merged_acc, dtype, [2, WARPGROUP_M, HEAD_DIM], wg.q_smem.layout).index(0)
     num_items = gl.load(wg.work_count_ptr) * cfg.NUM_KV_HEADS
     num_programs = gl.num_programs(0)
     num_turns = _num_turns(num_items, num_programs)
@@ -499,20 +635,28 @@ def _consumer(wg):
         m = gl.full([WARPGROUP_M], -float("inf"), gl.float32, row)
         merged = Merged(m, gl.full([WARPGROUP_M], 0.0, gl.float32, row))
         acc = gl.full([WARPGROUP_M, HEAD_DIM], 0.0, gl.float32, acc_layout)
-        wg.acc_smem.store(acc)
+        if not is_large(HEAD_DIM):
+            wg.merged_acc.store(acc)
         async_copy.wait_group(0)
+        if is_large(HEAD_DIM):
+            fence_async_shared()
         barrier()
-        q = wg.q_smem.load(gl.DotOperandLayout(0, qk_layout, 2))  # [WARPGROUP_M, HEAD_DIM]
+        q = wg.q_smem  # [WARPGROUP_M, HEAD_DIM]
+        if not is_large(HEAD_DIM):
+            q = wg.q_smem.load(gl.DotOperandLayout(0, qk_layout, 2))
 
         mbarrier.wait(ring.k_full_bar.index(position.stage), position.phase)
         qk = _start_qk(q, ring.k_smem, position.stage)
-        # Every thread has its rows, so those of the next item may come.
-        barrier()
-        if turn + 1 < num_turns:
-            _start_query(wg, _work_idx(turn + 1, num_programs))
+        if not is_large(HEAD_DIM):
+            # Every thread has its rows, so those of the next item may come.
+            barrier()
+            if turn + 1 < num_turns:
+                _start_query(wg, _work_idx(turn + 1, num_programs))
         qk = warpgroup_mma_wait(0, deps=(qk,))
         # The values beside these keys were the last ones of the block before.
         mbarrier.arrive(ring.empty_bar.index(position.stage))
+        if is_large(HEAD_DIM) and turn > 0:
+            position = next_position(position, cfg.NUM_STAGES)
         position = next_position(position, cfg.NUM_STAGES)
         # Masks change no bit of a tile that every row sees, so the first may have them in any case.
         m, p, alpha = _softmax_step(_masked(qk, q_pos, keys.lo, cfg.WINDOW), m, wg.qk_scale_log2, dtype)
@@ -528,12 +672,21 @@ def _consumer(wg):
         for kv_start in range(keys.lo + BLOCK_N, keys.hi, BLOCK_N):
             position, merged, state = _step(wg, block, position, kv_start, merged, state)
 
-        mbarrier.wait(ring.v_full_bar.index(position.stage), position.phase)
-        acc, l = _last_values(wg, block, position.stage, state)
+        of_values = _values_position(position, cfg)
+        mbarrier.wait(ring.v_full_bar.index(of_values.stage), of_values.phase)
+        if is_large(HEAD_DIM):
+            # The last scores are there, so the rows of the next item may come.
+            barrier()
+            if turn + 1 < num_turns:
+                _start_query(wg, _work_idx(turn + 1, num_programs))
+        acc, l = _last_values(wg, block, of_values.stage, state)
+        if is_large(HEAD_DIM):
+            mbarrier.arrive(ring.empty_bar.index(of_values.stage))
         m = state.m
         if writes_partial == 0:
             m, l, alpha, split_alpha = merge_sums(merged.m, merged.l, m, l)
-            acc = _merge_with_smem(wg.acc_smem, alpha, acc, split_alpha)
+            are_earlier = split_of(keys.hi - 1, SPLIT_SEGMENTS) > split_of(keys.lo, SPLIT_SEGMENTS)
+            acc = _merge_with_earlier(wg, are_earlier, alpha, acc, split_alpha, False)
         if work.workspace_idx < 0:
             _write_out(wg, work, out_smem, m, l, acc)
         else:
@@ -558,6 +711,7 @@ def prefill_kernel(
     work_ptr,
     partials_ptr,
     semaphores_ptr,
+    merged_ptr,
     sinks_ptr,
     qk_scale_log2,
     stride_table,
@@ -580,9 +734,10 @@ def prefill_kernel(
     Args:
         partials_ptr: room for the splits of shared blocks.
         semaphores_ptr: for each index of the workspace and KV head, as in ``_merge_shared``; 0 before and after.
+        merged_ptr: [CTAs, BLOCK_M, HEAD_DIM] fp32, room for the merged splits of large heads; None for others.
         sinks_ptr: [query heads], as a model has them, or None.
         qk_scale_log2: of the scores, times log2(e).
-        NUM_STAGES: tiles in each ring.
+        NUM_STAGES: tiles in each ring, or in the one of large heads.
         MAX_SPINS: how often a CTA looks whether the others are there before it leaves the merging to them.
         CONSUMER_MAXNREG: of a thread of the second warpgroup; what is left goes to the first.
         WINDOW: keys that a token sees, its own among them, that of the plan; 0: all.
@@ -591,39 +746,50 @@ def prefill_kernel(
     tile_layout: gl.constexpr = k_desc.layout
     q_layout: gl.constexpr = gl.NVMMASharedLayout(tile_layout.swizzle_byte_width, 16, 2)
     k_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
+    v_smem = k_smem
+    if not is_large(HEAD_DIM):
+        v_smem = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, 1, BLOCK_N, HEAD_DIM], tile_layout)
     q_smem = gl.allocate_shared_memory(dtype, [WARPGROUP_M, HEAD_DIM], q_layout)
     other_q_smem = gl.allocate_shared_memory(dtype, [WARPGROUP_M, HEAD_DIM], q_layout)
-    acc_smem = gl.allocate_shared_memory(gl.float32, [WARPGROUP_M, HEAD_DIM], get_acc_smem_layout(HEAD_DIM))
-    other_acc_smem = gl.allocate_shared_memory(gl.float32, [WARPGROUP_M, HEAD_DIM], get_acc_smem_layout(HEAD_DIM))
+    if is_large(HEAD_DIM):
+        merged_acc = merged_ptr + gl.program_id(0) * (BLOCK_M * HEAD_DIM)
+        other_merged_acc = merged_acc + WARPGROUP_M * HEAD_DIM
+    else:
+        acc_layout: gl.constexpr = get_acc_smem_layout(HEAD_DIM)
+        merged_acc = gl.allocate_shared_memory(gl.float32, [WARPGROUP_M, HEAD_DIM], acc_layout)
+        other_merged_acc = gl.allocate_shared_memory(gl.float32, [WARPGROUP_M, HEAD_DIM], acc_layout)
     ones = gl.full([8, BLOCK_N], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     ones_smem = gl.allocate_shared_memory(dtype, [8, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2), ones)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     k_full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
-    v_full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
+    v_full_bar = k_full_bar
+    if not is_large(HEAD_DIM):
+        v_full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
     empty_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)
     order_fence = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(k_full_bar.index(stage), count=1)
-        mbarrier.init(v_full_bar.index(stage), count=1)
+        if not is_large(HEAD_DIM):
+            mbarrier.init(v_full_bar.index(stage), count=1)
         mbarrier.init(empty_bar.index(stage), count=2)
     mbarrier.init(order_fence, count=1)
     fence_async_shared()
     barrier()
-    # No values come with the first keys.
-    mbarrier.arrive(v_full_bar.index(0))
+    if not is_large(HEAD_DIM):
+        # No values come with the first keys.
+        mbarrier.arrive(v_full_bar.index(0))
 
     cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, False, WINDOW)
     ring = Ring(k_smem, v_smem, k_full_bar, v_full_bar, empty_bar)
     q = Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head))
     out = Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head))
     first = Warpgroup(
-        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, sinks_ptr, qk_scale_log2, q_smem, acc_smem,
+        q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, sinks_ptr, qk_scale_log2, q_smem, merged_acc,
         ones_smem, ring, order_fence, cfg, MAX_SPINS, 0,
     )  # fmt: skip
     second = Warpgroup(
         q, out, work_count_ptr, work_ptr, partials_ptr, semaphores_ptr, sinks_ptr, qk_scale_log2, other_q_smem,
-        other_acc_smem, ones_smem, ring, order_fence, cfg, MAX_SPINS, 1,
+        other_merged_acc, ones_smem, ring, order_fence, cfg, MAX_SPINS, 1,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -8,3 +8,5 @@ BLOCK_M = 2 * WARPGROUP_M
 """Rows of a prefill-like block: half of them for each of two warpgroups."""
 SEMAPHORE_INTS = 2
 """Numbers in the semaphore of a prefill-like block whose splits are shared."""
+SMALL_HEAD = 128
+"""The largest head of whose rows prefill keeps the merged splits in shared memory, and queries in registers."""
