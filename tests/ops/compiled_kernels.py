@@ -48,7 +48,7 @@ from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
 from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
 from vllm_batch_invariant.ops.all_reduce.peers import Peers
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
+from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.params import causal_options
@@ -779,6 +779,14 @@ def sm90_attention(heads: Heads, page: int, **options: object) -> None:
         sm90.covers = covers
 
 
+def sm90_packed(heads: Heads) -> None:
+    """A sequence of few tokens and one of many that see all of it, over keys without pages."""
+    chosen = planning.Kernels(sm90=True, decode_rows=0)
+    with patch.object(certificate, "kernels_of_packed", lambda *_: chosen):
+        for length in (2, 200):
+            packed([Request(heads, length, 1)], "triton", reduction=REDUCTION)
+
+
 def sm90_verify_steps(heads: Heads, page: int) -> None:
     """Decode and verify steps of an engine whose longest has more rows a request than decode's blocks."""
     kernels = planning.Kernels(sm90=True, decode_rows=planning.WIDE_DECODE_ROWS)
@@ -883,6 +891,14 @@ def check_sm90_attention(heads: Heads, page: int, verbose: bool, **options: obje
     check_all(what, found, verbose)
 
 
+def check_sm90_packed(heads: Heads, verbose: bool) -> None:
+    """Check what serves encoders on a Hopper: one kernel, whatever the length."""
+    what, found = f"attention of an encoder on a Hopper, {heads}", launch_on(90, sm90_packed, heads)
+    names = [one.name for one in found if one.name != "plan_kernel"]
+    check(f"{what}: {names}", set(names) == {"prefill_kernel"})
+    check_all(what, found, verbose)
+
+
 def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> list[Compiled]:
     """Check what a GPU attends by, and return it."""
     what = f"attention on sm_{gpu}, {heads}, pages of {page}{', with ' * bool(options)}{', '.join(options)}"
@@ -933,6 +949,7 @@ def check_some(more: bool) -> None:
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False, in_codes=True)
     check_sm90_attention(Heads(64, 8, 64, torch.bfloat16), 64, False, sliding_window=100, sinks=torch.zeros(64))
     check_sm90_attention(Heads(16, 8, 256, torch.bfloat16), 64, False, sliding_window=1000)
+    check_sm90_packed(Heads(16, 16, 80, torch.bfloat16), False)
     if more:
         check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
         found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)

@@ -29,8 +29,8 @@ from ..common.gpu_environment import gpu_environment, kept_path
 from ..common.kv_cache import codes_of
 from . import sm90
 from .cuda import paged_attention
-from .params import NO_RANGE, AttentionSpec, PagedAttention, PagedCache
-from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
+from .params import NO_RANGE, AttentionSpec, PackedKeys, PagedAttention, PagedCache
+from .plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner, prefill_schedule
 from .shapes import AttentionShape
 
 logger = logging.getLogger("vllm.batch_invariant")
@@ -43,6 +43,8 @@ _BORDERS = tuple(
     sorted({1, _LENGTH} | {border + off for border in (64, 256, 320, 512, 2048, 2304, 2560) for off in (-1, 0, 1)})
 )
 """Lengths at which a token is looked at."""
+_PACKED_LENGTHS = (1, 5, 17, 64, 65, 129, 640, 1708)
+"""Of requests that lie one after the other; together they have :data:`_LENGTH` rows."""
 _WINDOW = 1500
 """Keys of a window that some lie behind here; a longer one would reach beyond the first key."""
 _NOISE = 2.0**20
@@ -317,20 +319,76 @@ def _attend(
     return out
 
 
+@cache
+def kernels_of_packed(shape: AttentionShape, device: torch.device) -> Kernels:
+    """What serves rows that see all keys of their request, which have no pages: the Gluon kernel, if it can be compiled
+    and gives the bits of Triton's, compared once in a process; all rows are prefill-like then.
+    """
+    by_triton, by_sm90 = Kernels(sm90=False), Kernels(sm90=True, decode_rows=0)
+    if not sm90.covers_packed(shape, prefill_schedule(shape.head_size, shape.dtype).block_m, device):
+        return by_triton
+    try:
+        with torch.cuda.device(device):
+            found = [_differs_packed(shape, numbers, by_triton, by_sm90) for numbers in (_scores, _values)]
+        problem = next(filter(None, found), None)
+    except Exception as error:
+        if not is_of_a_compiler(error):
+            raise
+        problem = reason(error)
+    if problem is None:
+        return by_sm90
+    logger.warning("Attention of %s to all keys of a request is not served by %s: %s", shape, by_sm90, problem)
+    return by_triton
+
+
+def _differs_packed(shape: AttentionShape, draw: Any, *kernels: Kernels) -> str | None:
+    """Where kernels differ over the same keys, which are one request's and several ones'; None: nowhere."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    query, keys, values, scale = draw(shape, device)
+    spec = AttentionSpec(scale, causal=False)
+    for lengths in (_LENGTH,), _PACKED_LENGTHS:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        cache = PackedKeys.of(keys, values, starts)
+        call = PagedAttention(query, cache, starts.diff(), starts, spec, shape.reduction)
+        results = []
+        for one in kernels:
+            planner = Planner(shape, device, len(lengths), _LENGTH, _LENGTH, plain=False, kernels=one)
+            results.append(torch.full_like(query, math.nan))
+            paged_attention(call, results[-1], planner.plan(starts, starts.diff(), _LENGTH, _LENGTH))
+        found = bitwise_comparison(results[1], results[0])
+        if not found:
+            return f"{found.different} of {found.elements} elements are other than those of {kernels[0]}"
+    return None
+
+
 def by_scores(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
     """Every score is exactly 0 but for rounding errors, which the scale makes as large as scores are: the order of the
     dots of queries and keys decides the weights.
     """
-    heads, size = shape.heads, shape.head_size + shape.tail
-    query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)
-    values = torch.randn(_LENGTH, shape.kv_heads, size, generator=_generator(device), device=device).to(shape.dtype)
-    return _paged(shape, query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, page_size, _NOISE)
+    return _paged(shape, *_scores(shape, device), page_size)
 
 
 def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Operands:
     """Every weight is 1, and the values of a tile of keys have their negatives in the tile: the order in which they are
     added decides the result.
     """
+    return _paged(shape, *_values(shape, device), page_size)
+
+
+Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
+"""Queries [_LENGTH, heads, elements of a key], keys and values [_LENGTH, kv_heads, ...], and the scale of scores."""
+
+
+def _scores(shape: AttentionShape, device: torch.device) -> Numbers:
+    """Those of :func:`by_scores`."""
+    heads, size = shape.heads, shape.head_size + shape.tail
+    query, keys = cancelling(_LENGTH * heads, _LENGTH * shape.kv_heads, size, shape.dtype, device)
+    values = torch.randn(_LENGTH, shape.kv_heads, size, generator=_generator(device), device=device).to(shape.dtype)
+    return query.view(_LENGTH, heads, size), keys.view(_LENGTH, -1, size), values, _NOISE
+
+
+def _values(shape: AttentionShape, device: torch.device) -> Numbers:
+    """Those of :func:`by_values`."""
     size, tile = shape.head_size, shape.key_tile
     generator = _generator(device)
     tiles = -(-_LENGTH // tile)
@@ -341,7 +399,7 @@ def by_values(shape: AttentionShape, device: torch.device, page_size: int) -> Op
     keys = torch.ones_like(values)
     if shape.tail:
         keys = torch.cat([values, values[..., :1].expand(-1, -1, shape.tail)], -1)
-    return _paged(shape, query, keys, values, page_size, 1.0)
+    return query, keys, values, 1.0
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -349,7 +407,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _paged(
-    of: AttentionShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, page_size: int, scale: float
+    of: AttentionShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, page_size: int
 ) -> Operands:
     """Keys and values [_LENGTH, kv_heads, head_size] side by side in pages that lie in any order, as vLLM has them;
     keys with a tail alone.

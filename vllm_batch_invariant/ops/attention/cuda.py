@@ -58,7 +58,7 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
             ctas=min(plan.prefill_ctas, planner.num_sms),
             merged=planner.merged,
         )
-        sm90.launch_prefill(call, out, work, plan.reduction, sm90.PREFILL_SCHEDULES[planner.shape.head_size])
+        sm90.launch_prefill(call, out, work, plan.reduction, sm90.PREFILL_SCHEDULES[planner.shape.padded_head_size])
     elif plan.prefill_ctas:
         _launch(call, out, plan, prefill_like=True)
     if plan.has_decode and by_sm90:
@@ -78,9 +78,14 @@ def plan_alone(call: PagedAttention) -> Plan:
     keys = len(call.cache.keys) if packed else call.cache.block_table.numel() * call.cache.page_size
     plain = not packed and sm90.knows(call.spec, call.cache.holds_codes) and call.ranges is None
     window = call.spec.sliding_window if call.spec.causal and call.ranges is None else None
-    shape, requests = AttentionShape.of(call), len(call.seq_lens)
-    planner = Planner(shape, call.query.device, requests, tokens, keys, plain, window=window)
-    starts, lengths = (tensor.to(call.query.device) for tensor in (call.query_start_loc, call.seq_lens))
+    shape, requests, device = AttentionShape.of(call), len(call.seq_lens), call.query.device
+    kernels = None
+    if packed and sm90.knows_packed(call.spec):
+        from .certificate import kernels_of_packed
+
+        kernels = kernels_of_packed(shape, device)
+    planner = Planner(shape, device, requests, tokens, keys, plain, kernels, window=window)
+    starts, lengths = (tensor.to(device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
 
 

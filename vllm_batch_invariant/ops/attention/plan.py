@@ -187,7 +187,7 @@ class Planner:
         self.num_sms = gpu.multi_processor_count
         kernels = kernels or Kernels.fastest(shape, device, plain)
         self.sm90, self.decode_rows, self._kernels = kernels.sm90, kernels.decode_rows, kernels
-        self.prefills_by_sm90 = self.sm90 and sm90.prefills(shape.head_size)
+        self.prefills_by_sm90 = self.sm90 and sm90.prefills(shape.padded_head_size)
         if schedules:
             self.decode_schedule, self.prefill_schedule = schedules
         else:
@@ -231,7 +231,7 @@ class Planner:
     def cta_shares(self, partial_rows: int) -> int:
         """CTAs that work on decode-like requests at the same time, in a step whose blocks have so many rows."""
         schedule = self.decode_schedule
-        if self.sm90:
+        if self.sm90 and self.decode_rows:
             schedule = sm90.decode_schedule(self.shape, self.decode_rows, partial_rows)
         return schedule.ctas_per_sm * self.num_sms
 

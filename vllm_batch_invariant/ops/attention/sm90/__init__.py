@@ -16,7 +16,7 @@ import triton
 from ...common.compile_errors import is_of_a_compiler, reason
 from ...common.kv_cache import is_aligned, scale_strides
 from ...common.launch import launch
-from ..params import AttentionSpec, PagedAttention, PagedCache
+from ..params import AttentionSpec, PackedKeys, PagedAttention, PagedCache
 from ..reduction import AttentionReduction
 from ..shapes import AttentionShape
 from .shapes import BLOCK_M, BLOCK_N, SEMAPHORE_INTS, SMALL_HEAD
@@ -151,9 +151,23 @@ def keeps_merged(head_size: int) -> bool:
     return head_size > SMALL_HEAD and prefills(head_size)
 
 
+def covers_packed(shape: AttentionShape, block_m: int, device: torch.device) -> bool:
+    """Whether the kernel of prefill can serve attention over keys without pages there, of heads that need not be a
+    power of two.
+    """
+    size, in_codes = shape.padded_head_size, shape.cache_dtype is not None
+    is_small = prefills(size) and not keeps_merged(size)
+    return is_small and not in_codes and covers(size, shape.dtype, shape.key_tile, block_m, device)
+
+
 def knows(spec: AttentionSpec, in_codes: bool) -> bool:
     """Whether the kernels have all that a layer adds to plain causal attention."""
     return KNOWN.issuperset(spec.added) if not in_codes else not spec.added
+
+
+def knows_packed(spec: AttentionSpec) -> bool:
+    """The same over keys without pages: a row sees all of its request's."""
+    return spec.added == ("causal",)
 
 
 @cache
@@ -213,17 +227,16 @@ def _launch_without_work(shape: AttentionShape, partial_rows: frozenset[int], de
 
 def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     """Whether the kernels serve a call: a layer and a memory layout that they know; decode's alone where keys and
-    values are codes, whose scales are given, and where heads are large.
+    values are codes, whose scales are given, and prefill's alone where keys have no pages.
     """
     cache, page_size = call.cache, call.cache.page_size
+    in_pages = page_size >= 16 and page_size & (page_size - 1) == 0 and cache.block_table.device == call.query.device
+    is_packed = isinstance(cache, PackedKeys)
     return (
-        knows(call.spec, cache.holds_codes)
+        (knows_packed(call.spec) if is_packed else in_pages and knows(call.spec, cache.holds_codes))
         and (call.spec.sinks is None or (call.spec.sinks.is_contiguous() and call.spec.sinks.device == out.device))
         and not cache.scales_of_tokens
         and not cache.tail
-        and page_size >= 16
-        and page_size & (page_size - 1) == 0
-        and cache.block_table.device == call.query.device
         and all(tensor.stride(-1) == 1 for tensor in (call.query, cache.block_table, out))
         and all(one.stride(-1) == 1 and is_aligned(one) for one in (cache.keys, cache.values))
         # Triton knows of 16 elements that they are a multiple of as many bytes, and copies 16 bytes at once.
@@ -232,17 +245,19 @@ def takes(call: PagedAttention, out: torch.Tensor) -> bool:
     )
 
 
-def _gluon_descriptor(cache: torch.Tensor) -> "TensorDescriptor":
-    """Of keys or values; codes as bytes."""
+def _gluon_descriptor(cache: torch.Tensor, is_packed: bool = False) -> "TensorDescriptor":
+    """Of keys or values; codes as bytes. Those without pages are one page of as many keys as there are."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .common import get_cache_layout, keys_per_copy
 
-    head_size = cache.shape[3]
+    head_dim = triton.next_power_of_2(cache.shape[3])
     if cache.dtype.itemsize == 1:
         cache = cache.view(torch.uint8)
-    layout = get_cache_layout(head_size, 8 * cache.dtype.itemsize)
-    block = [1, 1, keys_per_copy(cache.shape[2]), head_size]
+    layout = get_cache_layout(head_dim, 8 * cache.dtype.itemsize)
+    block = [1, 1, BLOCK_N if is_packed else keys_per_copy(cache.shape[2]), head_dim]
+    if is_packed:
+        cache = cache.transpose(0, 2)
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), block, layout)
 
 
@@ -251,8 +266,8 @@ def _layer_constexprs(call: PagedAttention, reduction: AttentionReduction) -> di
     return {
         "NUM_KV_HEADS": kv_heads,
         "QUERIES_PER_KV": call.query.shape[1] // kv_heads,
-        "HEAD_DIM": call.query.shape[2],
-        "PAGE_SIZE": call.cache.page_size,
+        "HEAD_DIM": triton.next_power_of_2(call.query.shape[2]),
+        "PAGE_SIZE": 0 if isinstance(call.cache, PackedKeys) else call.cache.page_size,
         "SPLIT_SEGMENTS": reduction.split_segments,
         "WINDOW": call.spec.sliding_window or 0,
     }
@@ -268,14 +283,14 @@ def launch_prefill(
     """Write the attention of the blocks in ``work`` to ``out``, by splits of ``reduction``, that of the plan."""
     from .prefill import prefill_kernel
 
-    block_table = call.cache.block_table
+    block_table, is_packed = call.cache.block_table, isinstance(call.cache, PackedKeys)
     launch(
         prefill_kernel,
         work.ctas,
         (
             call.query,
-            _gluon_descriptor(call.cache.keys),
-            _gluon_descriptor(call.cache.values),
+            _gluon_descriptor(call.cache.keys, is_packed),
+            _gluon_descriptor(call.cache.values, is_packed),
             out,
             block_table,
             work.count,
@@ -291,6 +306,8 @@ def launch_prefill(
         ),
         on=out,
         **_layer_constexprs(call, reduction),
+        HEAD_SIZE=call.query.shape[2],
+        CAUSAL=call.spec.causal,
         NUM_STAGES=schedule.num_stages,
         MAX_SPINS=schedule.max_spins,
         CONSUMER_MAXNREG=schedule.consumer_maxnreg,

@@ -40,8 +40,12 @@ class Config:
 
     NUM_KV_HEADS: gl.constexpr
     QUERIES_PER_KV: gl.constexpr
+    HEAD_SIZE: gl.constexpr
+    """Elements of a head."""
     HEAD_DIM: gl.constexpr
+    """The power of two that holds them; a tile has zeros behind them."""
     PAGE_SIZE: gl.constexpr
+    """Keys in a page; 0: they have none, and are those of the queries' own tokens, in their order."""
     SPLIT_SEGMENTS: gl.constexpr | gl.tuple
     """``AttentionReduction.split_segments``"""
     NUM_STAGES: gl.constexpr
@@ -49,11 +53,13 @@ class Config:
     """Whether keys and values are codes in e4m3."""
     WINDOW: gl.constexpr
     """Keys that a token sees, its own among them; 0: all."""
+    CAUSAL: gl.constexpr
+    """Whether a token sees no key after its own; else all of its request."""
 
 
 @aggregate
 class Rows:
-    """The query or the output in global memory, [tokens, heads, HEAD_DIM]."""
+    """The query or the output in global memory, [tokens, heads, HEAD_SIZE]."""
 
     ptr: gl.tensor
     stride_token: gl.tensor
@@ -104,7 +110,7 @@ class TileAddress:
 
     kv_head: gl.tensor
     page_offset: gl.tensor
-    """Of the tile in its page, for pages larger than a tile."""
+    """Of the tile in its page, for pages larger than a tile; or among all rows."""
     pages: gl.tuple
     """One for each copy."""
 
@@ -121,7 +127,7 @@ class SoftmaxState:
 @gluon.constexpr_function
 def keys_per_copy(PAGE_SIZE):
     """Keys that one copy brings."""
-    return min(PAGE_SIZE, shapes.BLOCK_N)
+    return min(PAGE_SIZE or shapes.BLOCK_N, shapes.BLOCK_N)
 
 
 def get_cache_layout(head_dim: int, bits: int = 16) -> gl.NVMMASharedLayout:
@@ -188,6 +194,8 @@ def key_range(work, first_token, last_token, cfg):
     """The :class:`KeyRange` of a work item, of these tokens of its request."""
     SPLIT_SEGMENTS: gl.constexpr = cfg.SPLIT_SEGMENTS
     end = work.context_len + last_token + 1
+    if not cfg.CAUSAL:
+        end = work.context_len + work.query_len
     lo = start_of(work.first_split, SPLIT_SEGMENTS)
     first = end * 0
     first_split = end * 0
@@ -197,6 +205,19 @@ def key_range(work, first_token, last_token, cfg):
         lo = gl.maximum(lo, first // BLOCK_N * BLOCK_N)
     hi = gl.minimum(start_of(work.first_split + work.num_splits, SPLIT_SEGMENTS), end)
     return KeyRange(lo, hi, first, first_split, end)
+
+
+@gluon.jit
+def tile_address(work, table_ptr, kv_start, keys, cfg):
+    """Where a work item's tile of keys from ``kv_start`` on is."""
+    PAGE_SIZE: gl.constexpr = cfg.PAGE_SIZE
+    if PAGE_SIZE == 0:
+        pages = (kv_start * 0,)
+        page_offset = work.query_start + kv_start
+    else:
+        pages = load_pages(table_ptr, kv_start, keys, cfg)
+        page_offset = kv_start % PAGE_SIZE if PAGE_SIZE > BLOCK_N else kv_start * 0
+    return TileAddress(work.kv_head, page_offset, pages)
 
 
 @gluon.jit
@@ -226,6 +247,15 @@ def clear_unseen(v_smem, kv_start, first, end, row_layout: gl.constexpr):
 def sums_with_sinks(m, l, sinks_ptr, head):
     """Row sums with the weights of the sinks of query heads, and what ``acc`` shrinks by."""
     return add_sink(m, l, gl.load(sinks_ptr + head).to(gl.float32) * _LOG2_E)
+
+
+@gluon.jit
+def elements_of(rows, offs_d, cfg):
+    """The mask of elements of those ``rows`` that there are, [rows, 1] or [rows, HEAD_DIM]."""
+    elements = rows[:, None]
+    if cfg.HEAD_SIZE < cfg.HEAD_DIM:
+        elements = elements & (offs_d < cfg.HEAD_SIZE)[None, :]
+    return elements
 
 
 @gluon.jit

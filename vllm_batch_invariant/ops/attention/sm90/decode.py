@@ -504,7 +504,18 @@ def decode_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, HEAD_DIM], q_layout)
     p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     HOLDS_CODES: gl.constexpr = k_scale_ptr is not None
-    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, HOLDS_CODES, WINDOW)
+    cfg = Config(
+        NUM_KV_HEADS,
+        QUERIES_PER_KV,
+        HEAD_DIM,
+        HEAD_DIM,
+        PAGE_SIZE,
+        SPLIT_SEGMENTS,
+        NUM_STAGES,
+        HOLDS_CODES,
+        WINDOW,
+        True,
+    )
     ml_smem = allocate_ml(PARTIAL_BLOCK, cfg)
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     full_bar = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], bar_layout)

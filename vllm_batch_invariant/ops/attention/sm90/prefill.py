@@ -46,6 +46,7 @@ from .common import (
     TileAddress,
     clear_unseen,
     copy_tile,
+    elements_of,
     get_acc_layout,
     get_acc_smem_layout,
     get_l_layout,
@@ -57,7 +58,6 @@ from .common import (
     is_large,
     key_range,
     keys_per_copy,
-    load_pages,
     load_work,
     merge_acc,
     merge_sums,
@@ -66,6 +66,7 @@ from .common import (
     softmax_weights,
     split_of,
     sums_with_sinks,
+    tile_address,
 )
 from .merge import get_partial_layout
 
@@ -192,9 +193,7 @@ def _producer(k_desc, v_desc, block_table_ptr, stride_table, work_count_ptr, wor
         table_ptr = block_table_ptr + work.request * stride_table
         keys = _key_range(work, cfg)
         for kv_start in range(keys.lo, keys.hi, BLOCK_N):
-            pages = load_pages(table_ptr, kv_start, keys, cfg)
-            page_offset = kv_start % PAGE_SIZE if PAGE_SIZE > BLOCK_N else kv_start * 0
-            tile = TileAddress(work.kv_head, page_offset, pages)
+            tile = tile_address(work, table_ptr, kv_start, keys, cfg)
             stage = position.stage
             mbarrier.wait(ring.empty_bar.index(stage), position.phase)
             copy_tile(k_desc, ring.k_smem, ring.k_full_bar, stage, tile, True, PAGE_SIZE)
@@ -283,7 +282,8 @@ def _merge_rows(wg, work, merged_splits, kv_splits, row_tile):
         l, alpha = sums_with_sinks(m, l, wg.sinks_ptr, _query_head(work, work.first_row + offs_m, cfg))
         acc = acc * alpha[:, None]
     result = (acc / gl.where(l == 0.0, 1.0, l)[:, None]).to(wg.out.ptr.dtype.element_ty)
-    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=(token < work.query_len)[:, None])
+    mask = elements_of(token < work.query_len, offs_d, cfg)
+    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask)
 
 
 @gluon.jit
@@ -339,7 +339,7 @@ def _start_query(wg, idx):
         offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
         token = offs_m // QUERIES_PER_KV
         offs = row_offsets(wg.q, work, offs_m, token, QUERIES_PER_KV)
-        mask = (token < work.query_len)[:, None]
+        mask = elements_of(token < work.query_len, offs_d, wg.cfg)
         q_smem = wg.q_smem.slice(i * ROWS, ROWS) if is_large(HEAD_DIM) else wg.q_smem
         copy_elements(q_smem, wg.q.ptr + offs[:, None] + offs_d[None, :], mask=mask)  # [ROWS, HEAD_DIM]
     async_copy.commit_group()
@@ -596,7 +596,8 @@ def _write_out(wg, work, out_smem, m, l, acc):
     offs = row_offsets(wg.out, work, offs_m, token, wg.cfg.QUERIES_PER_KV)
     # [WARPGROUP_M, HEAD_DIM]
     result = (acc / l[:, None]).to(wg.q_smem.dtype) if is_large(HEAD_DIM) else out_smem.load(row_layout)
-    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=(token < work.query_len)[:, None])
+    mask = elements_of(token < work.query_len, offs_d, wg.cfg)
+    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask)
     if not is_large(HEAD_DIM):
         barrier()
 
@@ -632,6 +633,8 @@ def _consumer(wg):
         writes_partial = (work.workspace_idx >= 0) & (work.first_split > keys.first_split)
         offs_m = work.first_row + HALF * WARPGROUP_M + gl.arange(0, WARPGROUP_M, row)
         q_pos = work.context_len + offs_m // QUERIES_PER_KV
+        if not cfg.CAUSAL:
+            q_pos = offs_m * 0 + (keys.end - 1)
         m = gl.full([WARPGROUP_M], -float("inf"), gl.float32, row)
         merged = Merged(m, gl.full([WARPGROUP_M], 0.0, gl.float32, row))
         acc = gl.full([WARPGROUP_M, HEAD_DIM], 0.0, gl.float32, acc_layout)
@@ -665,6 +668,8 @@ def _consumer(wg):
         state = SplitState(acc, m, alpha, l, p)
 
         unmasked_end = (work.context_len + work.first_row // QUERIES_PER_KV + 1) // BLOCK_N * BLOCK_N
+        if not cfg.CAUSAL:
+            unmasked_end = keys.end // BLOCK_N * BLOCK_N
         unmasked_begin = work.context_len + (work.first_row + BLOCK_M - 1) // QUERIES_PER_KV + 1 - cfg.WINDOW
         block = Block(
             q, ones, q_pos, keys, unmasked_begin, unmasked_end, work.kv_head, work.workspace_idx, writes_partial
@@ -721,6 +726,7 @@ def prefill_kernel(
     stride_o_head,
     NUM_KV_HEADS: gl.constexpr,
     QUERIES_PER_KV: gl.constexpr,
+    HEAD_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     SPLIT_SEGMENTS: gl.constexpr,
@@ -728,6 +734,7 @@ def prefill_kernel(
     MAX_SPINS: gl.constexpr,
     CONSUMER_MAXNREG: gl.constexpr,
     WINDOW: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """Works on every item of ``work_ptr`` and every KV head.
 
@@ -737,6 +744,7 @@ def prefill_kernel(
         merged_ptr: [CTAs, BLOCK_M, HEAD_DIM] fp32, room for the merged splits of large heads; None for others.
         sinks_ptr: [query heads], as a model has them, or None.
         qk_scale_log2: of the scores, times log2(e).
+        HEAD_SIZE, HEAD_DIM, PAGE_SIZE, CAUSAL: as in :class:`.common.Config`.
         NUM_STAGES: tiles in each ring, or in the one of large heads.
         MAX_SPINS: how often a CTA looks whether the others are there before it leaves the merging to them.
         CONSUMER_MAXNREG: of a thread of the second warpgroup; what is left goes to the first.
@@ -779,7 +787,9 @@ def prefill_kernel(
         # No values come with the first keys.
         mbarrier.arrive(v_full_bar.index(0))
 
-    cfg = Config(NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, False, WINDOW)
+    cfg = Config(
+        NUM_KV_HEADS, QUERIES_PER_KV, HEAD_SIZE, HEAD_DIM, PAGE_SIZE, SPLIT_SEGMENTS, NUM_STAGES, False, WINDOW, CAUSAL
+    )
     ring = Ring(k_smem, v_smem, k_full_bar, v_full_bar, empty_bar)
     q = Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head))
     out = Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head))
