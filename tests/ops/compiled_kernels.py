@@ -104,9 +104,9 @@ the table of technical specifications of the CUDA C++ programming guide (section
 """
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that a program takes beside its own."""
-MOST_SPILLED = 400
-"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104, and prefill with heads of 256, which
-keeps there what it needs once for each block of rows, up to 384.
+MOST_SPILLED = 512
+"""Bytes of a thread's stack. With Triton 3.6 to 3.9 a Gluon kernel has up to 104, and attention with heads of 256 up to
+472: prefill has there what it needs once for each block of rows.
 """
 GLUON = (
     "prefill_kernel",
