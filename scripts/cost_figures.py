@@ -76,7 +76,7 @@ def engine(vllm: str = _NEWEST, gpu: str = "H200", **tags: str) -> list[Measurem
     ]
 
 
-_ORDER = ("throughput", "tpot", "prefill", "turn", "online", "startup", "memory")
+_ORDER = ("images", "embeddings", "throughput", "tpot", "prefill", "turn", "online", "startup", "memory")
 
 
 def lines(rows: Rows) -> list[Line]:
@@ -94,7 +94,8 @@ def _place(row: Measurement) -> tuple[int, ...]:
     keys = row.keys
     metrics = ("ttft", "ttft-p99", "tpot", "tpot-p99")
     of_metric = metrics.index(row.metric) if keys["workload"] == "online" else 0
-    load = int(keys.get("context", 0)) > 64, int(keys.get("adapters", 0)), int(keys.get("batch", 0))
+    count = keys.get("batch") or keys.get("images") or 0
+    load = int(keys.get("context", 0)) > 64, int(keys.get("adapters", 0)), int(count)
     return _ORDER.index(keys["workload"]), *load, of_metric
 
 
@@ -110,6 +111,12 @@ def _workload(row: Measurement) -> str:
             return f"time per output token, batch {keys['batch']} behind {_number(int(keys['context']))} tokens"
         case "tpot":
             return f"time per output token, batch {keys['batch']}{adapters}"
+        case "images":
+            side = f"{keys['side']} x {keys['side']}"
+            return f"first token of {keys['images']} image{'s' * (keys['images'] != '1')} of {side} and a question"
+        case "embeddings":
+            low, _, high = keys["input"].partition("-")
+            return f"embeddings of {keys['texts']} texts of {low} to {high} tokens"
         case "prefill":
             return f"prefill, {keys['prompts']} prompts of {keys['input']} tokens{adapters}"
         case "turn":
@@ -138,6 +145,8 @@ def _number(value: float) -> str:
 def _value(row: Measurement) -> str:
     if row.unit in ("tokens/s", "MiB"):
         return f"{_number(float(f'{row.p50:.4g}') if row.unit == 'tokens/s' else row.p50)} {row.unit}"
+    if row.p50 >= 1000:
+        return f"{_number(float(f'{row.p50:.3g}'))} {row.unit}"
     return f"{row.p50:#.3g} {row.unit}".replace(". ", " ")
 
 
@@ -347,6 +356,58 @@ def _attention_of_codes() -> str:
     return _table(["heads, requests", *(f"{int(context) >> 10}k keys" for context in contexts)], body)
 
 
+_LAYERS = {
+    "Mistral 7B, window of 4096": {"heads": "32", "head": "128", "window": "4096"},
+    "gpt-oss-20b, sinks": {"heads": "64", "head": "64", "sinks": "yes"},
+    "gpt-oss-20b, sinks, window of 128": {"heads": "64", "head": "64", "window": "128", "sinks": "yes"},
+    "Gemma 3 12B, heads of 256": {"heads": "16", "head": "256"},
+    "Gemma 3 12B, heads of 256, window of 1024": {"heads": "16", "head": "256", "window": "1024"},
+}
+"""Layers that are more than plain causal attention, by their names in words."""
+_TOWERS = {"Qwen3-VL, heads of 72": "72", "Qwen2.5-VL, 80": "80", "InternVL, 64": "64", "GLM-4.1V, 128": "128"}
+
+
+def _layer_rows() -> dict[tuple[str, ...], float | None]:
+    """Ratios of ours, by phase, requests, new tokens, keys, and what is known of the layer."""
+    keys = ("phase", "batch", "tokens", "context", "heads", "head", "window", "sinks")
+    return {
+        tuple(row.keys.get(key, "") for key in keys): row.ratio
+        for row in _data("attention_layers")
+        if row.provider == "ours-triton" and row.metric == "time"
+    }
+
+
+def _cells(of: dict[str, str], cases: Sequence[tuple[str, int, int, int]]) -> list[str]:
+    found, rows = [], _layer_rows()
+    for phase, *numbers in cases:
+        layer = (of.get(key, "") for key in ("heads", "head", "window", "sinks"))
+        ratio = rows.get((phase, *map(str, numbers), *layer))
+        found.append(_bold(ratio) if ratio else "")
+    return found
+
+
+def _attention_of_layers(phase: str) -> str:
+    """Layers with windows, sinks and large heads, in decode or else."""
+    if phase == "decode":
+        sizes = ((1, 1024), (8, 8192), (64, 1024), (64, 8192), (1, 32768))
+        head = [f"{batch} x {context >> 10}k keys" for batch, context in sizes]
+        cases = [("decode", batch, 1, context) for batch, context in sizes]
+    else:
+        head = ["1k tokens", "4k", "16k", "512 behind 15.5k"]
+        cases = [("prefill", 1, tokens, tokens) for tokens in (1024, 4096, 16_384)] + [("chunk", 1, 512, 16_384)]
+    return _table(["", *head], [[name, *_cells(of, cases)] for name, of in _LAYERS.items()])
+
+
+def _attention_of_encoders() -> str:
+    sizes = ((1, 1024), (8, 1024), (1, 4096), (1, 16_384))
+    cases = [("encode", batch, tokens, tokens) for batch, tokens in sizes]
+    body = []
+    for name, head in _TOWERS.items():
+        of = {"heads": "12" if head == "128" else "16", "head": head}
+        body.append([name, *_cells(of, cases)])
+    return _table(["", *(f"{batch} x {tokens >> 10}k patches" for batch, tokens in sizes)], body)
+
+
 def _flex(phase: str) -> str:
     rows = [row for row in _data("attention") if _attention_phase(row) == phase]
     return f"{geometric_mean(_ratios(rows, 'ours-flex')):.1f}"
@@ -389,6 +450,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "fp8": lambda: _engine_table(engine(gpu="H100", format="w8a8-fp8-block")),
     "fp8-h200": lambda: _engine_table(engine(gpu="H200", format="w8a8-fp8-block")),
     "fp8-experts": lambda: _engine_table(engine(model="30b-a3b", format="w8a8-fp8-block")),
+    "images-qwen": lambda: _engine_table(engine(model="qwen2.5-vl-7b")),
+    "images-gemma": lambda: _engine_table(engine(model="gemma-3-4b")),
+    "embeddings": lambda: _engine_table(engine(model="qwen3-embedding-0.6b")),
     "adapters-16": lambda: _engine_table(engine(rank="16")),
     "adapters-64": lambda: _engine_table(engine(rank="64")),
     "experts": lambda: _engine_table(engine(model="30b-a3b")),
@@ -401,6 +465,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "drafts-eagle3": lambda: _drafts("eagle3"),
     "linear": _linear,
     "attention": _attention,
+    "attention-decode-layers": lambda: _attention_of_layers("decode"),
+    "attention-prefill-layers": lambda: _attention_of_layers("prefill"),
+    "attention-encoders": _attention_of_encoders,
     "attention-fp8": _attention_of_codes,
     "attention-fp8-mean": lambda: f"{geometric_mean(_ratios(_data('attention_fp8'), 'ours-triton')):.2f}",
     "moe-h200": lambda: _experts("H200"),
