@@ -1,14 +1,14 @@
 """Receipts of a real engine on a Hopper, in its usual arithmetic, computed again on the CPU beside it.
 
 usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
-       python -m scripts.hopper_receipts FOLDER --only 0.6b       one of the shape of Qwen3-0.6B, made alone
-       python -m scripts.hopper_receipts FOLDER --model-of 0.6b   its weights alone, to verify it elsewhere
+       python -m scripts.hopper_receipts FOLDER --only 8b       those of the shape of Qwen3-8B, or 0.6b, made alone
+       python -m scripts.hopper_receipts FOLDER --model-of 8b   its weights alone, to verify them elsewhere
 
 FOLDER gets a small model whose weights are made of integers, in several architectures, also in FP8, and for each the
 receipts of a greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer
 that differs is named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Of the
-larger shape 200 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not verified. Exit
-status 0: every bit is equal.
+larger shapes 200 or 1000 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not
+verified; FOLDER then holds their weights (16 GB of 8b). Exit status 0: every bit is equal.
 """
 
 import argparse
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from scripts import large_model
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
-from vllm_batch_invariant.ops.exact.known_answers import checkpoint, normal
+from vllm_batch_invariant.ops.exact.known_answers import checkpoint, configuration, normal
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
 from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS
 from vllm_batch_invariant.verify.outcome import NoTestError
@@ -51,22 +52,32 @@ SHAPES = {
     "0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
-    }
+    },
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000,
+    },
 }  # fmt: skip
 """Sizes of the model of that name."""
 PROMPT = tuple(int(one) % 4096 for one in (7919 * number**2 + 13 * number + 5 for number in range(300)))
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 7, "top_k": 100, "top_p": 0.9}}
 TOKENS = 24
-SERVED_TOKENS = 200
+SERVED_TOKENS = {"0.6b": 200, "8b": 1000}
 CONTEXT = 1024
+SERVED_CONTEXT = {"0.6b": CONTEXT, "8b": 2048}
 
 
 def save_model(folder: Path, name: str) -> Path:
     """Write the checkpoint of one of :data:`MODELS` or :data:`SHAPES`."""
-    config, weights = checkpoint(**SHAPES.get(name, {}))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | MODELS.get(name, {})))
     changes = MODELS.get(name, {})
+    config = configuration(**SHAPES.get(name, {})) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    if name in SHAPES:
+        large_model.save(folder, config)
+        return folder
+    _, weights = checkpoint()
     if changes is _LLAMA:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
     if changes is _MIXTURE:
@@ -97,9 +108,12 @@ def _with_experts(weights: dict[str, Floats], hidden: int) -> Iterator[tuple[str
 def engine_of(folder: Path, name: str, **settings: Any) -> Any:
     """This process's engine of a model that is written first."""
     os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    started = time.monotonic()
+    path = save_model(folder / name, name)
+    print(f"{path} after {time.monotonic() - started:.0f} s", flush=True)
     from vllm import LLM
 
-    return LLM(str(save_model(folder / name, name)), skip_tokenizer_init=True, max_model_len=CONTEXT, **settings)
+    return LLM(str(path), skip_tokenizer_init=True, **settings)
 
 
 def make(folder: Path, name: str) -> dict[str, Receipt]:
@@ -111,6 +125,7 @@ def make(folder: Path, name: str) -> dict[str, Receipt]:
     llm = engine_of(
         folder,
         name,
+        max_model_len=CONTEXT,
         enforce_eager=True,
         max_num_seqs=8,
         max_num_batched_tokens=128,
@@ -134,17 +149,18 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
     llm = engine_of(
         folder,
         name,
+        max_model_len=SERVED_CONTEXT[name],
         max_num_seqs=64,
         max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=8 << 30,
+        kv_cache_memory_bytes=12 << 30,
         gpu_memory_utilization=0.3,
     )
     info, made = receipt.engine_info(llm), {}
     for how, chosen in SAMPLINGS.items():
-        sampling = Sampling(max_tokens=SERVED_TOKENS, logprobs=5, ignore_eos=True, **chosen)
+        sampling = Sampling(max_tokens=SERVED_TOKENS[name], logprobs=5, ignore_eos=True, **chosen)
         alone, _ = engine.complete(llm, PROMPT, sampling)
         one = Receipt.of(info, PROMPT, sampling, alone, False)
-        others = engine.ConcurrentRequests(one, PROMPT, CONTEXT, 31)
+        others = engine.ConcurrentRequests(one, PROMPT, SERVED_CONTEXT[name], 31)
         started = time.monotonic()
         completion, beside = engine.complete(llm, PROMPT, sampling, others)
         print(f"{name}, {how}: beside {beside} requests in {time.monotonic() - started:.1f} s", flush=True)
