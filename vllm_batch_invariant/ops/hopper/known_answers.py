@@ -52,5 +52,5 @@ def _answers(tables: Tables) -> Iterator[Floats]:
         yield frequencies
         yield table
         yield definition.rotate(normal(14, 9, 3, 128), table[-9:])
-    yield sampling.noise(-5, 300, 40_000)
+    yield sampling.noise(-5, 300, np.arange(40_000))
     yield sampling.top_k_top_p(normal(15, 4096) * fp32(3), 100, 0.9, tables)

@@ -1,10 +1,11 @@
 """What is computed again without an engine of receipts in a Hopper's usual arithmetic, and what is refused."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ...envs import TP_TREE
@@ -116,15 +117,23 @@ class Hopper:
         self, decoder: "HopperDecoder", logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
     ) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
         """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
+        import torch
+
+        from ...ops.hopper.sampling import largest
+
         sampling, rows = receipt.sampling, logits[part]
         by_logits = receipt.environment.engine.get(_RUNNER) == _SECOND
-        for position, (row, logprobs) in enumerate(zip(rows, decoder.log_softmax(rows), strict=True), part.start):
+
+        def at(position: int, row: Floats, logprobs: Floats) -> tuple[int, float, list[tuple[int, float]]]:
             token = int(row.argmax())
             if sampling.temperature > 0:
                 token = decoder.draw(row, sampling, len(prompt) + position - 1)
-            first = np.argsort(-(row if by_logits else logprobs), kind="stable")[: sampling.logprobs]
+            first = largest(row if by_logits else logprobs, sampling.logprobs)
             listed = {int(one): float(logprobs[one]) for one in (*first, token)}
-            yield token, listed[token], sorted(listed.items())
+            return token, listed[token], sorted(listed.items())
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            yield from threads.map(at, count(part.start), rows, decoder.log_softmax(rows))
 
 
 def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
