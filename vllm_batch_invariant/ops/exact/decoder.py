@@ -133,7 +133,8 @@ class Decoder:
         logits = self._linear(hidden, "model.embed_tokens" if tied else "lm_head")
         if soft_cap := self._own("final_logit_softcapping"):
             logits = definition.bf16(definition.capped(logits, soft_cap))
-        return definition.scaled(logits, self._multiplier("logit_scale") / self._multiplier("logits_scaling"))
+        factor = self._multiplier("logit_scale") / self._multiplier("logits_scaling")
+        return logits if factor == 1 else definition.scaled(logits, factor)
 
     def _floats_of(self, token_ids: Sequence[int]) -> Floats:
         return definition.from_bits(self._weights["model.embed_tokens.weight"][np.asarray(token_ids)])

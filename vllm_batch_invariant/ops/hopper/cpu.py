@@ -6,6 +6,7 @@ added, one column at a time.
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ..common.numba_simd import WIDTH, load, store
 from ..common.numba_tensor_core import NO_NUMBER, ZERO, are_usual, instruction
 from ..exact.definition import Floats, splits, to_bits
 from . import definition
-from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL
+from .definition import FRACTION, K_STEP, KEY_TILE, LARGE, LOG2_E, MINUS_LOG2_E, SMALLEST_NORMAL, WARP
 from .tables import Tables
 
 largest_exponents, add_products = instruction(K_STEP, FRACTION, kept=23)
@@ -131,47 +132,159 @@ def _chain(c, x, x_exponents, at, depth, b, b_exponents, panel):
 _chain = compiled(_chain)
 
 
-def _multiply_kernel(a, a_exponents, weight, out):
-    """out [M, N + 15 or less] += a @ weight.T; a: [M, K] fp32, K a multiple of 16; weight: [N, K], bits of bf16."""
+def _bf16(x):
+    """x rounded to bf16, to nearest even."""
+    if x != x:
+        return np.float32(np.nan)
+    bits = bits_of_float(x)
+    return float_of_bits((bits + np.int32(0x7FFF) + (bits >> np.int32(16) & np.int32(1))) & np.int32(-65536))
+
+
+_bf16 = compiled(_bf16)
+
+
+def _multiply_kernel(a, a_exponents, weight, bias, is_rounded, out, first_column):
+    """out[:, first_column:] [M, N] += a @ weight.T + bias, or where it is rounded to bf16, that without what was there.
+
+    Args:
+        a: [M, K] fp32, K a multiple of 16.
+        weight: [N, K], bits of bf16.
+        bias: [N] fp32, or none.
+    """
     rows, k = a.shape
     columns = weight.shape[0]
     panels, blocks = (columns + WIDTH - 1) // WIDTH, (rows + _BLOCK_M - 1) // _BLOCK_M
     for part in prange(panels * blocks):
-        b = np.zeros(_BLOCK_K * WIDTH, np.float32)
+        b, sums = np.zeros(_BLOCK_K * WIDTH, np.float32), np.zeros(_BLOCK_M * WIDTH, np.float32)
         b_exponents = np.empty(_BLOCK_K * WIDTH, np.int16)
         first, first_row = part // blocks * WIDTH, part % blocks * _BLOCK_M
+        width, count = min(WIDTH, columns - first), min(_BLOCK_M, rows - first_row)
+        if not is_rounded:
+            for row in range(count):
+                for column in range(width):
+                    sums[row * WIDTH + column] = out[first_row + row, first_column + first + column]
         for start in range(0, k, _BLOCK_K):
             depth = min(_BLOCK_K, k - start)
-            for column in range(min(WIDTH, columns - first)):
+            for column in range(width):
                 for i in range(depth):
                     b[i * WIDTH + column] = float_of_bits(np.int32(weight[first + column, start + i]) << np.int32(16))
             for i in range(depth * WIDTH):
                 b_exponents[i] = _exponent_of(b[i])
-            for row in range(first_row, min(first_row + _BLOCK_M, rows)):
-                c = load(out[row], first)
-                store(_chain(c, a[row], a_exponents[row], start, depth, b, b_exponents, 0), out[row], first)
+            for row in range(count):
+                x, x_exponents, c = a[first_row + row], a_exponents[first_row + row], load(sums, row * WIDTH)
+                store(_chain(c, x, x_exponents, start, depth, b, b_exponents, 0), sums, row * WIDTH)
+        for row in range(count):
+            for column in range(width):
+                c = sums[row * WIDTH + column]
+                if len(bias):
+                    c += bias[first + column]
+                out[first_row + row, first_column + first + column] = _bf16(c) if is_rounded else c
 
 
 _multiply = RowKernel(_multiply_kernel)
 
 
-def mma(a: Floats, b: Floats | NDArray[np.uint16], c: Floats | None = None) -> Floats:
-    """:func:`.definition.mma`, also of the bits of b."""
-    missing, columns = -a.shape[1] % K_STEP, -(-len(b) // WIDTH) * WIDTH
-    b = b if b.dtype == np.uint16 else to_bits(b)
-    if missing:
-        a, b = (np.pad(one, ((0, 0), (0, missing))) for one in (a, b))
-    out = np.zeros((len(a), columns), np.float32)
-    if c is not None:
-        out[:, : len(b)] = c
-    a = np.ascontiguousarray(a)
+def _multiplied(
+    a: Floats, bits: NDArray[np.uint16], bias: Floats | None, is_rounded: bool, out: Floats, first_column: int = 0
+) -> None:
+    """:func:`_multiply_kernel` of any K."""
+    if missing := -a.shape[1] % K_STEP:
+        a, bits = (np.pad(one, ((0, 0), (0, missing))) for one in (a, bits))
+    a, bias = np.ascontiguousarray(a), np.empty(0, np.float32) if bias is None else bias
     exponents = np.empty(a.shape, np.int16)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # of a file's weights
-        given = [torch.from_numpy(one) for one in (a, exponents, np.ascontiguousarray(b), out)]
-    _exponents(a.size, *given[:2])
-    _multiply(a.size * columns, *given)
-    return out[:, : len(b)]
+        weight = torch.from_numpy(np.ascontiguousarray(bits))
+    _exponents(a.size, a, exponents)
+    _multiply(a.size * len(bits), a, exponents, weight, bias, is_rounded, out, first_column)
+
+
+def mma(a: Floats, b: Floats | NDArray[np.uint16], c: Floats | None = None) -> Floats:
+    """:func:`.definition.mma`, also of the bits of b."""
+    out = np.zeros((len(a), len(b)), np.float32) if c is None else c.copy()
+    _multiplied(a, b if b.dtype == np.uint16 else to_bits(b), None, False, out)
+    return out
+
+
+def linear(
+    x: Floats, bits: NDArray[np.uint16], bias: Floats | None, k_slices: int, out: Floats, first_column: int
+) -> None:
+    """:func:`.decoder.linear`."""
+    if k_slices == 1:
+        _multiplied(x, bits, bias, True, out, first_column)
+    else:
+        out[:, first_column : first_column + len(bits)] = definition.linear(x, bits, bias, k_slices, mma)
+
+
+def _rows(x: Floats) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x.reshape(-1, x.shape[-1])))
+
+
+def _row_sum(x, count, threads):
+    """:func:`.definition.row_sums` of the first elements of x, which it overwrites."""
+    for _ in range(3):
+        if count > 1:
+            count //= 2
+            for i in range(count):
+                x[i] = x[2 * i] + x[2 * i + 1]
+    while count > threads:
+        count //= 2
+        for i in range(count):
+            x[i] += x[i + count]
+    if count > WARP:
+        count //= WARP
+        for warp in range(count):
+            half = WARP // 2
+            while half:
+                for lane in range(half):
+                    x[warp * WARP + lane] += x[warp * WARP + lane + half]
+                half //= 2
+            x[warp] = x[warp * WARP]
+    while count > 1:
+        count //= 2
+        for i in range(count):
+            x[i] += x[i + count]
+    return x[0]
+
+
+_row_sum = compiled(_row_sum)
+
+
+def _norm_kernel(x, weight, eps, residual, block, halves_first, threads, out, z):
+    """out and z [rows, size], as :func:`.definition.rms_norm` has them; weight and residual may be empty."""
+    rows, size = x.shape
+    for row in prange(rows):
+        squares = np.zeros(block, np.float32)
+        for i in range(size):
+            z[row, i] = x[row, i] + residual[row, i] if len(residual) else x[row, i]
+            squares[i] = z[row, i] * z[row, i]
+        count = block
+        if halves_first:
+            count //= 2
+            for i in range(count):
+                squares[i] += squares[i + count]
+        total = _row_sum(squares, count, threads)
+        rstd = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            made = _bf16(z[row, i] * rstd)
+            out[row, i] = _bf16(made * weight[i]) if len(weight) else made
+            z[row, i] = _bf16(z[row, i])
+
+
+_norm = RowKernel(_norm_kernel)
+
+
+def rms_norm(
+    x: Floats, weight: Floats | None, eps: float, residual: Floats | None, reduction: Any
+) -> tuple[Floats, Floats]:
+    """:func:`.definition.rms_norm`."""
+    rows = _rows(x)
+    weight = np.empty(0, np.float32) if weight is None else weight
+    residual = torch.empty(0, 0) if residual is None else _rows(residual)
+    out, z = torch.empty_like(rows), torch.empty_like(rows)
+    how = reduction.block, reduction.halves_first, WARP * reduction.num_warps
+    _norm(x.size, rows, weight, np.float32(eps), residual, *how, out, z)
+    return out.numpy().reshape(x.shape), z.numpy().reshape(x.shape)
 
 
 def _ex2_ftz(x, table):
@@ -205,17 +318,6 @@ def _exp(x, table):
 
 
 _exp = compiled(_exp)
-
-
-def _bf16(x):
-    """x rounded to bf16, to nearest even."""
-    if x != x:
-        return np.float32(np.nan)
-    bits = bits_of_float(x)
-    return float_of_bits((bits + np.int32(0x7FFF) + (bits >> np.int32(16) & np.int32(1))) & np.int32(-65536))
-
-
-_bf16 = compiled(_bf16)
 
 
 def _divide(a, b, table):
@@ -256,10 +358,6 @@ def _silu_kernel(x, exp2, rcp, out):
 
 
 _exps, _silu = RowKernel(_exp_kernel), RowKernel(_silu_kernel)
-
-
-def _rows(x: Floats) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x.reshape(-1, x.shape[-1])))
 
 
 def exp(x: Floats, tables: Tables) -> Floats:

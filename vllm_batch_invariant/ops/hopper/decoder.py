@@ -2,8 +2,9 @@
 codes of e4m3 in blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -45,15 +46,25 @@ _COLUMNS = 4096
 class Kernels:
     """What computes the operations that take time: :data:`PLAIN`, or :func:`fast` with the same bits."""
 
-    mma: definition.Mma
+    linear: Callable[[Floats, NDArray[np.uint16], Floats | None, int, Floats, int], None]
+    rms_norm: Callable[[Floats, Floats | None, float, Floats | None, NormReduction], tuple[Floats, Floats]]
     attention: Callable[[Floats, Floats, Floats, float, Tables], Floats]
     silu_and_mul: Callable[[Floats, Tables], Floats]
     exp: Callable[[Floats, Tables], Floats]
-    weight: Callable[[NDArray[np.uint16]], Any] = exact.from_bits
-    """What ``mma`` takes of a weight's bits."""
 
 
-PLAIN = Kernels(definition.mma, definition.attention, definition.silu_and_mul, definition.exp)
+def linear(
+    x: Floats, bits: NDArray[np.uint16], bias: Floats | None, k_slices: int, out: Floats, first_column: int
+) -> None:
+    """Write :func:`.definition.linear` of a weight's bits [N, K] to N columns of an array, from the first on."""
+    for start in range(0, len(bits), _COLUMNS):
+        part = slice(start, min(start + _COLUMNS, len(bits)))
+        own = None if bias is None else bias[part]
+        columns = slice(first_column + part.start, first_column + part.stop)
+        out[:, columns] = definition.linear(x, exact.from_bits(bits[part]), own, k_slices)
+
+
+PLAIN = Kernels(linear, definition.rms_norm, definition.attention, definition.silu_and_mul, definition.exp)
 
 
 def fast() -> Kernels:
@@ -64,7 +75,7 @@ def fast() -> Kernels:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
         return PLAIN
-    return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp, weight=lambda bits: bits)
+    return Kernels(cpu.linear, cpu.rms_norm, cpu.attention, cpu.silu_and_mul, cpu.exp)
 
 
 def of_experts(num_experts: int, top_k: int, renormalise: bool, has_codes: bool) -> MoeReduction:
@@ -156,15 +167,22 @@ class HopperDecoder(Decoder):
         return any(weight.dtype == np.uint8 for name, weight in self._weights.items() if of(name))
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
-        bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
-        if bits.dtype == np.uint8:
-            return self._of_codes(x, name, bits, bias, self._k_slices if shared else 1)
-        out = np.empty((len(x), len(bits)), np.float32)
-        slices = self._k_slices if shared else 1
-        for start in range(0, len(bits), _COLUMNS):
-            part = slice(start, start + _COLUMNS)
-            own = None if bias is None else bias[part]
-            out[:, part] = definition.linear(x, self._kernels.weight(bits[part]), own, slices, self._kernels.mma)
+        return self._side_by_side(x, (name,), self._k_slices if shared else 1)
+
+    def _stacked(self, x: Floats, name: str, together: str, parts: Sequence[str]) -> Floats:
+        is_one = f"{name}.{together}.weight" in self._weights
+        return self._side_by_side(x, [f"{name}.{part}" for part in ((together,) if is_one else parts)])
+
+    def _side_by_side(self, x: Floats, names: Sequence[str], k_slices: int = 1) -> Floats:
+        """Linear layers of one input, each in columns behind those of the one before."""
+        sizes = [len(self._weights[f"{name}.weight"]) for name in names]
+        out = np.empty((len(x), sum(sizes)), np.float32)
+        for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
+            bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
+            if bits.dtype == np.uint8:
+                out[:, end - size : end] = self._of_codes(x, name, bits, bias, k_slices)
+            else:
+                self._kernels.linear(x, bits, bias, k_slices, out, end - size)
         return out
 
     def _of_codes(self, x: Floats, name: str, bits: NDArray[np.uint8], bias: Floats | None, k_slices: int) -> Floats:
@@ -182,7 +200,7 @@ class HopperDecoder(Decoder):
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
         reduction = NormReduction.of_device("cuda", x.shape[-1], torch.bfloat16)
         weight, eps = self._floats(f"{name}.weight"), self._get("rms_norm_eps", 1e-6)
-        return definition.rms_norm(x, weight, eps, residual, reduction)
+        return self._kernels.rms_norm(x, weight, eps, residual, reduction)
 
     def _tables(self, positions: int) -> dict[str, Floats]:
         if positions > definition.LARGEST_ANGLE:
