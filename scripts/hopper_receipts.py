@@ -31,7 +31,7 @@ from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
 from vllm_batch_invariant.ops.exact.known_answers import checkpoint, configuration, normal
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS
+from vllm_batch_invariant.ops.hopper.confirmed import ALL
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.quantised_model import quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
@@ -43,11 +43,26 @@ _MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
     "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+_GEMMA = {
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 200,
+    "sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+_GEMMA_2 = _GEMMA | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 3.0,
+}  # fmt: skip
+_GEMMA_3 = _GEMMA | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {}, "llama": _LLAMA, "qwen3-fp8": {}, "llama-fp8": _LLAMA, "qwen3-moe": _MIXTURE,
-    "qwen3-moe-fp8": _MIXTURE,
+    "qwen3-moe-fp8": _MIXTURE, "mistral": _MISTRAL, "gemma2": _GEMMA_2, "gemma3": _GEMMA_3,
 }  # fmt: skip
 """Changes to the configuration of the known model."""
+_WITH_NORMS_OF_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
 SHAPES = {
     "0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -72,16 +87,18 @@ def save_model(folder: Path, name: str) -> Path:
     """Write the checkpoint of one of :data:`MODELS` or :data:`SHAPES`."""
     folder.mkdir(parents=True, exist_ok=True)
     changes = MODELS.get(name, {})
-    config = configuration(**SHAPES.get(name, {})) | changes
+    config = configuration(**SHAPES.get(name, changes))
     (folder / "config.json").write_text(json.dumps(config))
     if name in SHAPES:
         large_model.save(folder, config)
         return folder
-    _, weights = checkpoint()
-    if changes is _LLAMA:
+    _, weights = checkpoint(**changes)
+    if config["model_type"] not in _WITH_NORMS_OF_HEADS:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
     if changes is _MIXTURE:
         weights = dict(_with_experts(weights, config["hidden_size"]))
+    if config["model_type"].startswith("gemma"):
+        weights = dict(_of_gemma(weights))
     bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
     save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
     if name.endswith("-fp8"):
@@ -103,6 +120,18 @@ def _with_experts(weights: dict[str, Floats], hidden: int) -> Iterator[tuple[str
             yield f"{layer}.mlp.experts.{expert}.{part}", bf16(drawn / fp32(math.sqrt(shape[1])))
         if part.startswith("down"):
             yield f"{layer}.mlp.gate.weight", bf16(normal(5000 + number, count, hidden) / fp32(math.sqrt(hidden)))
+
+
+def _of_gemma(weights: dict[str, Floats]) -> Iterator[tuple[str, Floats]]:
+    """The weights of a Gemma, whose norms are near 0 and of which there are four in a layer."""
+    for number, (name, weight) in enumerate(weights.items()):
+        if name == "lm_head.weight":
+            continue
+        yield name, weight - fp32(1) if "norm" in name else weight
+        if "post_attention_layernorm" in name:
+            for more, part in enumerate(("pre_feedforward", "post_feedforward")):
+                drawn = normal(20_000 + 2 * number + more, *weight.shape) * fp32(0.125)
+                yield name.replace("post_attention", part), bf16(drawn)
 
 
 def engine_of(folder: Path, name: str, **settings: Any) -> Any:
@@ -172,13 +201,13 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
 
 def known(path: Path) -> Hopper:
     """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
-    here, every = Hopper.here(), (*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS)
-    if not here.confirmed.missing(every):
+    here = Hopper.here()
+    if not here.missing(ALL):
         return here
     recorded = here.tables or tables.recorded(path)
     machine = {"vllm": patch_points.installed_version()}
-    answers = known_answers.digest(recorded)
-    taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0))
+    answers = known_answers.digests(recorded, ALL)
+    taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(ALL, 1), dict.fromkeys(ALL, 0))
     return Hopper(taken, recorded)
 
 

@@ -65,9 +65,9 @@ def with_outliers(seed: int, rows: int, k: int) -> Floats:
     return definition.bf16(x)
 
 
-def configuration(**sizes: int) -> dict[str, Any]:
-    """Of the small model, or of one of other sizes."""
-    return _CONFIG | sizes
+def configuration(**changes: Any) -> dict[str, Any]:
+    """Of the small model, or of one that is changed."""
+    return _CONFIG | changes
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -109,9 +109,9 @@ def weight(seed: int, *shape: int) -> Floats:
     return drawn
 
 
-def checkpoint(**sizes: int) -> tuple[dict[str, Any], dict[str, Floats]]:
+def checkpoint(**changes: Any) -> tuple[dict[str, Any], dict[str, Floats]]:
     """A configuration, and its weights by name, bf16 values in fp32."""
-    config = configuration(**sizes)
+    config = configuration(**changes)
     return config, {name: weight(seed, *shape) for seed, (name, shape) in enumerate(shapes(config).items())}
 
 
