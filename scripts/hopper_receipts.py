@@ -88,10 +88,13 @@ def save_model(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     changes = MODELS.get(name, {})
     config = configuration(**SHAPES.get(name, changes))
-    (folder / "config.json").write_text(json.dumps(config))
+    written, text = folder / "config.json", json.dumps(config)
     if name in SHAPES:
-        large_model.save(folder, config)
+        if not written.exists() or written.read_text() != text:  # it is written last
+            large_model.save(folder, config)
+            written.write_text(text)
         return folder
+    written.write_text(text)
     _, weights = checkpoint(**changes)
     if config["model_type"] not in _WITH_NORMS_OF_HEADS:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
