@@ -208,7 +208,7 @@ def known(path: Path) -> Hopper:
     if not here.missing(ALL):
         return here
     recorded = here.tables or tables.recorded(path)
-    machine = {"vllm": patch_points.installed_version()}
+    machine = here.confirmed.machine or {"vllm": patch_points.installed_version()}
     answers = known_answers.digests(recorded, ALL)
     taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(ALL, 1), dict.fromkeys(ALL, 0))
     return Hopper(taken, recorded)
