@@ -2,8 +2,9 @@
 
 usage: python -m scripts.hopper_bits FOLDER                            on a GPU of compute capability 9.0; 80 s
        python -m scripts.hopper_bits FOLDER --add --only attention     adds to what this package has confirmed
+       python -m scripts.hopper_bits FOLDER --add --only families      those that Gemma and windows add
 
-It needs vLLM for ``noise`` alone.
+It needs vLLM for ``noise``, ``gelu_and_mul`` and ``heads_of_256`` alone.
 FOLDER gets ``tables.xz`` (the special functions, recorded here, 1 to 2 MB), ``samples.npz`` (operands and results of
 each operation, below 2 MB) and ``confirmed.json``: which operations had the definition's bits in every value. The
 table that it prints says how many values of each case were equal, and for the first different ones both bits. Copied to
@@ -25,13 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_batch_invariant.ops.exact.definition import Floats, bf16, expert_sum, fp32
+from vllm_batch_invariant.ops.exact.definition import Floats, bf16, expert_sum, fp32, from_bits, scaled
 from vllm_batch_invariant.ops.hopper import confirmed, definition, known_answers, sampling
-from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import ALL, OF_CODES, OF_EXPERTS, OF_FAMILIES, Confirmed
 from vllm_batch_invariant.ops.hopper.tables import ENTRIES, Tables, ideal, packed, recorded
 from vllm_batch_invariant.provenance import installed
 
-ALL = (*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS)
+_GROUPS = {"families": OF_FAMILIES}
 _SHOWN = 3
 _MOST_SAMPLES = 1_900_000
 """Bytes."""
@@ -279,7 +280,7 @@ def rotations(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
             yield Comparison("rotate", f"{name}, {heads}/{kv_heads}/{size}", found, turned.reshape(40, -1))
 
 
-def _angles(gpu: Gpu, size: int, base: float, scaling: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(gpu: Gpu, size: int, base: float, scaling: dict, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Frequencies, and cosines and sines of 4096 positions, as vLLM computes them on its device."""
     exponents = torch.arange(0, size, 2, dtype=torch.float, device=gpu.device)
     found = 1.0 / (base ** (exponents / size))
@@ -292,7 +293,8 @@ def _angles(gpu: Gpu, size: int, base: float, scaling: dict) -> tuple[torch.Tens
         between = (1 - smooth) * found / scaling["factor"] + smooth * found
         longer = torch.where(wave > length / low, found / scaling["factor"], between)
         found = torch.where(wave < length / high, found, longer)
-    angles = torch.einsum("i,j -> ij", torch.arange(4096, dtype=torch.float, device=gpu.device), found)
+    positions = torch.arange(4096, dtype=torch.float, device=gpu.device)
+    angles = torch.einsum("i,j -> ij", positions if factor == 1 else positions / factor, found)
     return found, torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
 
 
@@ -351,7 +353,8 @@ def noises(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
         return
     for seed, position in ((7, 299), (-3, 5), (2**62, 40_000)):
         found = noise(seed, position, 151_936, gpu.device)
-        yield Comparison("noise", f"seed {seed}, position {position}", found, sampling.noise(seed, position, 151_936))
+        defined = sampling.noise(seed, position, np.arange(151_936))
+        yield Comparison("noise", f"seed {seed}, position {position}", found, defined)
     logits, seeds = numbers(rng, 40, 32_000) * fp32(2), rng.integers(-(2**63), 2**63 - 1, 40)
     positions, temperature = rng.integers(0, 2000, 40), fp32(0.7)
     found = draws(gpu.put(logits, torch.float32), 0.7, seeds, positions)
@@ -388,7 +391,9 @@ def attentions(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
             yield Comparison("attention", case, found[-some:], defined, kept)
 
 
-def _attend(gpu: Gpu, paged_attention: Callable, reduction: object, q: Floats, k: Floats, v: Floats) -> torch.Tensor:
+def _attend(
+    gpu: Gpu, paged_attention: Callable, reduction: object, q: Floats, k: Floats, v: Floats, **spec: object
+) -> torch.Tensor:
     page, keys = 16, len(k)
     pages = -(-keys // page)
 
@@ -400,8 +405,94 @@ def _attend(gpu: Gpu, paged_attention: Callable, reduction: object, q: Floats, k
     lengths, starts = (torch.tensor(one, dtype=torch.int32, device=gpu.device) for one in ([keys], [0, len(q)]))
     return paged_attention(
         gpu.put(q), cache(k), cache(v), table, lengths, starts,
-        reduction=reduction, scale=q.shape[-1] ** -0.5, implementation="triton",
+        reduction=reduction, scale=q.shape[-1] ** -0.5, implementation="triton", **spec,
     )  # fmt: skip
+
+
+def scores(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """Attention with heads of 256, windows and soft caps, of a prefill and of tokens that are decoded."""
+    from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+    from vllm_batch_invariant.ops.hopper import cpu
+
+    reduction = AttentionReduction.of_device("cuda")
+    for operation, heads, size, spec in (
+        ("heads_of_256", (8, 4), 256, {}),
+        ("windows", (8, 2), 128, {"sliding_window": 200}),
+        ("windows", (8, 4), 256, {"sliding_window": 512}),
+        ("windows", (9, 3), 64, {"sliding_window": 1}),
+        ("capped_scores", (8, 4), 256, {"logits_soft_cap": 50.0}),
+        ("capped_scores", (8, 2), 128, {"logits_soft_cap": 3.0, "sliding_window": 100}),
+    ):
+        for keys, new in ((300, 300), (700, 1), (2900, 1000), (2900, 7), (5000, 1)):
+            q, k, v = (numbers(rng, rows, count, size) for rows, count in ((new, heads[0]), *((keys, heads[1]),) * 2))
+            q = bf16(q * fp32(3))
+            found = _attend(gpu, paged_attention, reduction, q, k, v, **spec)
+            how = spec.get("sliding_window"), spec.get("logits_soft_cap")
+            defined = cpu.attention(q, k, v, size**-0.5, _tables(), *how)
+            kept = {"q": _halves(q[:, :2]), "k": _halves(k[:, :1]), "v": _halves(v[:, :1])} if keys == 700 else {}
+            yield Comparison(operation, f"{heads[0]}/{heads[1]}/{size}, {new} of {keys}, {spec}", found, defined, kept)
+
+
+def families(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """What Gemma adds, but for attention."""
+    from vllm_batch_invariant.ops.norm import cuda
+    from vllm_batch_invariant.ops.norm.reduction import NormReduction
+
+    for length in (256, 640, 1152, 3584):
+        x, residual, weight = numbers(rng, 33, length), numbers(rng, 33, length), numbers(rng, length)
+        reduction = NormReduction.of_device("cuda", length, torch.bfloat16)
+        on = [gpu.put(one) for one in (x, weight, residual)]
+        out, kept = cuda.rms_norm(on[0], on[1], 1e-6, on[2], None, adds_one=True)
+        defined = definition.rms_norm(x, weight, 1e-6, residual, reduction, adds_one=True)
+        few = {"x": _halves(x[:3]), "weight": _halves(weight), "residual": _halves(residual[:3])}
+        yield Comparison("norm_plus_one", f"{length}, residual", out, defined[0], few if length == 1152 else {})
+        yield Comparison("norm_plus_one", f"{length}, sum with residual", kept, defined[1])
+        alone = cuda.rms_norm(on[0], on[1], 1e-6, None, None, adds_one=True)
+        defined = definition.rms_norm(x, weight, 1e-6, None, reduction, adds_one=True)
+        yield Comparison("norm_plus_one", f"{length}", alone, defined[0])
+    for hidden in (640, 1152, 3584):
+        x, factor = numbers(rng, 50, hidden), torch.tensor(hidden**0.5, dtype=torch.bfloat16, device=gpu.device)
+        yield Comparison("scaled_embeddings", f"{hidden}", gpu.put(x) * factor, scaled(x, float(factor)))
+    for soft_cap in (30.0, 7.0):
+        logits = bf16(numbers(rng, 5, 30_000) * fp32(12))
+        logits[0, :5] = 0, -0.0, np.inf, -np.inf, 1e-39
+        found = torch.tanh(gpu.put(logits) / soft_cap) * soft_cap
+        yield Comparison("capped_logits", f"{soft_cap:g}", found, definition.capped(logits, soft_cap, _tables()))
+    for size, base, factor in ((256, 1e6, 8.0), (128, 5e5, 3.0)):
+        frequencies = definition.inverse_frequencies(size, base, {}, _tables())
+        found = _angles(gpu, size, base, {}, factor)[1]
+        yield Comparison(
+            "linear_angles", f"{size}, {factor:g}", found, definition.rotary_table(4096, frequencies, factor)
+        )
+
+
+def gelus(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """vLLM's kernel, of every gate that bf16 has, by vectors and by single elements."""
+    from vllm import _custom_ops as _  # noqa: F401 - loads the kernels
+
+    every = from_bits(np.arange(1 << 16, dtype=np.uint16)).reshape(64, 1024)
+    usual = bf16((rng.standard_normal((256, 2046)) * 2).astype(fp32))
+    for name, gate in (("every gate", every), ("usual, not in vectors", usual[:, :1023]), ("usual", usual[:, :1016])):
+        x = np.concatenate((gate, numbers(rng, *gate.shape)), -1)
+        x[0, -8:] = -0.0, 0, 1, -1, np.inf, -np.inf, 1e-39, np.nan
+        on = gpu.put(x)
+        out = torch.empty(gate.shape, dtype=torch.bfloat16, device=gpu.device)
+        torch.ops._C.gelu_tanh_and_mul(out, on)
+        kept = {"x": _halves(x[:4])} if name == "usual" else {}
+        yield Comparison("gelu_and_mul", name, out, definition.gelu_and_mul(x, _tables()), kept)
+
+
+def large_heads(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
+    """vLLM's rotation of heads of 256."""
+    from vllm import _custom_ops
+
+    q, k, positions = numbers(rng, 40, 4, 256), numbers(rng, 40, 1, 256), rng.integers(0, 4096, 40)
+    table = bf16(np.cos(rng.uniform(0, 6, (4096, 256))).astype(fp32))
+    on = [gpu.put(one.reshape(40, -1)) for one in (q, k)]
+    _custom_ops.rotary_embedding(gpu.put(positions, torch.int64), *on, 256, gpu.put(table), True)
+    for name, found, x in (("queries", on[0], q), ("keys", on[1], k)):
+        turned = definition.rotate(x, table[positions]).reshape(40, -1)
+        yield Comparison("heads_of_256", f"rotated {name}", found, turned)
 
 
 def products_of_codes(gpu: Gpu, rng: np.random.Generator) -> Iterator[Comparison]:
@@ -561,6 +652,10 @@ PARTS = {
     norms: ("rms_norm",),
     rotations: ("rotary_table", "rotate"),
     attentions: ("attention",),
+    scores: ("heads_of_256", "windows", "capped_scores"),
+    families: ("norm_plus_one", "scaled_embeddings", "capped_logits", "linear_angles"),
+    gelus: ("gelu_and_mul",),
+    large_heads: ("heads_of_256",),
     products_of_codes: OF_CODES,
     mixtures: OF_EXPERTS,
 }
@@ -608,25 +703,27 @@ def compare(gpu: Gpu, wanted: set[str], samples: "Samples") -> tuple[dict[str, i
 def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=ALL, default=ALL, help="these operations alone")
+    parser.add_argument("--only", nargs="+", choices=(*ALL, *_GROUPS), default=ALL, help="these operations alone")
     parser.add_argument("--add", action="store_true", help="to what this package has confirmed, with its tables")
     options = parser.parse_args(arguments)
     folder, gpu, started = options.folder, gpu or Gpu(), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     machine, before = about(gpu), confirmed.recorded() if options.add else confirmed.NOTHING
     print(json.dumps(machine), flush=True)
+    wanted = {name for one in options.only for name in _GROUPS.get(one, (one,))}
     tables = recorded() if options.add else tables_of(gpu, folder)
     _recorded[:] = [tables]
-    answers = known_answers.digest(tables)
-    print(f"tables {tables.digest}, definition {answers} after {time.monotonic() - started:.1f} s", flush=True)
-    known = before.machine, before.tables, before.definition
-    if options.add and known != (machine, tables.digest, answers):
+    answers = known_answers.digests(tables, wanted)
+    print(f"tables {tables.digest} after {time.monotonic() - started:.1f} s", flush=True)
+    known = before.machine, before.tables
+    if options.add and known != (machine, tables.digest):
         print(f"what is confirmed is of {known}, so that nothing can be added to it")
         return 1
     samples = Samples(folder / "samples.npz")
-    values, wrong = compare(gpu, {*options.only}, samples)
+    values, wrong = compare(gpu, wanted, samples)
     samples.save()
-    found = Confirmed(machine, tables.digest, answers, {**before.values, **values}, {**before.different, **wrong})
+    definitions = {**before.definition, **answers}
+    found = Confirmed(machine, tables.digest, definitions, {**before.values, **values}, {**before.different, **wrong})
     (folder / "confirmed.json").write_text(found.to_json())
     missing = found.missing(ALL)
     print(f"not confirmed: {', '.join(missing) or 'nothing'}; {time.monotonic() - started:.0f} s", flush=True)

@@ -1,14 +1,14 @@
 """Receipts of a real engine on a Hopper, in its usual arithmetic, computed again on the CPU beside it.
 
 usage: python -m scripts.hopper_receipts FOLDER     with vLLM 0.32 or later
-       python -m scripts.hopper_receipts FOLDER --only 0.6b       one of the shape of Qwen3-0.6B, made alone
-       python -m scripts.hopper_receipts FOLDER --model-of 0.6b   its weights alone, to verify it elsewhere
+       python -m scripts.hopper_receipts FOLDER --only 8b       those of the shape of Qwen3-8B, or 0.6b, made alone
+       python -m scripts.hopper_receipts FOLDER --model-of 8b   its weights alone, to verify them elsewhere
 
 FOLDER gets a small model whose weights are made of integers, in several architectures, also in FP8, and for each the
 receipts of a greedy completion and of one with a seed, with what each layer made: where bits differ, the first layer
 that differs is named. Where this package has no special functions of a GPU, they are those of FOLDER/tables.xz. Of the
-larger shape 200 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not verified. Exit
-status 0: every bit is equal.
+larger shapes 200 or 1000 tokens are made as an engine serves them, in CUDA graphs and among 31 requests, and not
+verified; FOLDER then holds their weights (16 GB of 8b). Exit status 0: every bit is equal.
 """
 
 import argparse
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from scripts import large_model
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.exact.definition import Floats, bf16, fp32
-from vllm_batch_invariant.ops.exact.known_answers import checkpoint, normal
+from vllm_batch_invariant.ops.exact.known_answers import checkpoint, configuration, normal
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_EXPERTS, OF_SEEDS, OPERATIONS
+from vllm_batch_invariant.ops.hopper.confirmed import ALL
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.quantised_model import quantise
 from vllm_batch_invariant.verify.receipt.hopper import Hopper
@@ -42,35 +43,65 @@ _MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
     "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+_GEMMA = {
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 200,
+    "sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+_GEMMA_2 = _GEMMA | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 3.0,
+}  # fmt: skip
+_GEMMA_3 = _GEMMA | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {}, "llama": _LLAMA, "qwen3-fp8": {}, "llama-fp8": _LLAMA, "qwen3-moe": _MIXTURE,
-    "qwen3-moe-fp8": _MIXTURE,
+    "qwen3-moe-fp8": _MIXTURE, "mistral": _MISTRAL, "gemma2": _GEMMA_2, "gemma3": _GEMMA_3,
 }  # fmt: skip
 """Changes to the configuration of the known model."""
+_WITH_NORMS_OF_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
 SHAPES = {
     "0.6b": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
-    }
+    },
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000,
+    },
 }  # fmt: skip
 """Sizes of the model of that name."""
 PROMPT = tuple(int(one) % 4096 for one in (7919 * number**2 + 13 * number + 5 for number in range(300)))
 SAMPLINGS = {"greedy": {}, "seeded": {"temperature": 0.8, "seed": 7, "top_k": 100, "top_p": 0.9}}
 TOKENS = 24
-SERVED_TOKENS = 200
+SERVED_TOKENS = {"0.6b": 200, "8b": 1000}
 CONTEXT = 1024
+SERVED_CONTEXT = {"0.6b": CONTEXT, "8b": 2048}
 
 
 def save_model(folder: Path, name: str) -> Path:
     """Write the checkpoint of one of :data:`MODELS` or :data:`SHAPES`."""
-    config, weights = checkpoint(**SHAPES.get(name, {}))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | MODELS.get(name, {})))
     changes = MODELS.get(name, {})
-    if changes is _LLAMA:
+    config = configuration(**SHAPES.get(name, changes))
+    written, text = folder / "config.json", json.dumps(config)
+    if name in SHAPES:
+        if not written.exists() or written.read_text() != text:  # it is written last
+            large_model.save(folder, config)
+            written.write_text(text)
+        return folder
+    written.write_text(text)
+    _, weights = checkpoint(**changes)
+    if config["model_type"] not in _WITH_NORMS_OF_HEADS:
         weights = {key: value for key, value in weights.items() if ".q_norm." not in key and ".k_norm." not in key}
     if changes is _MIXTURE:
         weights = dict(_with_experts(weights, config["hidden_size"]))
+    if config["model_type"].startswith("gemma"):
+        weights = dict(_of_gemma(weights))
     bf16 = {key: torch.from_numpy(floats).to(torch.bfloat16) for key, floats in weights.items()}
     save_file(bf16, folder / "model.safetensors", metadata={"format": "pt"})
     if name.endswith("-fp8"):
@@ -94,12 +125,27 @@ def _with_experts(weights: dict[str, Floats], hidden: int) -> Iterator[tuple[str
             yield f"{layer}.mlp.gate.weight", bf16(normal(5000 + number, count, hidden) / fp32(math.sqrt(hidden)))
 
 
+def _of_gemma(weights: dict[str, Floats]) -> Iterator[tuple[str, Floats]]:
+    """The weights of a Gemma, whose norms are near 0 and of which there are four in a layer."""
+    for number, (name, weight) in enumerate(weights.items()):
+        if name == "lm_head.weight":
+            continue
+        yield name, weight - fp32(1) if "norm" in name else weight
+        if "post_attention_layernorm" in name:
+            for more, part in enumerate(("pre_feedforward", "post_feedforward")):
+                drawn = normal(20_000 + 2 * number + more, *weight.shape) * fp32(0.125)
+                yield name.replace("post_attention", part), bf16(drawn)
+
+
 def engine_of(folder: Path, name: str, **settings: Any) -> Any:
     """This process's engine of a model that is written first."""
     os.environ |= {FLAG: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    started = time.monotonic()
+    path = save_model(folder / name, name)
+    print(f"{path} after {time.monotonic() - started:.0f} s", flush=True)
     from vllm import LLM
 
-    return LLM(str(save_model(folder / name, name)), skip_tokenizer_init=True, max_model_len=CONTEXT, **settings)
+    return LLM(str(path), skip_tokenizer_init=True, **settings)
 
 
 def make(folder: Path, name: str) -> dict[str, Receipt]:
@@ -111,6 +157,7 @@ def make(folder: Path, name: str) -> dict[str, Receipt]:
     llm = engine_of(
         folder,
         name,
+        max_model_len=CONTEXT,
         enforce_eager=True,
         max_num_seqs=8,
         max_num_batched_tokens=128,
@@ -134,17 +181,18 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
     llm = engine_of(
         folder,
         name,
+        max_model_len=SERVED_CONTEXT[name],
         max_num_seqs=64,
         max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=8 << 30,
+        kv_cache_memory_bytes=12 << 30,
         gpu_memory_utilization=0.3,
     )
     info, made = receipt.engine_info(llm), {}
     for how, chosen in SAMPLINGS.items():
-        sampling = Sampling(max_tokens=SERVED_TOKENS, logprobs=5, ignore_eos=True, **chosen)
+        sampling = Sampling(max_tokens=SERVED_TOKENS[name], logprobs=5, ignore_eos=True, **chosen)
         alone, _ = engine.complete(llm, PROMPT, sampling)
         one = Receipt.of(info, PROMPT, sampling, alone, False)
-        others = engine.ConcurrentRequests(one, PROMPT, CONTEXT, 31)
+        others = engine.ConcurrentRequests(one, PROMPT, SERVED_CONTEXT[name], 31)
         started = time.monotonic()
         completion, beside = engine.complete(llm, PROMPT, sampling, others)
         print(f"{name}, {how}: beside {beside} requests in {time.monotonic() - started:.1f} s", flush=True)
@@ -156,13 +204,13 @@ def make_served(folder: Path, name: str) -> dict[str, Receipt]:
 
 def known(path: Path) -> Hopper:
     """What this package knows; until it does, the tables of a file, with every operation taken for confirmed."""
-    here, every = Hopper.here(), (*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS)
-    if not here.confirmed.missing(every):
+    here = Hopper.here()
+    if not here.missing(ALL):
         return here
     recorded = here.tables or tables.recorded(path)
-    machine = {"vllm": patch_points.installed_version()}
-    answers = known_answers.digest(recorded)
-    taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0))
+    machine = here.confirmed.machine or {"vllm": patch_points.installed_version()}
+    answers = known_answers.digests(recorded, ALL)
+    taken = confirmed.Confirmed(machine, recorded.digest, answers, dict.fromkeys(ALL, 1), dict.fromkeys(ALL, 0))
     return Hopper(taken, recorded)
 
 

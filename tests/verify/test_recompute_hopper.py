@@ -14,7 +14,15 @@ from scripts.hopper_receipts import save_model
 from tests.known_model import save_known_model
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.hopper import confirmed, known_answers, tables
-from vllm_batch_invariant.ops.hopper.confirmed import OF_CODES, OF_SEEDS, OPERATIONS, Confirmed
+from vllm_batch_invariant.ops.hopper.confirmed import (
+    ALL,
+    OF_CODES,
+    OF_EXPERTS,
+    OF_FAMILIES,
+    OF_SEEDS,
+    OPERATIONS,
+    Confirmed,
+)
 from vllm_batch_invariant.ops.hopper.decoder import PLAIN, HopperDecoder
 from vllm_batch_invariant.ops.moe import MoeReduction
 from vllm_batch_invariant.ops.scaled_linear import E4M3, WGMMA, ScaledLinearReduction
@@ -46,7 +54,7 @@ def ideal() -> tables.Tables:
 def hopper(ideal: tables.Tables) -> Hopper:
     """As if a GPU had rounded every special function to the nearest, and every operation been confirmed."""
     every = (*OPERATIONS, *OF_SEEDS)
-    answers = known_answers.digest(ideal)
+    answers = known_answers.digests(ideal, ALL)
     return Hopper(Confirmed(MACHINE, ideal.digest, answers, dict.fromkeys(every, 1), dict.fromkeys(every, 0)), ideal)
 
 
@@ -122,7 +130,7 @@ def test_a_changed_bit_is_found_at_its_token(folder: Path, greedy: Receipt, hopp
 
 def test_another_entry_of_a_table_is_found(folder: Path, greedy: Receipt, hopper: Hopper) -> None:
     other = tables.Tables(hopper.tables.exp2 - 100, hopper.tables.rcp)
-    known = replace(hopper.confirmed, tables=other.digest, definition=known_answers.digest(other))
+    known = replace(hopper.confirmed, tables=other.digest, definition=known_answers.digests(other, ALL))
     assert not recompute(greedy, str(folder), hopper=Hopper(known, other))
 
 
@@ -147,10 +155,32 @@ def test_tables_that_were_not_the_compared_ones_refuse(greedy: Receipt, hopper: 
             recompute(greedy, "nowhere", hopper=known)
 
 
-def test_a_definition_that_was_changed_since_refuses(greedy: Receipt, hopper: Hopper) -> None:
-    known = Hopper(replace(hopper.confirmed, definition="0123456789abcdef"), hopper.tables)
-    with pytest.raises(NoTestError, match="no GPU has confirmed what has changed since"):
+@pytest.mark.parametrize("operation", ["attention", "rms_norm"])
+def test_a_definition_that_was_changed_since_refuses(operation: str, greedy: Receipt, hopper: Hopper) -> None:
+    changed = hopper.confirmed.definition | {operation: "0123456789abcdef"}
+    known = Hopper(replace(hopper.confirmed, definition=changed), hopper.tables)
+    with pytest.raises(NoTestError, match=f"no GPU has confirmed what has changed since in {operation};"):
         recompute(greedy, "nowhere", hopper=known)
+
+
+@pytest.mark.parametrize(
+    ("name", "operations"),
+    [
+        ("mistral", {"windows"}),
+        ("gemma2", {*OF_FAMILIES} - {"linear_angles"}),
+        ("gemma3", {*OF_FAMILIES} - {"capped_scores", "capped_logits"}),
+    ],
+)
+def test_a_family_is_computed_where_a_gpu_has_confirmed_what_it_adds(
+    name: str, operations: set[str], ideal: tables.Tables, hopper: Hopper, tmp_path: Path
+) -> None:
+    made = receipt_of(save_model(tmp_path / name, name), ideal, Sampling(max_tokens=2, logprobs=2))
+    in_order = [operation for operation in OF_FAMILIES if operation in operations]
+    with pytest.raises(NoTestError, match=f"of this model are not .* confirmed {', '.join(in_order)}$"):
+        recompute(made, str(tmp_path / name), hopper=hopper)
+    values, different = hopper.confirmed.values | dict.fromkeys(operations, 1), dict.fromkeys(ALL, 0)
+    known = Hopper(replace(hopper.confirmed, values=values, different=different), ideal)
+    assert recompute(made, str(tmp_path / name), hopper=known)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +307,12 @@ def fp8_experts() -> MoeReduction:
 def test_what_this_package_has_confirmed_is_of_its_tables_and_its_definition() -> None:
     known = Hopper.here()
     assert known.tables.digest == known.confirmed.tables
-    assert known_answers.digest(known.tables) == known.confirmed.definition
-    other = tables.Tables(known.tables.exp2 - 100, known.tables.rcp)
-    assert known_answers.digest(other) != known.confirmed.definition
+    assert not known.missing((*OPERATIONS, *OF_SEEDS, *OF_CODES, *OF_EXPERTS))
+    answers = known_answers.digests(known.tables, ALL)
+    assert known.confirmed.definition.items() <= answers.items()
+    assert answers.keys() <= {*ALL}
+    other = known_answers.digests(tables.Tables(known.tables.exp2 - 100, known.tables.rcp), answers)
+    assert {name for name in other if other[name] != answers[name]} >= {"attention", "silu_and_mul", "log_softmax"}
 
 
 def test_a_record_survives_a_file(tmp_path: Path, hopper: Hopper) -> None:

@@ -16,12 +16,12 @@ def _twice(x):
 
 
 @pytest.fixture
-def hits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
+def hits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Compiles the kernel as a new process does, with a cache of its own; says how often the cache had it."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
-    def run() -> int:
-        kernel = compiled(_twice)
+    def run(parallel: bool = False) -> int:
+        kernel = compiled(_twice, parallel)
         assert kernel(1.5) == 3.0
         return sum(kernel.stats.cache_hits.values())
 
@@ -39,6 +39,11 @@ BREAK: dict[str, Callable[[Path], object]] = {
 def test_a_kernel_is_compiled_once(hits: Callable[[], int], log: pytest.LogCaptureFixture) -> None:
     assert [hits() for _ in range(3)] == [0, 1, 1]
     assert log.records == []
+
+
+@pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # of a kernel without a loop
+def test_code_for_one_thread_is_not_taken_for_many(hits: Callable[..., int]) -> None:
+    assert [hits(False), hits(True), hits(False), hits(True)] == [0, 0, 1, 1]
 
 
 def test_a_kernel_of_other_sources_is_not_taken(hits: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 def test_without_a_folder_for_the_cache_a_kernel_is_compiled_all_the_same(
     hits: Callable[[], int], monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(function: object) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(numba_rows, "_Cache", refuse)

@@ -15,6 +15,7 @@ from tests.ops.compiled_kernels import (
     Heads,
     check,
     compile_instead_of_running,
+    decode_and_prefill,
     launch_on,
     norm,
     silu,
@@ -79,8 +80,25 @@ def check_attention() -> None:
         check(f"{made.name} has {others}", others == {"ex2.approx.ftz.f32", "fma.rn.f32", "div.full.f32"})
 
 
+def check_triton_attention() -> None:
+    """Of heads of 256, and with what changes scores."""
+    heads, options = Heads(8, 2, 256, torch.bfloat16), {"logits_soft_cap": 50.0, "sliding_window": 100}
+    kernels = [one for one in launch_on(90, decode_and_prefill, heads, 16, **options) if "plan" not in one.name]
+    check(f"{len(kernels)} kernels of attention with a soft cap and a window", len(kernels) > 1)
+    for made in kernels:
+        found = arithmetic(made)
+        of_tensor_core = [name for name in found if re.match(r"wgmma\.mma_async|mma\.sync", name)]
+        steps = all("k16.f32.bf16.bf16" in name or "m16n8k16" in name for name in of_tensor_core)
+        check(f"{made.name} with a soft cap multiplies in steps of 16", bool(of_tensor_core) and steps)
+        others = {name for name in found if not name.startswith(("wgmma", "mma"))}
+        check(
+            f"{made.name} with a soft cap has {others}", others == {"ex2.approx.ftz.f32", "fma.rn.f32", "div.full.f32"}
+        )
+
+
 if __name__ == "__main__":
     compile_instead_of_running()
     assert not compiled_kernels.compiled
     check_rows()
     check_attention()
+    check_triton_attention()

@@ -26,6 +26,10 @@ DEFINED = (
     "Llama with scaled angles and tied embeddings",
     "Llama with biases",
     "Qwen2 with biases and a window that it does not use",
+    "Mistral with a window",
+    "Gemma",
+    "Gemma 2 with soft caps and a window in the first layer",
+    "Gemma 3 with a window and angles of its own in the first layer",
 )
 WITH_EXPERTS = ("Qwen3-MoE with a dense layer",)
 

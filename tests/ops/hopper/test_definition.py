@@ -77,7 +77,8 @@ def test_fma_rounds_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"), [("exp", -80, 80), ("ln", 1e-30, 1e30), ("cosine", -5000, 5000), ("sine", -5000, 5000)]
+    ("name", "low", "high"),
+    [("exp", -80, 80), ("ln", 1e-30, 1e30), ("cosine", -5000, 5000), ("sine", -5000, 5000), ("tanh", -10, 10)],
 )
 def test_functions_are_near_float64(name: str, low: float, high: float) -> None:
     x = np.random.default_rng(1).uniform(low, high, 20_000).astype(fp32)
@@ -87,6 +88,7 @@ def test_functions_are_near_float64(name: str, low: float, high: float) -> None:
         "ln": lambda: (definition.ln(x), np.log(wide)),
         "cosine": lambda: (definition.cosine(x), np.cos(wide)),
         "sine": lambda: (definition.cosine(x, 0), np.sin(wide)),
+        "tanh": lambda: (definition.tanh(x, ideal()), np.tanh(wide)),
     }[name]()
     assert relative(found, right) < (8e-6 if name == "exp" else 2e-7)  # x * log2 e is rounded before the power
 
@@ -140,6 +142,46 @@ def test_silu_is_near_float64() -> None:
     assert relative(definition.silu_and_mul(x, ideal()), gate / (1 + np.exp(-gate)) * up) < 8e-3
 
 
+def test_gelu_is_near_float64() -> None:
+    x = bf16(numbers(1, 20, 512) * fp32(4))
+    gate, up = torch.from_numpy(x).double().chunk(2, -1)
+    right = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert relative(definition.gelu_and_mul(x, ideal()), right.numpy()) < 8e-3
+
+
+def test_capped_logits_are_near_float64() -> None:
+    x = bf16(numbers(1, 20, 512) * fp32(40))
+    found = definition.capped(x, 30.0, ideal())
+    assert np.abs(found - 30 * np.tanh(x.astype(np.float64) / 30)).max() < 0.25
+
+
+def test_a_norm_may_multiply_with_one_more_and_rounds_once() -> None:
+    x, weight = numbers(1, 9, 640), bf16(numbers(3, 640) * fp32(0.2))
+    reduction = NormReduction.of_device("cuda", 640, torch.bfloat16)
+    found, _ = definition.rms_norm(x, weight, 1e-6, None, reduction, adds_one=True)
+    alone, _ = definition.rms_norm(x, None, 1e-6, None, reduction)
+    wide = x.astype(np.float64)
+    right = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + weight.astype(np.float64))
+    assert relative(found, right) < 4e-3
+    assert not same(found, bf16(alone * (weight + fp32(1))))
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(70, None), (1, None), (None, 3.0), (100, 2.0), (300, None)])
+def test_attention_with_a_window_and_a_soft_cap_is_near_float64(window: int | None, soft_cap: float | None) -> None:
+    rows, keys, size = 250, 300, 64
+    q, k, v = numbers(1, rows, 4, size), numbers(2, keys, 2, size), numbers(3, keys, 2, size)
+    found = definition.attention(q, k, v, size**-0.5, ideal(), window, soft_cap)
+    wide = [torch.from_numpy(one).double().transpose(0, 1) for one in (q, k, v)]
+    wide[1:] = [one.repeat_interleave(2, 0) for one in wide[1:]]
+    scores = wide[0] @ wide[1].mT * size**-0.5
+    scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+    distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or keys)), -np.inf)
+    assert relative(found, (scores.softmax(-1) @ wide[2]).transpose(0, 1).numpy()) < 8e-3
+    alone = definition.attention(q[-1:], k, v, size**-0.5, ideal(), window, soft_cap)
+    assert same(alone[0], found[-1])
+
+
 @pytest.mark.parametrize(("rows", "keys", "group", "size"), [(7, 7, 4, 64), (30, 300, 2, 64), (1, 2500, 1, 128)])
 def test_attention_is_near_float64(rows: int, keys: int, group: int, size: int) -> None:
     q, k, v = numbers(1, rows, 2 * group, size), numbers(2, keys, 2, size), numbers(3, keys, 2, size)
@@ -166,6 +208,7 @@ def test_a_rotary_table_is_near_float64() -> None:
     found = definition.rotary_table(2000, frequencies)
     angles = np.arange(2000)[:, None] * frequencies.astype(np.float64)
     assert np.abs(found - np.concatenate((np.cos(angles), np.sin(angles)), -1)).max() < 4e-3
+    assert same(definition.rotary_table(2000, frequencies, 8.0)[::8], found[:250])
 
 
 def test_slices_of_k_are_rounded_and_added_as_a_tree() -> None:

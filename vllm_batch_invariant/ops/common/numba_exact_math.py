@@ -215,10 +215,20 @@ def _hashed(held, number):
 
 
 @njit(error_model="numpy")
+def hashed_key(key):
+    """What :func:`uniform` takes of a key."""
+    return _hashed(np.uint64(key), np.uint64(0))
+
+
+@njit(error_model="numpy")
+def uniform(hashed, token):
+    u = np.float32(np.int64(_hashed(hashed, np.uint64(token)) >> np.uint64(2))) * _UNIT + _HALF_UNIT
+    return min(u, _BELOW_ONE)
+
+
+@njit(error_model="numpy")
 def gumbel(key, token):
-    held = _hashed(_hashed(np.uint64(key), np.uint64(0)), np.uint64(token))
-    u = np.float32(np.int64(held >> np.uint64(2))) * _UNIT + _HALF_UNIT
-    u = min(u, _BELOW_ONE)
+    u = uniform(hashed_key(key), token)
     t = u / (np.float32(2.0) - u)
     exponential = (t + t) * atanh_over(t * t) if u < np.float32(0.25) else -ln(np.float32(1.0) - u)
     return -ln(exponential)

@@ -40,22 +40,26 @@ def compiled(function: Callable[..., Any], parallel: bool = False) -> Callable[.
     """The function compiled without fast-math: its additions happen in the order in which they are written."""
     dispatcher = numba.njit(error_model="numpy", parallel=parallel)(function)
     try:
-        dispatcher._cache = _Cache(function)  # as cache=True does
+        dispatcher._cache = _Cache(function, parallel)  # as cache=True does
     except RuntimeError:  # neither the package nor the user's cache folder can be written to
         logger.info("The kernel %s is compiled at every start: numba finds no folder for its cache.", function.__name__)
     return dispatcher
 
 
 class _Cache(FunctionCache):
-    """numba's cache of a kernel's machine code, with two differences: code made of other sources of this package is not
-    taken, where numba looks only at the file of the kernel itself and not at those of functions that it calls; and what
-    cannot be read or written is compiled again with a warning, where numba raises.
+    """numba's cache of a kernel's machine code, with three differences: code made of other sources of this package is
+    not taken, where numba looks only at the file of the kernel itself and not at those of functions that it calls; code
+    for one thread and for many are two, where numba takes whichever was kept first for both; and what cannot be read or
+    written is compiled again with a warning, where numba raises.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], parallel: bool) -> None:
         super().__init__(function)
-        self._name = function.__name__
+        self._name, self._parallel = function.__name__, parallel
         self._cache_file._source_stamp = (self._cache_file._source_stamp, sources.digest(_COMPILED))
+
+    def _index_key(self, *arguments: Any) -> tuple[Any, ...]:
+        return *super()._index_key(*arguments), self._parallel
 
     def load_overload(self, *arguments: Any) -> Any:
         try:

@@ -132,8 +132,12 @@ class Decoder:
         tied = self._get("tie_word_embeddings", False)
         logits = self._linear(hidden, "model.embed_tokens" if tied else "lm_head")
         if soft_cap := self._own("final_logit_softcapping"):
-            logits = definition.bf16(definition.capped(logits, soft_cap))
-        return definition.scaled(logits, self._multiplier("logit_scale") / self._multiplier("logits_scaling"))
+            logits = self._capped(logits, soft_cap)
+        factor = self._multiplier("logit_scale") / self._multiplier("logits_scaling")
+        return logits if factor == 1 else definition.scaled(logits, factor)
+
+    def _capped(self, logits: Floats, soft_cap: float) -> Floats:
+        return definition.bf16(definition.capped(logits, soft_cap))
 
     def _floats_of(self, token_ids: Sequence[int]) -> Floats:
         return definition.from_bits(self._weights["model.embed_tokens.weight"][np.asarray(token_ids)])

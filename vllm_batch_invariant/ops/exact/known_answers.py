@@ -65,15 +65,19 @@ def with_outliers(seed: int, rows: int, k: int) -> Floats:
     return definition.bf16(x)
 
 
-def checkpoint(**sizes: int) -> tuple[dict[str, Any], dict[str, Floats]]:
-    """The small model, or one of other sizes: its configuration, and its weights by name, bf16 values in fp32."""
-    config = _CONFIG | sizes
+def configuration(**changes: Any) -> dict[str, Any]:
+    """Of the small model, or of one that is changed."""
+    return _CONFIG | changes
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of its weights, by name."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     size, kv_heads, vocabulary = config["head_dim"], config["num_key_value_heads"], config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    of_all: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        shapes |= {
+        of_all |= {
             f"{at}.input_layernorm.weight": (hidden,),
             f"{at}.self_attn.q_proj.weight": (heads * size, hidden),
             f"{at}.self_attn.k_proj.weight": (kv_heads * size, hidden),
@@ -86,17 +90,29 @@ def checkpoint(**sizes: int) -> tuple[dict[str, Any], dict[str, Floats]]:
             f"{at}.mlp.up_proj.weight": (inner, hidden),
             f"{at}.mlp.down_proj.weight": (hidden, inner),
         }
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-    weights = {}
-    for seed, (name, shape) in enumerate(shapes.items()):
-        if len(shape) == 2:
-            starts = range(0, shape[0], _ROWS)
-            drawn = (normal(seed + 1000 * (start // _ROWS), min(_ROWS, shape[0] - start), shape[1]) for start in starts)
-            scaled = [definition.bf16(part / fp32(math.sqrt(shape[1]))) for part in drawn]
-            weights[name] = np.concatenate(scaled) if len(scaled) > 1 else scaled[0]
-        else:
-            weights[name] = definition.bf16(fp32(1) + normal(seed, *shape) * fp32(0.125))
-    return config, weights
+    return of_all | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def parts(seed: int, rows: int) -> Iterator[tuple[int, slice]]:
+    """The seed of each part of a matrix's rows."""
+    for start in range(0, rows, _ROWS):
+        yield seed + 1000 * (start // _ROWS), slice(start, min(start + _ROWS, rows))
+
+
+def weight(seed: int, *shape: int) -> Floats:
+    """A matrix [N, K] of numbers of about 1 / sqrt(K), or a norm's [N] near 1, bf16 values in fp32."""
+    if len(shape) == 1:
+        return definition.bf16(fp32(1) + normal(seed, *shape) * fp32(0.125))
+    drawn = np.empty(shape, fp32)
+    for own, part in parts(seed, shape[0]):
+        drawn[part] = definition.bf16(normal(own, *drawn[part].shape) / fp32(math.sqrt(shape[1])))
+    return drawn
+
+
+def checkpoint(**changes: Any) -> tuple[dict[str, Any], dict[str, Floats]]:
+    """A configuration, and its weights by name, bf16 values in fp32."""
+    config = configuration(**changes)
+    return config, {name: weight(seed, *shape) for seed, (name, shape) in enumerate(shapes(config).items())}
 
 
 def model() -> Decoder:

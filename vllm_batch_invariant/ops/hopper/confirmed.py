@@ -19,6 +19,12 @@ OF_EXPERTS = ("route", "experts")
 """Of mixtures of experts, too."""
 OF_CODES = ("quantise", "scaled_linear")
 """Of models whose weights and activations are codes of e4m3 in blocks, too."""
+OF_FAMILIES = (
+    "gelu_and_mul", "norm_plus_one", "scaled_embeddings", "heads_of_256", "windows", "capped_scores", "capped_logits",
+    "linear_angles",
+)  # fmt: skip
+"""Of some families of models, too, each that its configuration asks for."""
+ALL = (*OPERATIONS, *OF_SEEDS, *OF_EXPERTS, *OF_CODES, *OF_FAMILIES)
 RECORD = Path(__file__).with_name("confirmed.json")
 """What ran on a GPU, if something has."""
 
@@ -30,14 +36,15 @@ class Confirmed:
     Attributes:
         machine: the GPU and the versions.
         tables: digest of the special functions that were recorded there, which the definition took.
-        definition: digest of the known answers of the definition that was compared (:mod:`.known_answers`).
+        definition: digests of the known answers of the definition that was compared (:mod:`.known_answers`), of each
+            operation that has some.
         values: of each operation, how many were compared.
         different: how many of them differed in a bit.
     """
 
     machine: Mapping[str, str]
     tables: str
-    definition: str
+    definition: Mapping[str, str]
     values: Mapping[str, int]
     different: Mapping[str, int]
 
@@ -49,7 +56,7 @@ class Confirmed:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
 
-NOTHING = Confirmed({}, "", "", {}, {})
+NOTHING = Confirmed({}, "", {}, {}, {})
 
 
 @cache

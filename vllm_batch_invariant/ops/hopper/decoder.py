@@ -2,8 +2,9 @@
 codes of e4m3 in blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,20 @@ from ...errors import NotCovered
 from ..exact import definition as exact
 from ..exact.decoder import Decoder
 from ..exact.definition import Floats
-from ..exact.families import FULL, problem_of, rope_type, rotary_embedding
+from ..exact.families import SLIDING, problem_of, rope_type, rotary_embedding
 from ..moe import MoeReduction
 from ..norm.reduction import NormReduction
 from ..quantise import quantise
 from ..scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction, scaled_linear
 from ..softmax.reduction import SoftmaxReduction
-from . import definition, sampling
+from . import confirmed, definition, sampling
 from .tables import Tables
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
 )  # fmt: skip
-HEAD_SIZES = (64, 128)
-"""Of the kernels for Hopper."""
+HEAD_SIZES = (64, 128, _LARGE_HEAD := 256)
 FP8_BLOCKS = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP], "scale_fmt": None,
 }  # fmt: skip
@@ -35,6 +36,8 @@ FP8_BLOCKS = {
 PRODUCTS = ScaledLinearReduction.of(GROUP, torch.bfloat16, E4M3, True, WGMMA)
 """Of layers whose weights are codes."""
 _REMEDY = "verify with an engine"
+_LINEAR = "linear"
+"""A type of rotary embeddings."""
 _OF_EXPERTS = ".mlp.experts."
 _SCALE = ".weight_scale_inv"
 _COLUMNS = 4096
@@ -45,15 +48,33 @@ _COLUMNS = 4096
 class Kernels:
     """What computes the operations that take time: :data:`PLAIN`, or :func:`fast` with the same bits."""
 
-    mma: definition.Mma
-    attention: Callable[[Floats, Floats, Floats, float, Tables], Floats]
+    linear: Callable[[Floats, NDArray[np.uint16], Floats | None, int, Floats, int], None]
+    rms_norm: Callable[[Floats, Floats | None, float, Floats | None, NormReduction, bool], tuple[Floats, Floats]]
+    attention: Callable[[Floats, Floats, Floats, float, Tables, int | None, float | None], Floats]
     silu_and_mul: Callable[[Floats, Tables], Floats]
+    gelu_and_mul: Callable[[Floats, Tables], Floats]
     exp: Callable[[Floats, Tables], Floats]
-    weight: Callable[[NDArray[np.uint16]], Any] = exact.from_bits
-    """What ``mma`` takes of a weight's bits."""
 
 
-PLAIN = Kernels(definition.mma, definition.attention, definition.silu_and_mul, definition.exp)
+def linear(
+    x: Floats, bits: NDArray[np.uint16], bias: Floats | None, k_slices: int, out: Floats, first_column: int
+) -> None:
+    """Write :func:`.definition.linear` of a weight's bits [N, K] to N columns of an array, from the first on."""
+    for start in range(0, len(bits), _COLUMNS):
+        part = slice(start, min(start + _COLUMNS, len(bits)))
+        own = None if bias is None else bias[part]
+        columns = slice(first_column + part.start, first_column + part.stop)
+        out[:, columns] = definition.linear(x, exact.from_bits(bits[part]), own, k_slices)
+
+
+PLAIN = Kernels(
+    linear,
+    definition.rms_norm,
+    definition.attention,
+    definition.silu_and_mul,
+    definition.gelu_and_mul,
+    definition.exp,
+)
 
 
 def fast() -> Kernels:
@@ -64,7 +85,7 @@ def fast() -> Kernels:
         if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
             raise
         return PLAIN
-    return Kernels(cpu.mma, cpu.attention, cpu.silu_and_mul, cpu.exp, weight=lambda bits: bits)
+    return Kernels(cpu.linear, cpu.rms_norm, cpu.attention, cpu.silu_and_mul, cpu.gelu_and_mul, cpu.exp)
 
 
 def of_experts(num_experts: int, top_k: int, renormalise: bool, has_codes: bool) -> MoeReduction:
@@ -115,11 +136,6 @@ class HopperDecoder(Decoder):
     def _problem_of(self, architecture: str) -> str | None:
         if architecture not in ARCHITECTURES:
             return f"the model {architecture}"
-        _, rope = rotary_embedding(self.config.get, FULL)
-        if rope_type(rope) not in ("default", "llama3"):
-            return f"a rotary embedding of type {rope_type(rope)}"
-        if self.config.get("sliding_window") and not architecture.startswith("Qwen"):
-            return "a sliding window"
         quantised = self.config.get("quantization_config")
         if quantised and not isinstance(quantised, dict):
             return "a quantisation that is no table"
@@ -152,19 +168,42 @@ class HopperDecoder(Decoder):
         """Whether layers that are no experts are codes."""
         return self._has_codes(lambda name: _OF_EXPERTS not in name)
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Of :data:`.confirmed.OF_FAMILIES`, those of its model."""
+        ropes = [rope_type(rotary_embedding(self._get, of_type)[1]) for of_type in self._layer_types]
+        has = {
+            "gelu_and_mul": self._family.is_gemma,
+            "norm_plus_one": self._family.is_gemma,
+            "scaled_embeddings": self._family.is_gemma,
+            "heads_of_256": self.head_size == _LARGE_HEAD,
+            "windows": SLIDING in self._layer_types,
+            "capped_scores": bool(self._own("attn_logit_softcapping")),
+            "capped_logits": bool(self._own("final_logit_softcapping")),
+            "linear_angles": _LINEAR in ropes,
+        }
+        return tuple(name for name in confirmed.OF_FAMILIES if has[name])
+
     def _has_codes(self, of: Callable[[str], bool]) -> bool:
         return any(weight.dtype == np.uint8 for name, weight in self._weights.items() if of(name))
 
     def _linear(self, x: Floats, name: str, shared: bool = False) -> Floats:
-        bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
-        if bits.dtype == np.uint8:
-            return self._of_codes(x, name, bits, bias, self._k_slices if shared else 1)
-        out = np.empty((len(x), len(bits)), np.float32)
-        slices = self._k_slices if shared else 1
-        for start in range(0, len(bits), _COLUMNS):
-            part = slice(start, start + _COLUMNS)
-            own = None if bias is None else bias[part]
-            out[:, part] = definition.linear(x, self._kernels.weight(bits[part]), own, slices, self._kernels.mma)
+        return self._side_by_side(x, (name,), self._k_slices if shared else 1)
+
+    def _stacked(self, x: Floats, name: str, together: str, parts: Sequence[str]) -> Floats:
+        is_one = f"{name}.{together}.weight" in self._weights
+        return self._side_by_side(x, [f"{name}.{part}" for part in ((together,) if is_one else parts)])
+
+    def _side_by_side(self, x: Floats, names: Sequence[str], k_slices: int = 1) -> Floats:
+        """Linear layers of one input, each in columns behind those of the one before."""
+        sizes = [len(self._weights[f"{name}.weight"]) for name in names]
+        out = np.empty((len(x), sum(sizes)), np.float32)
+        for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
+            bits, bias = self._weights[f"{name}.weight"], self._floats(f"{name}.bias")
+            if bits.dtype == np.uint8:
+                out[:, end - size : end] = self._of_codes(x, name, bits, bias, k_slices)
+            else:
+                self._kernels.linear(x, bits, bias, k_slices, out, end - size)
         return out
 
     def _of_codes(self, x: Floats, name: str, bits: NDArray[np.uint8], bias: Floats | None, k_slices: int) -> Floats:
@@ -182,17 +221,25 @@ class HopperDecoder(Decoder):
     def _norm(self, x: Floats, name: str, residual: Floats | None = None) -> tuple[Floats, Floats]:
         reduction = NormReduction.of_device("cuda", x.shape[-1], torch.bfloat16)
         weight, eps = self._floats(f"{name}.weight"), self._get("rms_norm_eps", 1e-6)
-        return definition.rms_norm(x, weight, eps, residual, reduction)
+        return self._kernels.rms_norm(x, weight, eps, residual, reduction, self._family.is_gemma)
 
     def _tables(self, positions: int) -> dict[str, Floats]:
         if positions > definition.LARGEST_ANGLE:
             raise NotCovered(f"{positions} tokens", "cosines of larger angles have no definition", _REMEDY)
-        base, rope = rotary_embedding(self._get, FULL)
-        frequencies = definition.inverse_frequencies(self.head_size, base, rope, self._tables_of_gpu)
-        return {FULL: definition.rotary_table(positions, frequencies)}
+        tables = {}
+        for layer_type in {*self._layer_types}:
+            base, rope = rotary_embedding(self._get, layer_type)
+            frequencies = definition.inverse_frequencies(self.head_size, base, rope, self._tables_of_gpu)
+            factor = rope["factor"] if rope_type(rope) == _LINEAR else 1.0
+            tables[layer_type] = definition.rotary_table(positions, frequencies, factor)
+        return tables
 
     def _activated(self, gate_up: Floats) -> Floats:
-        return self._kernels.silu_and_mul(gate_up, self._tables_of_gpu)
+        activate = self._kernels.gelu_and_mul if self._family.is_gemma else self._kernels.silu_and_mul
+        return activate(gate_up, self._tables_of_gpu)
+
+    def _capped(self, logits: Floats, soft_cap: float) -> Floats:
+        return definition.capped(logits, soft_cap, self._tables_of_gpu)
 
     def _routed(self, logits: Floats, top_k: int, renormalise: bool) -> tuple[Floats, exact.Integers]:
         reduction = SoftmaxReduction.of_device("cuda", logits.shape[-1], torch.float32)
@@ -201,8 +248,9 @@ class HopperDecoder(Decoder):
     def _of_expert(self, hidden: Floats, name: str) -> Floats:
         return self._linear(hidden, name)
 
-    def _attended(self, query: Floats, key: Floats, value: Floats, _: int | None) -> Floats:
-        return self._kernels.attention(query, key, value, self._scale, self._tables_of_gpu)
+    def _attended(self, query: Floats, key: Floats, value: Floats, window: int | None) -> Floats:
+        soft_cap = self._own("attn_logit_softcapping")
+        return self._kernels.attention(query, key, value, self._scale, self._tables_of_gpu, window, soft_cap)
 
     def log_softmax(self, logits: Floats) -> Floats:
         """Of rows of logits, in fp32."""

@@ -51,6 +51,12 @@ _TURNS, *HALF_PI = _fp32(0x3F22F983, 0xBFC90FDA, 0xB3A22168, 0xA7C234C5)
 """2 / pi, and -pi / 2 in three parts: of libdevice's cosf and sinf."""
 COSINE = _fp32(0x37CBAC00, 0xBAB607ED, 0x3D2AAABB, 0xBEFFFFFF)
 SINE = _fp32(0xB94D4153, 0x3C0885E4, 0xBE2AAAA8)
+TANH = _fp32(0x3C80F082, 0xBD563CAE, 0x3E085941, 0xBEAAA9ED, 0)
+"""Of libdevice's tanhf, from the highest power of x * x on, where x is smaller than the next number."""
+TANH_BY_EX2, TANH_IS_1, TWICE_LOG2_E = _fp32(0x3F19999A, 0x41102CB4, 0x4038AA3B)
+"""From the first on it is made of a power of two, from the second on it is 1."""
+GELU_SLOPE, GELU_CUBE = _fp32(0x3F4C422A, 0x3D372713)
+"""sqrt(2 / pi), and of the cube of what GELU is of."""
 LARGEST_ANGLE = 105_615
 """From here on libdevice reduces an angle otherwise: no position may be larger."""
 
@@ -137,6 +143,19 @@ def ln(x: Floats) -> Floats:
         found = fma(k, _LN_2, fma(t * value, t, t))
     found = np.where(np.isposinf(x), x, found)
     return np.where(x == 0, fp32(-np.inf), np.where((x < 0) | np.isnan(x), fp32(np.nan), found))
+
+
+def tanh(x: Floats, tables: Tables) -> Floats:
+    """libdevice's ``tanhf``."""
+    size = np.abs(np.asarray(x, fp32))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        large = fma(rcp(ex2_ftz(size * TWICE_LOG2_E, tables) + fp32(1), tables), fp32(-2), fp32(1))
+        square, value = size * size, np.full_like(size, TANH[0])
+        for coefficient in TANH[1:]:
+            value = fma(square, value, coefficient)
+        small = fma(x, value, x)
+    large = np.copysign(np.where(size >= TANH_IS_1, fp32(1), large), x)
+    return np.where(size >= TANH_BY_EX2, large, small)
 
 
 def cosine(x: Floats, shift: int = 1) -> Floats:
@@ -292,13 +311,14 @@ def _padded(x: Floats, length: int, value: float = 0.0) -> Floats:
 
 
 def rms_norm(
-    x: Floats, weight: Floats | None, eps: float, residual: Floats | None, reduction: Any
+    x: Floats, weight: Floats | None, eps: float, residual: Floats | None, reduction: Any, adds_one: bool = False
 ) -> tuple[Floats, Floats]:
     """z * (1 / sqrt(mean(z**2) + eps)), rounded to bf16, * weight, rounded again, of z = x + residual unrounded; and z
     in bf16.
 
     Args:
         reduction: a ``NormReduction`` on a GPU, of rows that a program holds.
+        adds_one: whether it is multiplied with 1 + weight instead, and rounded once.
     """
     z = x if residual is None else x + residual
     squares = _padded(z * z, reduction.block)
@@ -307,7 +327,10 @@ def rms_norm(
         squares = left + right
     total = row_sums(squares, WARP * reduction.num_warps)
     rstd = fp32(1) / np.sqrt(total / fp32(z.shape[-1]) + fp32(eps))
-    made = bf16(z * rstd[..., None])
+    normalised = z * rstd[..., None]
+    if adds_one:
+        return bf16(normalised * (weight + fp32(1))), bf16(z)
+    made = bf16(normalised)
     return (made if weight is None else bf16(made * weight)), bf16(z)
 
 
@@ -317,6 +340,23 @@ def silu_and_mul(x: Floats, tables: Tables) -> Floats:
     with np.errstate(over="ignore"):
         activated = divide(gate, fp32(1) + ex2(gate * MINUS_LOG2_E, tables), tables)
     return bf16(bf16(activated) * up)
+
+
+def gelu_and_mul(x: Floats, tables: Tables) -> Floats:
+    """g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g**3))), rounded to bf16, * u in bf16, of the halves g and u of
+    each row: vLLM's kernel, which adds 0 to u.
+    """
+    gate, up = np.split(x, 2, axis=-1)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        inner = fma(gate * (gate * gate), GELU_CUBE, gate) * GELU_SLOPE
+        activated = gate * fp32(0.5) * (tanh(inner, tables) + fp32(1))
+        return bf16(bf16(activated) * (up + fp32(0)))
+
+
+def capped(logits: Floats, soft_cap: float, tables: Tables) -> Floats:
+    """soft_cap * tanh(x / soft_cap), each of three operations of PyTorch in bf16."""
+    shrunk = bf16(logits * (fp32(1) / fp32(soft_cap)))  # PyTorch divides by a number by its reciprocal
+    return bf16(bf16(tanh(shrunk, tables)) * fp32(soft_cap))
 
 
 def route(logits: Floats, top_k: int, renormalise: bool, reduction: Any, tables: Tables) -> tuple[Floats, Integers]:
@@ -408,9 +448,11 @@ def power(x: Floats, y: Floats, tables: Tables) -> Floats:
     return np.ldexp(value, whole.astype(np.int32)).astype(fp32)
 
 
-def rotary_table(positions: int, frequencies: Floats) -> Floats:
-    """[positions, head_size] in bf16: the cosines of each position's angles, then the sines."""
-    angles = np.arange(positions).astype(fp32)[:, None] * frequencies
+def rotary_table(positions: int, frequencies: Floats, factor: float = 1.0) -> Floats:
+    """[positions, head_size] in bf16: the cosines of each position's angles, then the sines; positions are divided by a
+    factor first.
+    """
+    angles = (np.arange(positions).astype(fp32) * (fp32(1) / fp32(factor)))[:, None] * frequencies
     return bf16(np.concatenate((cosine(angles), cosine(angles, 0)), -1))
 
 
@@ -432,23 +474,42 @@ def _below(m: Floats) -> Floats:
     return np.where(np.isneginf(m), fp32(0), m)
 
 
-def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> Floats:
+def _score_tanh(x: Floats, tables: Tables) -> Floats:
+    """tanh by a power of two."""
+    e = ex2_ftz(np.abs(x) * -TWICE_LOG2_E, tables)
+    return divide(np.where(x < 0, e - fp32(1), fp32(1) - e), fp32(1) + e, tables)
+
+
+def attention(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    scale: float,
+    tables: Tables,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Floats:
     """Causal attention of a sequence's last rows over its keys, in bf16.
 
     A split's tiles of 64 keys are steps of an online softmax: with s = q @ k and c = scale * log2 e in fp32,
     m' = max(m, max(s) * c), p = 2**fma(s, c, -m') in bf16, a = 2**(m - m'); l' = l * a and acc' = acc * a, to which the
     tensor core adds p @ 1 and p @ v. Splits are merged in ascending order: both sides shrink by 2**(m - m'), and the
-    second product is added to the first by :func:`fma`. The result is acc / l.
+    second product is added to the first by :func:`fma`. The result is acc / l. With a soft cap s becomes
+    C * tanh(s * c / C), C = soft_cap * log2 e, and c is 1 from there on.
 
     Args:
         q: [rows, heads, head_size], at the last positions.
         k: [keys, kv_heads, head_size].
         v: as k.
         scale: of the scores.
+        window: keys that a row sees, its own among them; all if None.
+        soft_cap: see above; none if None.
     """
     rows, keys, group, size = len(q), len(k), q.shape[1] // k.shape[1], q.shape[2]
     position = np.arange(keys - rows, keys).repeat(group)
     factor = fp32(scale * math.log2(math.e))
+    cap = None if soft_cap is None else fp32(soft_cap * math.log2(math.e))
+    unit = factor if cap is None else fp32(1)
     ones = np.ones((8, KEY_TILE), fp32)
     out = np.empty_like(q)
     for kv_head in range(k.shape[1]):
@@ -461,13 +522,16 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, tables: Tables) -> 
             acc = np.zeros((len(mine), size), fp32)
             for start in range(split.start, split.stop, KEY_TILE):
                 at = np.arange(start, min(start + KEY_TILE, split.stop))
-                seeing = position >= start
+                seeing = (position >= start) & (position - at[-1] < (window or keys))
                 theirs, values = np.ascontiguousarray(k[at, kv_head]), np.ascontiguousarray(v[at, kv_head].T)
                 s = mma(mine[seeing], theirs, None)
-                s = np.where(at <= position[seeing][:, None], s, fp32(-np.inf))
+                if cap is not None:
+                    s = _score_tanh(divide(s * factor, cap, tables), tables) * cap
+                distance = position[seeing][:, None] - at
+                s = np.where((distance >= 0) & (distance < (window or keys)), s, fp32(-np.inf))
                 before = m[seeing]
-                m_new = np.maximum(before, s.max(-1) * factor)
-                p = bf16(ex2_ftz(fma(s, factor, -_below(m_new)[:, None]), tables))
+                m_new = np.maximum(before, s.max(-1) * unit)
+                p = bf16(ex2_ftz(fma(s, unit, -_below(m_new)[:, None]), tables))
                 shrink = ex2_ftz(before - _below(m_new), tables)
                 sums = np.repeat((l[seeing] * shrink)[:, None], len(ones), 1)
                 l[seeing] = mma(p, ones[:, : len(at)], sums)[:, 0]

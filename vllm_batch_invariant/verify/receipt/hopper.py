@@ -1,16 +1,19 @@
 """What is computed again without an engine of receipts in a Hopper's usual arithmetic, and what is refused."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ...envs import TP_TREE
 from ...ops.exact import FORMAT
 from ...ops.exact.definition import Floats
 from ...ops.hopper import confirmed, tables
+from ...ops.hopper.confirmed import OPERATIONS
 from ...provenance import OF_EXPERTS
 from ..outcome import NoTestError
 from .comparison import Note
@@ -73,23 +76,28 @@ class Hopper:
                 f"without an engine only receipts in exact arithmetic {FORMAT}, and of a Hopper with the mode on, are "
                 "verified, not in another arithmetic"
             )
-        if missing := self._missing():
+        if missing := self.missing():
             raise NoTestError(
                 f"without an engine receipts in {self.name} are not verified: of its definition no GPU has confirmed "
                 f"{', '.join(missing)}; verify with an engine, or make receipts in exact arithmetic"
             )
-        _check_engine(environment, self.confirmed)
-        _check_sampling(receipt, self.confirmed)
+        _check_engine(environment, self.missing)
+        _check_sampling(receipt, self.missing, self.confirmed.machine.get("vllm"))
 
-    def _missing(self) -> tuple[str, ...]:
-        """What no GPU has confirmed."""
+    def missing(self, operations: tuple[str, ...] = OPERATIONS) -> tuple[str, ...]:
+        """What no GPU has confirmed of some operations."""
         from ...ops.hopper import known_answers
 
-        if self.tables is None or self.tables.digest != self.confirmed.tables:
-            return *self.confirmed.missing(), "the special functions"
-        if known_answers.digest(self.tables) != self.confirmed.definition:
-            return ("what has changed since",)
-        return self.confirmed.missing()
+        missing, known = self.confirmed.missing(operations), self.confirmed.definition
+        if self.tables is None or self._digest_of_tables != self.confirmed.tables:
+            return *missing, "the special functions"
+        answers = known_answers.digests(self.tables, {*operations} - {*missing})
+        changed = (name for name in operations if name in answers and answers[name] != known.get(name))
+        return *missing, *(f"what has changed since in {name}" for name in changed)
+
+    @cached_property
+    def _digest_of_tables(self) -> str | None:
+        return None if self.tables is None else self.tables.digest
 
     def notes(self, environment: Environment) -> tuple[Note, ...]:
         """On a receipt of another GPU, or of other versions, than those that were compared."""
@@ -109,6 +117,11 @@ class Hopper:
         if self.tables is None:
             raise NoTestError("nobody has recorded the special functions of a Hopper")
         decoder = HopperDecoder(config, dict(weights), self.tables, int(environment.engine.get(TREE, 1)))
+        if missing := self.missing(decoder.operations):
+            raise NoTestError(
+                f"without an engine receipts of this model are not computed again: no GPU has confirmed "
+                f"{', '.join(missing)}"
+            )
         _check_layers(environment, decoder)
         return decoder
 
@@ -116,18 +129,30 @@ class Hopper:
         self, decoder: "HopperDecoder", logits: Floats, part: slice, receipt: Receipt, prompt: Sequence[int]
     ) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
         """Each position's token, its logprob, and the candidates that are listed beside it with theirs."""
+        import torch
+
+        from ...ops.hopper.sampling import largest
+
         sampling, rows = receipt.sampling, logits[part]
         by_logits = receipt.environment.engine.get(_RUNNER) == _SECOND
-        for position, (row, logprobs) in enumerate(zip(rows, decoder.log_softmax(rows), strict=True), part.start):
+
+        def at(position: int, row: Floats, logprobs: Floats) -> tuple[int, float, list[tuple[int, float]]]:
             token = int(row.argmax())
             if sampling.temperature > 0:
                 token = decoder.draw(row, sampling, len(prompt) + position - 1)
-            first = np.argsort(-(row if by_logits else logprobs), kind="stable")[: sampling.logprobs]
+            first = largest(row if by_logits else logprobs, sampling.logprobs)
             listed = {int(one): float(logprobs[one]) for one in (*first, token)}
-            yield token, listed[token], sorted(listed.items())
+            return token, listed[token], sorted(listed.items())
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            yield from threads.map(at, count(part.start), rows, decoder.log_softmax(rows))
 
 
-def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
+Missing = Callable[[tuple[str, ...]], tuple[str, ...]]
+"""Gives those of some operations that no GPU has confirmed."""
+
+
+def _check_engine(environment: Environment, missing_of: Missing) -> None:
     for name, value in environment.engine.items():
         if value not in _SETTINGS.get(name, ()):
             raise NoTestError(f"without an engine a receipt of an engine with {name} {value} is not computed again")
@@ -146,7 +171,7 @@ def _check_engine(environment: Environment, known: confirmed.Confirmed) -> None:
         raise NoTestError("without an engine a receipt of experts with a tree is not computed again")
     kinds = {"FP8 in blocks": (has_codes, confirmed.OF_CODES), "experts": (has_experts, confirmed.OF_EXPERTS)}
     for kind, (is_there, operations) in kinds.items():
-        if is_there and (missing := known.missing(operations)):
+        if is_there and (missing := missing_of(operations)):
             raise NoTestError(
                 f"without an engine receipts of {kind} are not computed again: no GPU has confirmed "
                 f"{', '.join(missing)}"
@@ -167,7 +192,7 @@ def _check_layers(environment: Environment, decoder: "HopperDecoder") -> None:
         raise NoTestError(f"the receipt's engine has {kinds[has_codes]}, and the files {kinds[decoder.has_codes]}")
 
 
-def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
+def _check_sampling(receipt: Receipt, missing_of: Missing, known_vllm: str | None) -> None:
     sampling, environment = receipt.sampling, receipt.environment
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     others = {
@@ -181,8 +206,8 @@ def _check_sampling(receipt: Receipt, known: confirmed.Confirmed) -> None:
         return
     if environment.engine.get(_RUNNER) != _SECOND:
         raise NoTestError("without an engine the noise of vLLM's first model runner is not computed again")
-    missing, vllm = known.missing(confirmed.OF_SEEDS), environment.versions.get("vllm")
-    if missing or vllm != known.machine.get("vllm"):
+    missing, vllm = missing_of(confirmed.OF_SEEDS), environment.versions.get("vllm")
+    if missing or vllm != known_vllm:
         what = ", ".join(missing) or f"the noise of vLLM {vllm}"
         raise NoTestError(
             f"without an engine a Hopper's completions with a seed are not computed again: no GPU has confirmed {what}"

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def model_at(folder: Path | None, name: str, why_not: str = "the model's files a
     found = [] if folder is None else list(_files(folder))
     if not any(path.match(pattern) for path in found for pattern in WEIGHTS):
         return Model(public_name(name), why_no_digest=why_not if folder is None else "the folder holds no weights")
-    files = {path.name: _sha256_of_file(path) for path in found}
+    files = dict(zip([path.name for path in found], _sha256_of_files(found), strict=True))
     return Model(public_name(name), files, sha256_of(files))
 
 
@@ -60,21 +61,31 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted({*weights, *settings}) if path.is_file())
 
 
-def _sha256_of_file(path: Path) -> str:
+def _sha256_of_files(paths: list[Path]) -> list[str]:
     """Cached by path, inode, size and times of last change, in the folder of the certificates. The time of the inode's
     change is part of the key because no copy and no tool sets it back.
     """
-    path = path.resolve()
+    keys = [_key(path.resolve()) for path in paths]  # of a hub's cache two names may be one file
+    of_keys = dict(zip(keys, paths, strict=True))
+    known = _known(kept_file.read(_store()))
+    if missing := of_keys.keys() - known.keys():
+        with ThreadPoolExecutor() as threads:
+            found = dict(zip(missing, threads.map(_sha256_of_file, (of_keys[key] for key in missing)), strict=True))
+        kept_file.update(_store(), lambda content: _known(content) | found)
+        known |= found
+    return [known[key] for key in keys]
+
+
+def _key(path: Path) -> str:
     state = path.stat()
     times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
-    key = hashlib.sha256(f"{path}\0{state.st_ino}\0{state.st_size}\0{times}".encode(errors="surrogateescape"))
-    known = _known(kept_file.read(_store())).get(key.hexdigest())
-    if known is None:
-        with path.open("rb") as file:
-            known = hashlib.file_digest(file, "sha256").hexdigest()
-        found = {key.hexdigest(): known}
-        kept_file.update(_store(), lambda content: _known(content) | found)
-    return known
+    key = f"{path}\0{state.st_ino}\0{state.st_size}\0{times}"
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+def _sha256_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _store() -> Path | None:
