@@ -742,7 +742,6 @@ def _latent_elsewhere(config: Config) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
-        "CUDA graphs": by_gpus and not model.enforce_eager,
     }
     first = _first(beside)
     return _when(first, f"{named} with {first}")
@@ -1234,7 +1233,7 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
-        "two on a CPU with vLLM 0.32, DeepSeek's and Moonlight in bf16 by one on a GPU with 0.33 and --enforce-eager: "
+        "two on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
         "every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
@@ -1756,15 +1755,14 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, in CUDA graphs, engines, "
-        "whole experts, drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, "
-        "FlexAttention",
+        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, engines, whole experts, "
+        "drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
-        f"leave it out; on a GPU --enforce-eager, vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
+        f"leave it out; on a GPU vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),
-            *(EAGER, envs.TP_TREE.name),
+            envs.TP_TREE.name,
         ),
     ),
     Feature(
