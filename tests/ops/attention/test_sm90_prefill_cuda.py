@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, packed, paged
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention, sm90
 from vllm_batch_invariant.ops.attention.plan import Kernels, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
@@ -78,6 +79,12 @@ def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, added
 
 
 SEQUENCES = ([1, 2, 17, 63, 64, 65, 128, 129, 300, 1000], [4097], [2629, 3], [1] * 40)
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNTRIED.name, "1")
+    certificate.kernels_of_packed.cache_clear()
 
 
 @pytest.fixture
