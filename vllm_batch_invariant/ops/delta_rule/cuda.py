@@ -7,6 +7,7 @@ import triton
 
 from ..common.gpu import Gpu
 from ..common.launch import launch
+from ..common.triton_rows import ALIGNMENT, aligned
 from .params import DeltaStates
 from .reduction import DeltaRuleReduction
 from .triton_kernels import (
@@ -15,6 +16,7 @@ from .triton_kernels import (
     gdn_inputs_kernel,
     mamba2_gates_kernel,
     prefill_delta_rule_kernel,
+    verify_delta_rule_kernel,
     write_rows_kernel,
 )
 
@@ -31,8 +33,10 @@ class DeltaSchedule:
 
 
 PREFILL = DeltaSchedule(64, 4)
-FEW, MANY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
-"""Of decode: of few requests more programs, so that every multiprocessor has one."""
+DECODE = DeltaSchedule(16, 1), DeltaSchedule(32, 1)
+"""Of few requests more programs, so that every multiprocessor has some; and of many."""
+VERIFY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
+"""The same of decode with drafts."""
 _MANY = 8
 """Requests."""
 _KEYS = 128
@@ -42,14 +46,14 @@ ONE_INSTRUCTION = DeltaSchedule(32, 2)
 
 
 def _schedule(device: torch.device, of: DeltaSchedule) -> DeltaSchedule:
-    if triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret or of.num_warps < ONE_INSTRUCTION.num_warps:
         return of
     return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else of
 
 
-def decode_schedule(device: torch.device, requests: int) -> DeltaSchedule:
+def decode_schedule(device: torch.device, requests: int, has_drafts: bool) -> DeltaSchedule:
     """Of a step of decode of so many requests, padded ones among them: a CUDA graph has one number of them."""
-    return _schedule(device, MANY if requests >= _MANY else FEW)
+    return _schedule(device, (VERIFY if has_drafts else DECODE)[requests >= _MANY])
 
 
 def delta_rule(
@@ -70,11 +74,13 @@ def delta_rule(
     if not requests or not len(v):
         return out
     pages = reduction.pages(states.states, key_heads, value_heads, states.rows)
-    q, k, g, beta = (one.contiguous() for one in (q, k, g, beta))
+    q, k, g, beta = aligned(q), aligned(k), g.contiguous(), beta.contiguous()
+    v = v if v.data_ptr() % ALIGNMENT == v.stride(0) * v.itemsize % ALIGNMENT == 0 else aligned(v)
     steps = states.pages, states.starts, states.context_lens
-    planes = pages.high, pages.low, pages.borders
-    ring = pages.k, pages.v, pages.g, pages.beta
-    strides = pages.high.stride(0), pages.k.stride(0), pages.g.stride(0)
+    planes, ring = pages[:3], pages[3:7]
+    has_drafts, has_x = reduction.drafts(states.rows) > 0, pages.x.numel() > 0
+    ring_x = pages.x if has_x else None
+    strides = pages.high.stride(0), pages.k.stride(0), pages.beta.stride(0)
     heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads}
     sizes = {"KEY_SIZE": reduction.key_size, "VALUE_SIZE": reduction.value_size, "ROWS": states.rows} | heads
     chunk = {"CHUNK": reduction.chunk, "SOLVE": reduction.solve}
@@ -92,11 +98,14 @@ def delta_rule(
         return triton.cdiv(reduction.value_size, block_of(schedule)), value_heads, requests
 
     if states.longest <= 1 + reduction.drafts(states.rows):
-        decode = decode or decode_schedule(v.device, requests)
+        decode = decode or decode_schedule(v.device, requests, has_drafts)
         launch(
-            decode_delta_rule_kernel,
+            verify_delta_rule_kernel if has_drafts else decode_delta_rule_kernel,
             grid(decode),
-            (q, k, v, g, beta, *planes, *ring, *steps, skip, out, reduction.scale, v.stride(0), *strides),
+            (
+                *(q, k, v, g, beta, *planes, *ring, *(() if has_drafts else (ring_x,)), *steps),
+                *(skip, out, reduction.scale, v.stride(0), *strides),
+            ),
             on=v,
             waits=True,
             **of(decode),
@@ -112,10 +121,14 @@ def delta_rule(
     launch(
         chunk_matrices_kernel,
         (chunks, value_heads, requests),
-        (q, k, g, beta, pages.borders, pages.k, pages.g, pages.beta, *steps, *matrices, gates, *strides[1:]),
+        (
+            *(q, k, g, beta, pages.borders, pages.k, pages.total, pages.beta, ring_x, *steps),
+            *(*matrices, gates, *strides[1:]),
+        ),
         on=v,
         waits=True,
         num_warps=1,
+        HAS_X=has_x,
         **sizes,
         **chunk,
     )
@@ -130,10 +143,11 @@ def delta_rule(
     launch(
         write_rows_kernel,
         (min(states.longest, states.rows), value_heads, requests),
-        (k, v, g, beta, *ring, *steps, v.stride(0), *strides[1:]),
+        (k, v, beta, gates, *ring, *steps, v.stride(0), *strides[1:]),
         on=v,
         waits=True,
         num_warps=1,
+        CHUNK=reduction.chunk,
         **sizes,
     )
     return out
