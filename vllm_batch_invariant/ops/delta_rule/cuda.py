@@ -8,10 +8,11 @@ import triton
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import ALIGNMENT, aligned
-from .params import DeltaStates
+from .params import Convolution, DeltaStates
 from .reduction import DeltaRuleReduction
 from .triton_kernels import (
     chunk_matrices_kernel,
+    convolved_inputs_kernel,
     decode_delta_rule_kernel,
     gdn_inputs_kernel,
     mamba2_gates_kernel,
@@ -39,6 +40,8 @@ VERIFY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
 """The same of decode with drafts."""
 _MANY = 8
 """Requests."""
+FUSED = 16
+"""New tokens of a request, with no more of which one launch convolves and makes what follows."""
 _KEYS = 128
 """Elements for which the schedules are: of longer keys a program has fewer values."""
 ONE_INSTRUCTION = DeltaSchedule(32, 2)
@@ -153,6 +156,55 @@ def delta_rule(
     return out
 
 
+def convolved_inputs(
+    mixed: torch.Tensor,
+    convolution: Convolution,
+    gates: tuple[torch.Tensor, ...],
+    key_heads: int,
+    key_size: int,
+    solve: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``gdn_inputs`` and, without ``solve``, ``mamba2_inputs`` of the operation's package: in one launch the parts
+    of the channels in their order, and gates made of a, b, a_log and dt_bias, or of dt, dt, A and dt_bias.
+    """
+    a, b, a_log, dt_bias = gates
+    weight, bias, states = convolution
+    (tokens, value_heads), held, keys = a.shape, states.states, key_heads * key_size
+    values = mixed.shape[1] - 2 * keys
+    out = torch.empty(mixed.numel(), dtype=mixed.dtype, device=mixed.device)
+    g, beta = torch.empty(2, tokens, value_heads, device=mixed.device)
+    if tokens and len(states.pages):
+        a, b = (one if one.stride(1) == 1 else one.contiguous() for one in (a, b))
+        launch(
+            convolved_inputs_kernel,
+            (len(states.pages), 2 * key_heads + triton.cdiv(values, key_size) + 1),
+            (
+                *(mixed, weight.contiguous(), bias, held, states.pages, states.starts, states.context_lens),
+                *(a, b, a_log.contiguous(), dt_bias.contiguous(), out, g, beta),
+                *(tokens, mixed.stride(0), *held.stride(), a.stride(0), b.stride(0)),
+            ),
+            on=mixed,
+            waits=True,
+            num_warps=1,
+            KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            PADDED_HEADS=triton.next_power_of_2(value_heads),
+            KEY_SIZE=key_size,
+            VALUE_SIZE=values // value_heads,
+            SOLVE=solve,
+            WIDTH=weight.shape[1],
+            ROWS=held.shape[1],
+            HAS_BIAS=bias is not None,
+        )
+    widths = (keys, keys, values) if solve else (values, keys, keys)
+    parts = out.split([tokens * width for width in widths])
+    sizes = (
+        values // value_heads if width == values and at == 2 * solve else key_size for at, width in enumerate(widths)
+    )
+    x, y, z = (part.view(tokens, -1, size) for part, size in zip(parts, sizes, strict=True))
+    return x, y, z, g, beta
+
+
 def gdn_inputs(
     mixed: torch.Tensor,
     a: torch.Tensor,
@@ -199,7 +251,7 @@ def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tu
             on=dt,
             waits=True,
             num_warps=1,
-            HEADS=heads,
+            VALUE_HEADS=heads,
             PADDED_HEADS=triton.next_power_of_2(heads),
         )
     return g, steps

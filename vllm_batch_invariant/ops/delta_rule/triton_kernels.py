@@ -6,8 +6,10 @@ keys] is the left operand of products with it.
 import triton
 import triton.language as tl
 
+from ..causal_conv.triton_kernels import add_taps, load_earlier, load_taps
 from ..common.dependent_launch import wait_for_kernel_before
 from ..common.triton_rows import row_sums
+from ..silu.triton_kernels import silu_of_pytorch
 
 _LARGEST_BELOW_WRAP = tl.constexpr(0x7FFF7FFF)
 _COLUMNS = tl.constexpr(16)
@@ -706,6 +708,140 @@ def _softplus(x):
 
 
 @triton.jit
+def _unit(x):
+    """[1, keys] fp32, divided by its norm."""
+    norm = tl.sqrt_rn(row_sums(x * x, 32) + 1e-6)
+    return x * tl.div_rn(1.0, norm)[:, None]
+
+
+@triton.jit
+def _write_gates(
+    a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, VALUE_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr
+):
+    """g and beta of a token of a gated delta net; pointers are at its rows."""
+    heads = tl.arange(0, PADDED_HEADS)
+    mask = heads < VALUE_HEADS
+    gate = tl.load(a_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+    gate += tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+    g = -tl.exp(tl.load(a_log_ptr + heads, mask=mask, other=0.0).to(tl.float32)) * _softplus(gate)
+    b = tl.load(b_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+    tl.store(g_ptr + heads, g, mask=mask)
+    tl.store(beta_ptr + heads, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
+
+
+@triton.jit
+def _write_steps(dt_ptr, a_ptr, dt_bias_ptr, g_ptr, steps_ptr, VALUE_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr):
+    """Decays and time steps of a token of a state space; pointers are at its rows."""
+    heads = tl.arange(0, PADDED_HEADS)
+    mask = heads < VALUE_HEADS
+    x = tl.load(dt_ptr + heads, mask=mask, other=0.0).to(tl.float32)
+    steps = _softplus(x + tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32))
+    tl.store(g_ptr + heads, tl.load(a_ptr + heads, mask=mask, other=0.0) * steps, mask=mask)
+    tl.store(steps_ptr + heads, steps, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["pages_ptr", "starts_ptr", "context_lens_ptr"]
+)
+def convolved_inputs_kernel(
+    mixed_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    pages_ptr,
+    starts_ptr,
+    context_lens_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    out_ptr,
+    g_ptr,
+    beta_ptr,
+    num_tokens,
+    stride_mixed,
+    stride_page,
+    stride_row,
+    stride_channel,
+    stride_a,
+    stride_b,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    SOLVE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """KEY_SIZE channels of a request's new tokens, convolved and activated, or their gates; all of them, one after the
+    other, so that the state is written behind the last read of it.
+
+    Args:
+        mixed_ptr: [tokens, CHANNELS], rows stride_mixed apart: with SOLVE queries, keys and values, else x, B and C.
+        weight_ptr: [CHANNELS, WIDTH], packed.
+        states_ptr: [pages, ROWS, CHANNELS], rings.
+        a_ptr, b_ptr: [tokens, VALUE_HEADS], rows stride_a and stride_b apart; without SOLVE the first are time steps.
+        a_log_ptr, dt_bias_ptr: [VALUE_HEADS]; without SOLVE the first are A.
+        out_ptr: the three parts of the channels, each [num_tokens, its channels], packed.
+        g_ptr, beta_ptr: [tokens, VALUE_HEADS], packed.
+    """
+    wait_for_kernel_before(OVERLAPS)
+    request, part = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(starts_ptr + request).to(tl.int64), tl.load(starts_ptr + request + 1).to(tl.int64)
+    keys: tl.constexpr = KEY_HEADS * KEY_SIZE
+    values: tl.constexpr = VALUE_HEADS * VALUE_SIZE
+    channels: tl.constexpr = 2 * keys + values
+    of_values: tl.constexpr = (values + KEY_SIZE - 1) // KEY_SIZE
+    if part == 2 * KEY_HEADS + of_values:
+        for token in range(start, end):
+            to = token * VALUE_HEADS
+            if SOLVE:
+                _write_gates(a_ptr + token * stride_a, b_ptr + token * stride_b, a_log_ptr, dt_bias_ptr, g_ptr + to,
+                             beta_ptr + to, VALUE_HEADS, PADDED_HEADS)  # fmt: skip
+            else:
+                _write_steps(a_ptr + token * stride_a, a_log_ptr, dt_bias_ptr, g_ptr + to, beta_ptr + to, VALUE_HEADS,
+                             PADDED_HEADS)  # fmt: skip
+    elif end > start:
+        # A block lies in one of the parts; values come last with SOLVE, and first without.
+        is_key = part < 2 * KEY_HEADS if SOLVE else part >= of_values
+        before_keys: tl.constexpr = 0 if SOLVE else values
+        is_normed = part < (2 * KEY_HEADS if SOLVE else 0)
+        key_block = part if SOLVE else part - of_values
+        value_block = part - 2 * KEY_HEADS if SOLVE else part
+        values_begin: tl.constexpr = 2 * keys if SOLVE else 0
+        # Triton does not see what numbers of which one is chosen have in common.
+        begin = tl.multiple_of(tl.where(is_key, before_keys + key_block // KEY_HEADS * keys, values_begin), 16)
+        width = tl.multiple_of(tl.where(is_key, keys, values), 16)
+        within = tl.where(is_key, key_block % KEY_HEADS, value_block) * KEY_SIZE + tl.arange(0, KEY_SIZE)
+        mask, offs = within < width, begin + within
+        state_ptr = states_ptr + tl.load(pages_ptr + request).to(tl.int64) * stride_page
+        position = tl.load(context_lens_ptr + request).to(tl.int32)
+        dtype = mixed_ptr.dtype.element_ty
+        w0, w1, w2, w3 = load_taps(weight_ptr, offs, mask, WIDTH)
+        u1, u2, u3 = load_earlier(mixed_ptr, state_ptr, start, start, position, stride_mixed, stride_row,
+                                  stride_channel, ROWS, offs, begin + width, channels, False, WIDTH)  # fmt: skip
+        bias = tl.zeros((KEY_SIZE,), tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # whoever stores an input need not be the thread that has loaded what was in its place
+        for token in range(start, end):
+            stored = tl.load(mixed_ptr + token * stride_mixed + offs, mask=mask, other=0.0)
+            u = stored.to(tl.float32)
+            total = add_taps(bias, u, u1, u2, u3, w0, w1, w2, w3, WIDTH).to(dtype).to(tl.float32)
+            y = silu_of_pytorch(total).to(dtype)
+            out_ptrs = out_ptr + begin.to(tl.int64) * num_tokens + token * width + within
+            if is_normed:
+                y = tl.reshape(_unit(y.to(tl.float32)[None, :]), (KEY_SIZE,)).to(dtype)
+            tl.store(out_ptrs, y, mask=mask)
+            slot = (position + (token - start).to(tl.int32)) % ROWS
+            tl.store(state_ptr + slot * stride_row + offs * stride_channel, stored, mask=mask)
+            u1, u2, u3 = u, u1, u2
+
+
+@triton.jit
 def gdn_inputs_kernel(
     mixed_ptr,
     a_ptr,
@@ -737,20 +873,13 @@ def gdn_inputs_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part < 2 * KEY_HEADS:
         offs = tl.arange(0, KEY_SIZE)
-        x = tl.load(mixed_ptr + token * stride_mixed + part * KEY_SIZE + offs).to(tl.float32)[None, :]
-        norm = tl.sqrt_rn(row_sums(x * x, 32) + 1e-6)
-        y = x * tl.div_rn(1.0, norm)[:, None]
+        y = _unit(tl.load(mixed_ptr + token * stride_mixed + part * KEY_SIZE + offs).to(tl.float32)[None, :])
         to_ptr = tl.where(part < KEY_HEADS, q_ptr, k_ptr) + token * (KEY_HEADS * KEY_SIZE)
         tl.store(to_ptr + part % KEY_HEADS * KEY_SIZE + offs[None, :], y.to(q_ptr.dtype.element_ty))
     else:
-        heads = tl.arange(0, PADDED_HEADS)
-        mask = heads < VALUE_HEADS
-        gate = tl.load(a_ptr + token * stride_a + heads, mask=mask, other=0.0).to(tl.float32)
-        gate += tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32)
-        g = -tl.exp(tl.load(a_log_ptr + heads, mask=mask, other=0.0).to(tl.float32)) * _softplus(gate)
-        b = tl.load(b_ptr + token * stride_b + heads, mask=mask, other=0.0).to(tl.float32)
-        tl.store(g_ptr + token * VALUE_HEADS + heads, g, mask=mask)
-        tl.store(beta_ptr + token * VALUE_HEADS + heads, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
+        to = token * VALUE_HEADS
+        _write_gates(a_ptr + token * stride_a, b_ptr + token * stride_b, a_log_ptr, dt_bias_ptr, g_ptr + to,
+                     beta_ptr + to, VALUE_HEADS, PADDED_HEADS)  # fmt: skip
 
 
 @triton.jit
@@ -761,20 +890,17 @@ def mamba2_gates_kernel(
     g_ptr,
     steps_ptr,
     stride_dt,
-    HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Decays and time steps of a token.
 
     Args:
-        dt_ptr: [tokens, HEADS], rows stride_dt apart.
-        g_ptr, steps_ptr: [tokens, HEADS], packed.
+        dt_ptr: [tokens, VALUE_HEADS], rows stride_dt apart.
+        g_ptr, steps_ptr: [tokens, VALUE_HEADS], packed.
     """
     wait_for_kernel_before(OVERLAPS)
-    token, heads = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_HEADS)
-    mask = heads < HEADS
-    x = tl.load(dt_ptr + token * stride_dt + heads, mask=mask, other=0.0).to(tl.float32)
-    steps = _softplus(x + tl.load(dt_bias_ptr + heads, mask=mask, other=0.0).to(tl.float32))
-    tl.store(g_ptr + token * HEADS + heads, tl.load(a_ptr + heads, mask=mask, other=0.0) * steps, mask=mask)
-    tl.store(steps_ptr + token * HEADS + heads, steps, mask=mask)
+    token = tl.program_id(0).to(tl.int64)
+    to = token * VALUE_HEADS
+    _write_steps(dt_ptr + token * stride_dt, a_ptr, dt_bias_ptr, g_ptr + to, steps_ptr + to, VALUE_HEADS, PADDED_HEADS)
