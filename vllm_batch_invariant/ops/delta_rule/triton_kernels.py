@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 
 from ..causal_conv.triton_kernels import add_taps, load_earlier, load_taps
-from ..common.dependent_launch import wait_for_kernel_before
+from ..common.dependent_launch import LINE, ask_for_lines, wait_for_kernel_before
 from ..common.triton_rows import row_sums
 from ..silu.triton_kernels import silu_of_pytorch
 
 _LARGEST_BELOW_WRAP = tl.constexpr(0x7FFF7FFF)
 _COLUMNS = tl.constexpr(16)
 _TILE = tl.constexpr(16)
+_PER_LINE = tl.constexpr(64)
+"""Elements of a plane in a line of the cache."""
 _STEP = tl.constexpr(32)
 """Keys of a state that a step of decode writes at once."""
 
@@ -129,8 +131,7 @@ def _matrices(q, k, total, beta, CHUNK: tl.constexpr, SOLVE: tl.constexpr):
 @triton.jit
 def _row_of_x(a, ring_x_ptr, border, row, CHUNK: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr):
     """X of one row, of A's [CHUNK] and the rows above it, which are final: the same sums as in :func:`_matrices`."""
-    j = tl.arange(0, CHUNK)
-    x = 0.0 - a
+    j, x = tl.arange(0, CHUNK), 0.0 - a
     for i in tl.static_range(1, CHUNK - 1):
         above_ptrs = ring_x_ptr + _slot(border, i, CHUNK, ROWS) * STRIDE + j
         above = tl.load(above_ptrs, mask=j < tl.where(i < row, CHUNK, 0), other=0.0)
@@ -503,79 +504,96 @@ def decode_delta_rule_kernel(
     Args:
         q_ptr, k_ptr, v_ptr: at multiples of 16 bytes, as rows of v are.
     """
-    wait_for_kernel_before(OVERLAPS)
     column, head, request = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
-    token = tl.load(starts_ptr + request).to(tl.int64)
-    if tl.load(starts_ptr + request + 1).to(tl.int64) > token:
-        page, position = tl.load(pages_ptr + request).to(tl.int64), tl.load(context_lens_ptr + request).to(tl.int32)
-        row, rows = position % CHUNK, tl.arange(0, CHUNK)
-        border = position - row
-        slot, slots = position % ROWS, _slot(border, rows, CHUNK, ROWS)
-        is_held = rows < row
-        dtype: tl.constexpr = k_ptr.dtype.element_ty
-        key_stride: tl.constexpr = KEY_HEADS * KEY_SIZE
-        value_stride: tl.constexpr = VALUE_HEADS * VALUE_SIZE
-        x_stride: tl.constexpr = VALUE_HEADS * CHUNK
-        group: tl.constexpr = VALUE_HEADS // KEY_HEADS
-        first_key = head // group * KEY_SIZE
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    key_stride: tl.constexpr = KEY_HEADS * KEY_SIZE
+    value_stride: tl.constexpr = VALUE_HEADS * VALUE_SIZE
+    x_stride: tl.constexpr = VALUE_HEADS * CHUNK
+    group: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    # A step's numbers and pages are written before its first kernel: nothing of a layer is waited for yet.
+    token, stop = tl.load(starts_ptr + request).to(tl.int64), tl.load(starts_ptr + request + 1).to(tl.int64)
+    page, position = tl.load(pages_ptr + request).to(tl.int64), tl.load(context_lens_ptr + request).to(tl.int32)
+    row, rows = position % CHUNK, tl.arange(0, CHUNK)
+    border = position - row
+    slot, slots = position % ROWS, _slot(border, rows, CHUNK, ROWS)
+    is_held = rows < row
+    first_key = head // group * KEY_SIZE
+    first_value = head * VALUE_SIZE + column
+    high_ptr += page * stride_state + first_value * KEY_SIZE
+    low_ptr += page * stride_state + first_value * KEY_SIZE
+    ring_k_ptr += page * stride_row
+    ring_v_ptr += page * stride_row
+    ring_total_ptr += page * stride_float + head
+    ring_beta_ptr += page * stride_float + head
+    if SOLVE:
+        ring_x_ptr += page * stride_float + head * CHUNK
+    if OVERLAPS and stop > token:
+        per_line: tl.constexpr = LINE * 8 // dtype.primitive_bitwidth
+        lines: tl.constexpr = (KEY_SIZE + per_line - 1) // per_line
+        ask_for_lines(high_ptr + tl.arange(0, BLOCK * KEY_SIZE // _PER_LINE) * _PER_LINE)
+        of_row = first_key + tl.arange(0, lines)[None, :] * per_line
+        ask_for_lines((ring_k_ptr + slots * key_stride)[:, None] + of_row)
+        ask_for_lines(ring_v_ptr + slots * value_stride + first_value)
+        if SOLVE:
+            ask_for_lines(ring_x_ptr + slots * x_stride)
+    wait_for_kernel_before(OVERLAPS)
+    if stop > token:
         key_offs = first_key + tl.arange(0, KEY_SIZE)
-        value_offs = head * VALUE_SIZE + column + tl.arange(0, BLOCK)
-        high_ptr += page * stride_state + (head * VALUE_SIZE + column) * KEY_SIZE
-        low_ptr += page * stride_state + (head * VALUE_SIZE + column) * KEY_SIZE
-        ring_k_ptr += page * stride_row
-        ring_v_ptr += page * stride_row
-        ring_total_ptr += page * stride_float + head
-        ring_beta_ptr += page * stride_float + head
+        value_offs = first_value + tl.arange(0, BLOCK)
+        q_ptr += token * key_stride
         k_ptr += token * key_stride
         v_ptr += token * stride_v
+        planes = _planes(BLOCK, KEY_SIZE, KEY_SIZE)
+        high = tl.load(high_ptr + planes)
+        low = high if dtype == tl.bfloat16 else tl.load(low_ptr + planes)
         k_rows = tl.where(is_held, ring_k_ptr + slots * key_stride, k_ptr + (rows - row) * key_stride)
         v_rows = tl.where(is_held, ring_v_ptr + slots * value_stride, v_ptr + (rows - row) * stride_v)
         # Triton does not see that pointers of which one is chosen have their alignment in common.
         k_rows, v_rows = tl.multiple_of(k_rows, 16), tl.multiple_of(v_rows, 16)
         k = tl.load(k_rows[:, None] + key_offs[None, :], mask=(rows <= row)[:, None], other=0.0)
         v = tl.load(v_rows[None, :] + value_offs[:, None], mask=(rows <= row)[None, :], other=0.0)
-        q = tl.load(q_ptr + token * key_stride + key_offs)[None, :]
-        new_k, new_v = tl.load(k_ptr + key_offs), tl.load(v_ptr + value_offs)
+        # The query and the key of the token: columns of one product.
+        new_row = tl.multiple_of(tl.where(tl.arange(0, 2) == 0, q_ptr, k_ptr), 16)
+        of_token = tl.load(new_row[:, None] + key_offs[None, :])
+        new_v = tl.load(v_ptr + value_offs)
+        if SOLVE:
+            ring_x_ptrs = ring_x_ptr + slots[:, None] * x_stride + rows[None, :]
+            held_x = tl.load(ring_x_ptrs, mask=is_held[:, None], other=0.0)
         skip = tl.load(skip_ptr + head).to(tl.float32) if HAS_SKIP else 0.0
         new_beta = tl.load(beta_ptr + token * VALUE_HEADS + head)
         beta = tl.load(ring_beta_ptr + slots * VALUE_HEADS, mask=is_held, other=0.0)
         beta = tl.where(rows == row, new_beta, beta)
-        above = ring_total_ptr + (position + ROWS - 1) % ROWS * VALUE_HEADS
-        new_total = tl.load(above, mask=row > 0, other=0.0)
+        total_above = ring_total_ptr + (position + ROWS - 1) % ROWS * VALUE_HEADS
+        new_total = tl.load(total_above, mask=row > 0, other=0.0)
         new_total = _next_total(new_total, tl.load(g_ptr + token * VALUE_HEADS + head))
         total = tl.load(ring_total_ptr + slots * VALUE_HEADS, mask=is_held, other=0.0)
         total = tl.where(is_held, total, new_total)
 
-        columns = tl.trans(k)
-        of_keys, of_query = tl.zeros((BLOCK, CHUNK), tl.float32), tl.zeros((BLOCK, 1), tl.float32)
-        if border > 0:
-            planes = _planes(BLOCK, KEY_SIZE, KEY_SIZE)
-            high = tl.load(high_ptr + planes)
-            low = high if dtype == tl.bfloat16 else tl.load(low_ptr + planes)
-            operand = _matrix(_operand(high, low, dtype), BLOCK, KEY_SIZE)
-            if SOLVE:
-                of_keys = tl.dot(operand, columns, input_precision="ieee")
-            of_query = tl.dot(operand, tl.trans(q), input_precision="ieee")
-        decays = _decays(new_total, total)[None, :]
-        m = tl.where((rows <= row)[None, :], tl.dot(q, columns, input_precision="ieee") * decays, 0.0)
-        x = m
+        operand = _matrix(_operand(high, low, dtype), BLOCK, KEY_SIZE)
+        # Without a state there may be anything in the page.
+        has_state = tl.full((BLOCK, 1), border, tl.int32) > 0
+        given = tl.where(has_state, tl.dot(operand, tl.trans(of_token), input_precision="ieee"), 0.0)
+        weights = tl.dot(k, tl.trans(of_token), input_precision="ieee") * _decays(new_total, total)[:, None]
+        weights = tl.where((rows <= row)[:, None], weights, 0.0)
+        x, of_keys = beta, given
         if SOLVE:
-            a = tl.dot(new_k[None, :], columns, input_precision="ieee") * decays
-            a = tl.reshape(tl.where(is_held[None, :], new_beta * a, 0.0), (CHUNK,))
-            ring_x_ptr += page * stride_float + head * CHUNK
+            of_keys = tl.where(has_state, tl.dot(operand, tl.trans(k), input_precision="ieee"), 0.0)
+            _, a = tl.split(weights)
+            a = tl.where(is_held, new_beta * a, 0.0)
             x = _row_of_x(a, ring_x_ptr, border, row, CHUNK, ROWS, x_stride)
-            ring_x_ptrs = ring_x_ptr + slots[:, None] * x_stride + rows[None, :]
-            x = tl.where((rows == row)[:, None], x[None, :], tl.load(ring_x_ptrs, mask=is_held[:, None], other=0.0))
+            x = tl.where((rows == row)[:, None], x[None, :], held_x)
             tl.store(ring_x_ptrs, x, mask=(rows == tl.where(column == 0, row, CHUNK))[:, None])
         u = _corrected(of_keys, v, x, total, beta, SOLVE)
-        out = _results(of_query, u, m, new_v[:, None], tl.full((1,), new_total, tl.float32), scale, skip, HAS_SKIP)
-        tl.store((out_ptr + token * value_stride + value_offs)[:, None], out.to(out_ptr.dtype.element_ty))
+        new_total_of_all = tl.full((1,), new_total, tl.float32)
+        out = _results(given, u, tl.trans(weights), new_v[:, None], new_total_of_all, scale, skip, HAS_SKIP)
+        out, _ = tl.split(out)
+        tl.store(out_ptr + token * value_stride + value_offs, out.to(out_ptr.dtype.element_ty))
         tl.store(ring_v_ptr + slot * value_stride + value_offs, new_v)
         if column == 0:
             tl.store(ring_total_ptr + slot * VALUE_HEADS, new_total)
             tl.store(ring_beta_ptr + slot * VALUE_HEADS, new_beta)
             if head % group == 0:
-                tl.store(ring_k_ptr + slot * key_stride + key_offs, new_k)
+                tl.store(ring_k_ptr + slot * key_stride + key_offs, tl.load(k_ptr + key_offs))
         if row == CHUNK - 1:
             added = _added(u, total, dtype)
             step: tl.constexpr = _STEP if KEY_SIZE > _STEP else KEY_SIZE
