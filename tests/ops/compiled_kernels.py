@@ -399,7 +399,7 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             mixed = torch.zeros(len(a), 64 * 128, dtype=dtype)
             q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
-            for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
+            for decode in {1: delta_rule.DECODE, 4: delta_rule.VERIFY}.get(longest, (None,)):
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
@@ -418,7 +418,7 @@ def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), 
             g, steps = delta_rule.mamba2_gates(dt, of_heads, of_heads.to(dtype))
             x, b, c = mixed.split([64 * 64, 8 * size, 8 * size], dim=1)
             q, k, v = (one.unflatten(1, (-1, of_head)) for one, of_head in ((c, size), (b, size), (x, 64)))
-            for decode in (delta_rule.FEW, delta_rule.MANY) if longest == 1 else (None,):
+            for decode in {1: delta_rule.DECODE, 4: delta_rule.VERIFY}.get(longest, (None,)):
                 delta_rule.delta_rule(q, k, v, g, steps, states, reduction, of_heads.to(dtype), decode=decode)
 
 

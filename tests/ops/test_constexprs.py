@@ -34,7 +34,10 @@ PROBLEM = {
     },
     "attention_backward": {"NUM_HEADS", "NUM_KV_HEADS", "HEAD_DIM", "PADDED_HEAD_DIM"},
     "causal_conv": {"CHANNELS", "HAS_BIAS"},
-    "delta_rule": {"KEY_HEADS", "VALUE_HEADS", "HEADS", "PADDED_HEADS", "HAS_SKIP", "ROWS", "TRANSPOSED"},
+    "delta_rule": {
+        *("KEY_HEADS", "VALUE_HEADS", "PADDED_HEADS", "HAS_SKIP", "HAS_X", "KEYS", "ROWS", "STRIDE", "TRANSPOSED"),
+        *("WIDTH", "HAS_BIAS"),  # of the convolution in front
+    },
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),
         *("LOG", "AXIS"),  # of functions of rows

@@ -1,13 +1,17 @@
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
+from tests.conftest import INTERPRETED
 from tests.ops.conftest import Device
 from tests.ops.delta_rule.cases import Layer, Rows
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.ops.causal_conv import ConvStates, causal_conv
 from vllm_batch_invariant.ops.delta_rule import (
+    Convolution,
     DeltaRuleReduction,
     DeltaStates,
     cpu,
@@ -22,6 +26,17 @@ from vllm_batch_invariant.ops.delta_rule.reference import mamba2_gates
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Root mean square of the error against float64, relative to that of the result."""
 LENGTH = 50
+
+
+@pytest.fixture(autouse=True)
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's BLAS, with which the interpreter multiplies, gives a column other bits beside other columns."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        from tests import interpreted_dot
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", interpreted_dot.in_steps)
 
 
 @pytest.fixture(params=[True, False], ids=["delta rule", "state space"])
@@ -197,7 +212,7 @@ class Faults:
     def a_ring_has_no_room_for_drafts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
         layer.rows = layer.chunk
         size = layer.reduction.page_bytes(layer.key_heads, layer.value_heads, layer.rows)
-        layer.states = layer.states[:, :size].clone()
+        layer.states = torch.full((layer.pages, size), 255, dtype=torch.uint8)
 
     @staticmethod
     def a_ring_keeps_the_first_draft(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
@@ -206,11 +221,11 @@ class Faults:
 
         def put_back(done: int) -> None:
             for position in range(done, done + layer.drafts):
-                now = [held[2, position % layer.rows] for held in pages[3:]]
+                now = [held[2, position % layer.rows] for held in pages[3:7]]
                 for row, first in zip(now, kept.setdefault(position, [row.clone() for row in now]), strict=True):
                     row.copy_(first)
             for position in range(max(0, done - layer.drafts), done):
-                for held, first in zip(pages[3:], kept.get(position, ()), strict=False):
+                for held, first in zip(pages[3:7], kept.get(position, ()), strict=False):
                     held[2, position % layer.rows] = first
 
         return put_back
@@ -342,6 +357,49 @@ def test_operands_of_a_state_space_are_near_the_definition(device, dtype):
     assert_same_bits(torch.cat(alone[3:]), torch.stack([g[8], steps[8]]), "row 8 alone")
     with pytest.raises(ValueError, match="no state space of"):
         mamba2_inputs(mixed, dt, a[:2], dt_bias, 1, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("solve", [True, False], ids=["delta rule", "state space"])
+def test_operands_behind_a_convolution_are_those_of_its_rows(device, dtype, solve, monkeypatch):
+    """Of a step of decode, of drafts and of a prompt, whose requests have pages that are full of NaN."""
+    if device.is_interpreted:
+        # NumPy's exp is not PyTorch's.
+        monkeypatch.setattr(torch.nn.functional, "silu", silu_of_numpy)
+    key_heads, value_heads, key_size, value_size = (2, 3, 32, 16) if solve else (2, 6, 32, 16)
+    channels = 2 * key_heads * key_size + value_heads * value_size
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device.type, dtype)
+
+    weight, bias = drawn(channels, 4), None if solve else drawn(channels)
+    gates = (drawn(value_heads), drawn(value_heads)) if solve else (-drawn(value_heads, dtype=torch.float32).abs(),)
+    dt_bias = () if solve else (drawn(value_heads),)
+    held = torch.full((2, 5, 6, channels), torch.nan, dtype=dtype, device=device.type)
+    before = [0, 0, 0]
+    for lengths in ((2, 9, 1), (1, 1, 1), (3, 4, 0), (1, 20, 2), (1, 1, 1)):
+        tokens, integers = sum(lengths), {"dtype": torch.int32, "device": device.type}
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(**integers)
+        pages, context = torch.tensor([3, 0, 4], **integers), torch.tensor(before, **integers)
+        mixed, of_token = drawn(tokens, channels), [drawn(tokens, value_heads) for _ in range(1 + solve)]
+        of_heads = key_heads, key_size
+        alone, fused = (ConvStates(one, pages, starts, context, max(lengths)) for one in held)
+        inputs = gdn_inputs if solve else mamba2_inputs
+        rows = torch.nn.functional.silu(causal_conv(mixed, weight, bias, alone))
+        expected = inputs(rows, *of_token, *gates, *dt_bias, *of_heads)
+        found = inputs(mixed, *of_token, *gates, *dt_bias, *of_heads, Convolution(weight, bias, fused))
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other, f"{lengths} tokens")
+        assert_same_bits(held[1], held[0], f"what {lengths} tokens leave")
+        before = [sum(pair) for pair in zip(before, lengths, strict=True)]
+    with pytest.raises(ValueError, match="no convolution of"):
+        inputs(mixed, *of_token, *gates, *dt_bias, *of_heads, Convolution(weight[1:], bias, fused))
+
+
+def silu_of_numpy(x: torch.Tensor) -> torch.Tensor:
+    rows = x.float().numpy()
+    return torch.from_numpy(rows / (1 + np.exp(-rows))).to(x.dtype)
 
 
 def test_what_does_not_fit_is_refused(device, layer):

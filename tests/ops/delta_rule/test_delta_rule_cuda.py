@@ -29,7 +29,7 @@ def layer(request: pytest.FixtureRequest, solve: bool) -> Layer:
     return layer_of(request.param, solve)
 
 
-SCHEDULES = [(16, 1), (32, 1), (32, 2), (32, 4), (64, 4), (128, 4), (128, 8)]
+SCHEDULES = [(16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)]
 
 
 def assert_a_schedule_moves_no_bit(layer: Layer, monkeypatch: pytest.MonkeyPatch, block: int, num_warps: int) -> None:
@@ -50,7 +50,7 @@ def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
     assert_a_schedule_moves_no_bit(layer, monkeypatch, block, num_warps)
 
 
-@pytest.mark.parametrize("schedule", [cuda.FEW, cuda.MANY, cuda.ONE_INSTRUCTION], ids=str)
+@pytest.mark.parametrize("schedule", [*cuda.DECODE, *cuda.VERIFY, cuda.ONE_INSTRUCTION], ids=str)
 def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, schedule, solve):
     layer = layer_of(torch.float32, solve)
     assert_a_schedule_moves_no_bit(layer, monkeypatch, schedule.block, schedule.num_warps)

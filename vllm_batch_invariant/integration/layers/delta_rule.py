@@ -8,7 +8,7 @@ import torch
 
 from ...ops.delta_rule import delta_rule, gdn_inputs
 from ..reviews import patch_points
-from .recurrence import Recurrence, Sizes, convolved
+from .recurrence import Recurrence, Sizes, convolution
 from .state_backend import step_of_layer
 
 
@@ -53,8 +53,8 @@ def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         out = z.contiguous()
     else:
         sizes = _sizes(self)
-        rows = convolved(self, mixed, step)
-        operands = gdn_inputs(rows, a, b, self.A_log, self.dt_bias, sizes.key_heads, sizes.key_size)
+        gates = a, b, self.A_log, self.dt_bias
+        operands = gdn_inputs(mixed, *gates, sizes.key_heads, sizes.key_size, convolution(self, step))
         out = delta_rule(*operands, *RECURRENCE.states(self, step, mixed.dtype))
     return self._output_projection(out, z)
 

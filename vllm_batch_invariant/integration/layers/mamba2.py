@@ -8,7 +8,7 @@ import torch
 
 from ...ops.delta_rule import delta_rule, mamba2_inputs
 from ..reviews import patch_points
-from .recurrence import Recurrence, Sizes, convolved
+from .recurrence import Recurrence, Sizes, convolution
 from .state_backend import step_of_layer
 
 
@@ -49,8 +49,8 @@ def forward(self: Any, hidden_states: torch.Tensor, mup_vector: torch.Tensor | N
     if step is None:
         out = gate.contiguous()
     else:
-        rows = convolved(self, mixed, step)
-        operands = mamba2_inputs(rows, dt, self.A, self.dt_bias, sizes.key_heads, sizes.key_size)
+        gates = dt, self.A, self.dt_bias
+        operands = mamba2_inputs(mixed, *gates, sizes.key_heads, sizes.key_size, convolution(self, step))
         out = delta_rule(*operands, *RECURRENCE.states(self, step, mixed.dtype), self.D).flatten(1)
     return self.out_proj(self.norm(out, gate))[0]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ops.causal_conv import ConvReduction, ConvStates, causal_conv
-from ...ops.delta_rule import DeltaRuleReduction, DeltaStates
+from ...ops.causal_conv import ConvReduction, ConvStates
+from ...ops.delta_rule import Convolution, DeltaRuleReduction, DeltaStates
 from ..reviews import patch_points
 from ..reviews.patch_points import PatchPoint
 from .state_backend import StateStep
@@ -170,8 +170,8 @@ def _dtypes_of_model(dtype: Any, *_: Any) -> tuple[torch.dtype, ...]:
     return torch.uint8, named, named
 
 
-def convolved(layer: Any, mixed: torch.Tensor, step: StateStep) -> torch.Tensor:
-    """What a layer makes of projections [tokens, channels], with its SiLU."""
+def convolution(layer: Any, step: StateStep) -> Convolution:
+    """What projections [tokens, channels] of a step pass first in a layer."""
     weight = layer.conv1d.weight
     inputs = step.states_of(layer.kv_cache[1], ConvStates)
-    return torch.nn.functional.silu(causal_conv(mixed, weight.view(len(weight), -1), layer.conv1d.bias, inputs))
+    return Convolution(weight.view(len(weight), -1), layer.conv1d.bias, inputs)

@@ -8,7 +8,32 @@ from ..dispatch import implementation
 from .params import ConvStates
 from .reduction import ConvReduction
 
-__all__ = ["ConvReduction", "ConvStates", "causal_conv"]
+__all__ = ["ConvReduction", "ConvStates", "causal_conv", "reduction_of"]
+
+
+def reduction_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: ConvStates, gated: bool = False
+) -> ConvReduction:
+    """The reduction of what :func:`causal_conv` is given, with its errors."""
+    channels, width = weight.shape
+    held = states.states
+    requests = len(states.pages)
+    fits = (
+        x.dim() == 2
+        and x.shape[1] == channels * (3 if gated else 1)
+        and x.stride(1) == 1
+        and (bias is None or bias.shape == (channels,))
+        and held.dim() == 3
+        and held.shape[2] == channels
+        and held.shape[1] >= width - 1
+        and states.starts.shape == (requests + 1,)
+        and states.context_lens.shape == (requests,)
+        and {one.dtype for one in (weight, bias, held) if one is not None} == {x.dtype}
+    )
+    if not fits:
+        given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (x, weight, bias, held) if one is not None)
+        raise ValueError(f"no convolution {'with gates ' * gated}of {given} for {requests} requests")
+    return ConvReduction.of(width, x.dtype, gated)
 
 
 def causal_conv(
@@ -35,24 +60,7 @@ def causal_conv(
         ValueError: shapes or dtypes that do not fit.
         NotCovered: a dtype, a width or a device without an implementation.
     """
-    channels, width = weight.shape
-    held = states.states
-    requests = len(states.pages)
-    fits = (
-        x.dim() == 2
-        and x.shape[1] == channels * (3 if gated else 1)
-        and x.stride(1) == 1
-        and (bias is None or bias.shape == (channels,))
-        and held.dim() == 3
-        and held.shape[2] == channels
-        and held.shape[1] >= width - 1
-        and states.starts.shape == (requests + 1,)
-        and states.context_lens.shape == (requests,)
-        and {one.dtype for one in (weight, bias, held) if one is not None} == {x.dtype}
-    )
-    if not fits:
-        given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (x, weight, bias, held) if one is not None)
-        raise ValueError(f"no convolution {'with gates ' * gated}of {given} for {requests} requests")
-    reduction = ConvReduction.of(width, x.dtype, gated)
-    served = implementation("causal_conv", x, weight, bias, held, states.pages, states.starts, states.context_lens)
+    reduction = reduction_of(x, weight, bias, states, gated)
+    batch = states.pages, states.starts, states.context_lens
+    served = implementation("causal_conv", x, weight, bias, states.states, *batch)
     return served.causal_conv(x, weight, bias, states, reduction)

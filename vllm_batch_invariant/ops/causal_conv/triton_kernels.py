@@ -22,16 +22,55 @@ def _input(x_ptr, row, stride_x, offs, num_channels, CHANNELS: tl.constexpr, GAT
 
 
 @triton.jit
-def _earlier(x_ptr, state_ptr, start, row, position, stride_x, stride_row, stride_channel, num_rows, offs,
+def _earlier(x_ptr, state_ptr, start, row, position, stride_x, stride_row, stride_channel, num_rows, offs, end,
              CHANNELS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
     """The input of a position before the first of a program, in fp32: of a new token's row, of the state, or 0."""
     is_new = row >= start
-    new = _input(x_ptr, row, stride_x, offs, tl.where(is_new, CHANNELS, 0), CHANNELS, GATED)
+    new = _input(x_ptr, row, stride_x, offs, tl.where(is_new, end, 0), CHANNELS, GATED)
     # Of a negative position nothing is loaded: a page may hold NaN of another request.
     position = tl.where(is_new, -1, position)
     held_ptrs = state_ptr + tl.maximum(position, 0) % num_rows * stride_row + offs * stride_channel
-    held = tl.load(held_ptrs, mask=offs < tl.where(position >= 0, CHANNELS, 0), other=0.0)
+    held = tl.load(held_ptrs, mask=offs < tl.where(position >= 0, end, 0), other=0.0)
     return tl.where(is_new, new.to(tl.float32), held.to(tl.float32))
+
+
+@triton.jit
+def load_taps(weight_ptr, offs, mask, WIDTH: tl.constexpr):
+    """Of channels the taps of a token itself and of up to three before it, in fp32; those that a narrower convolution
+    lacks mean nothing.
+    """
+    w_ptrs = weight_ptr + offs * WIDTH + WIDTH - 1
+    w0 = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
+    w1 = tl.load(w_ptrs - 1, mask=mask, other=0.0).to(tl.float32)
+    w2 = tl.load(w_ptrs - 2, mask=mask, other=0.0).to(tl.float32) if WIDTH > 2 else w1
+    w3 = tl.load(w_ptrs - 3, mask=mask, other=0.0).to(tl.float32) if WIDTH > 3 else w1
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def load_earlier(x_ptr, state_ptr, start, first, position, stride_x, stride_row, stride_channel, num_rows, offs, end,
+                 CHANNELS: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """The inputs of up to three positions before a program's first row, the nearest first: of channels below end."""
+    u1 = _earlier(x_ptr, state_ptr, start, first - 1, position - 1, stride_x, stride_row, stride_channel, num_rows,
+                  offs, end, CHANNELS, GATED)  # fmt: skip
+    u2, u3 = u1, u1
+    if WIDTH > 2:
+        u2 = _earlier(x_ptr, state_ptr, start, first - 2, position - 2, stride_x, stride_row, stride_channel, num_rows,
+                      offs, end, CHANNELS, GATED)  # fmt: skip
+    if WIDTH > 3:
+        u3 = _earlier(x_ptr, state_ptr, start, first - 3, position - 3, stride_x, stride_row, stride_channel, num_rows,
+                      offs, end, CHANNELS, GATED)  # fmt: skip
+    return u1, u2, u3
+
+
+@triton.jit
+def add_taps(total, u, u1, u2, u3, w0, w1, w2, w3, WIDTH: tl.constexpr):
+    """The sum of a token's taps, the earliest input's first."""
+    if WIDTH > 3:
+        total = tl.fma(w3, u3, total)
+    if WIDTH > 2:
+        total = tl.fma(w2, u2, total)
+    return tl.fma(w0, u, tl.fma(w1, u1, total))
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr", "starts_ptr", "context_lens_ptr"])
@@ -73,21 +112,10 @@ def causal_conv_kernel(
         offs = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         mask = offs < CHANNELS
         state_ptr = states_ptr + tl.load(pages_ptr + request).to(tl.int64) * stride_page
-        position = tl.load(context_lens_ptr + request).to(tl.int64) + first - start
-        w_ptrs = weight_ptr + offs * WIDTH + WIDTH - 1
-        w0 = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)
-        w1 = tl.load(w_ptrs - 1, mask=mask, other=0.0).to(tl.float32)
-        u1 = _earlier(x_ptr, state_ptr, start, first - 1, position - 1, stride_x, stride_row, stride_channel, num_rows,
-                      offs, CHANNELS, GATED)  # fmt: skip
-        w2, u2, w3, u3 = w1, u1, w1, u1
-        if WIDTH > 2:
-            w2 = tl.load(w_ptrs - 2, mask=mask, other=0.0).to(tl.float32)
-            u2 = _earlier(x_ptr, state_ptr, start, first - 2, position - 2, stride_x, stride_row, stride_channel,
-                          num_rows, offs, CHANNELS, GATED)  # fmt: skip
-        if WIDTH > 3:
-            w3 = tl.load(w_ptrs - 3, mask=mask, other=0.0).to(tl.float32)
-            u3 = _earlier(x_ptr, state_ptr, start, first - 3, position - 3, stride_x, stride_row, stride_channel,
-                          num_rows, offs, CHANNELS, GATED)  # fmt: skip
+        position = tl.load(context_lens_ptr + request).to(tl.int32) + (first - start).to(tl.int32)
+        w0, w1, w2, w3 = load_taps(weight_ptr, offs, mask, WIDTH)
+        u1, u2, u3 = load_earlier(x_ptr, state_ptr, start, first, position, stride_x, stride_row, stride_channel,
+                                  num_rows, offs, CHANNELS, CHANNELS, GATED, WIDTH)  # fmt: skip
         bias = tl.zeros((BLOCK,), tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -97,23 +125,15 @@ def causal_conv_kernel(
         for token in range(first, tl.minimum(first + TOKENS, end)):
             stored = _input(x_ptr, token, stride_x, offs, CHANNELS, CHANNELS, GATED)
             u = stored.to(tl.float32)
-            total = bias
-            if WIDTH > 3:
-                total = tl.fma(w3, u3, total)
-            if WIDTH > 2:
-                total = tl.fma(w2, u2, total)
-            total = tl.fma(w0, u, tl.fma(w1, u1, total))
+            total = add_taps(bias, u, u1, u2, u3, w0, w1, w2, w3, WIDTH)
             if GATED:
                 after_ptrs = x_ptr + token * stride_x + CHANNELS + offs
                 total = tl.load(after_ptrs, mask=mask, other=0.0).to(tl.float32) * total
             tl.store(out_ptr + token * CHANNELS + offs, total.to(dtype), mask=mask)
-            held_ptrs = state_ptr + (position + token - first) % num_rows * stride_row + offs * stride_channel
+            slot = (position + (token - first).to(tl.int32)) % num_rows
+            held_ptrs = state_ptr + slot * stride_row + offs * stride_channel
             tl.store(held_ptrs, stored, mask=offs < tl.where(first_kept <= token, CHANNELS, 0))
-            if WIDTH > 3:
-                u3 = u2
-            if WIDTH > 2:
-                u2 = u1
-            u1 = u
+            u1, u2, u3 = u, u1, u2
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr", "starts_ptr", "context_lens_ptr"])

@@ -50,22 +50,19 @@ def let_next_begin(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def ask_for_lines(ptrs):
+    """Has the lines of some addresses brought to the L2 cache, which moves no value: also before the wait."""
+    tl.inline_asm_elementwise(ASK_IN_PTX, "=r,l", [ptrs.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def ask_for(ptr, LENGTH: tl.constexpr, OVERLAPS: tl.constexpr):
-    """With OVERLAPS the first program has so many elements brought to the L2 cache, which moves no value: also before
-    the wait.
-    """
+    """With OVERLAPS the first program has so many elements brought to the L2 cache."""
     if OVERLAPS and tl.program_id(0) == 0:
         PER_LINE: tl.constexpr = LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = (LENGTH + PER_LINE - 1) // PER_LINE
         line = tl.minimum(tl.arange(0, triton.next_power_of_2(LINES)), LINES - 1)
-        tl.inline_asm_elementwise(
-            ASK_IN_PTX,
-            "=r,l",
-            [(ptr + line * PER_LINE).to(tl.uint64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_for_lines(ptr + line * PER_LINE)
 
 
 @triton.jit

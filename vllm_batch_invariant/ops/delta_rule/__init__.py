@@ -3,13 +3,39 @@ Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), whose prefill, decode and verify ha
 call layers of the first gated delta nets.
 """
 
+from types import ModuleType
+
 import torch
 
+from ..causal_conv import causal_conv, reduction_of
 from ..dispatch import implementation
-from .params import DeltaStates
+from .params import Convolution, DeltaStates
 from .reduction import ALIGNMENT, DeltaPages, DeltaRuleReduction
 
-__all__ = ["DeltaPages", "DeltaRuleReduction", "DeltaStates", "delta_rule", "gdn_inputs", "mamba2_inputs"]
+__all__ = [
+    "Convolution",
+    "DeltaPages",
+    "DeltaRuleReduction",
+    "DeltaStates",
+    "delta_rule",
+    "gdn_inputs",
+    "mamba2_inputs",
+]
+
+
+def _is_fused(served: ModuleType, mixed: torch.Tensor, convolution: Convolution | None) -> bool:
+    """Whether a device makes operands in the launch that convolves, as it does for few new tokens of each request."""
+    if convolution is None or not hasattr(served, "convolved_inputs"):
+        return False
+    reduction_of(mixed, *convolution)  # for its errors
+    return convolution.states.longest <= served.FUSED
+
+
+def _convolved(mixed: torch.Tensor, convolution: Convolution | None) -> torch.Tensor:
+    """What a layer's convolution and its SiLU make of rows."""
+    if convolution is None:
+        return mixed
+    return torch.nn.functional.silu(causal_conv(mixed, *convolution))
 
 
 def gdn_inputs(
@@ -20,23 +46,25 @@ def gdn_inputs(
     dt_bias: torch.Tensor,
     key_heads: int,
     key_size: int,
+    convolution: Convolution | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operands of :func:`delta_rule` in a gated delta net, each token by itself.
+    """The operands of :func:`delta_rule` in a gated delta net, each token by itself behind the convolution.
 
     Args:
         mixed: [tokens, 2 * key_heads * key_size + value_heads * value_size] fp32, bf16 or fp16: queries, keys and
-            values behind the convolution and its SiLU. Rows may be any stride apart.
+            values. Rows may be any stride apart.
         a: [tokens, value_heads], what gates are made of.
         b: [tokens, value_heads], what betas are made of.
         a_log: [value_heads]
         dt_bias: [value_heads]
         key_heads: of queries and keys.
         key_size: elements of a query and a key.
+        convolution: with SiLU, what mixed's rows pass first; None: they have.
 
     Returns:
         q and k [tokens, key_heads, key_size], divided by their norm sqrt(sum of squares + 1e-6) in fp32 and rounded to
-        mixed's dtype; v [tokens, value_heads, value_size], a view of mixed; g = -exp(a_log) * softplus(a + dt_bias) and
-        beta = sigmoid(b), both [tokens, value_heads] fp32.
+        mixed's dtype; v [tokens, value_heads, value_size], which may be a view of mixed;
+        g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), both [tokens, value_heads] fp32.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -57,27 +85,38 @@ def gdn_inputs(
         given = ", ".join(str(list(one.shape)) for one in (mixed, a, b, a_log, dt_bias))
         raise ValueError(f"no gated delta net of {given} with {key_heads} key heads of {key_size}")
     served = implementation("delta_rule", mixed, a, b, a_log, dt_bias)
+    if _is_fused(served, mixed, convolution):
+        return served.convolved_inputs(mixed, convolution, (a, b, a_log, dt_bias), key_heads, key_size, True)
+    mixed = _convolved(mixed, convolution)
     q, k, g, beta = served.gdn_inputs(mixed, a, b, a_log, dt_bias, key_heads, key_size)
     return q, k, mixed[:, -values:].unflatten(1, (value_heads, values // value_heads)), g, beta
 
 
 def mamba2_inputs(
-    mixed: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, groups: int, state_size: int
+    mixed: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    groups: int,
+    state_size: int,
+    convolution: Convolution | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operands of :func:`delta_rule` without ``solve`` in a state space of Mamba-2, each token by itself.
+    """The operands of :func:`delta_rule` without ``solve`` in a state space of Mamba-2, each token by itself behind the
+    convolution.
 
     Args:
-        mixed: [tokens, heads * head_size + 2 * groups * state_size] fp32, bf16 or fp16: x, B and C behind the
-            convolution and its SiLU. Rows may be any stride apart.
+        mixed: [tokens, heads * head_size + 2 * groups * state_size] fp32, bf16 or fp16: x, B and C. Rows may be any
+            stride apart.
         dt: [tokens, heads], what time steps are made of.
         a: [heads] fp32, below 0.
         dt_bias: [heads]
         groups: of heads that have one B and one C.
         state_size: elements of a B and a C.
+        convolution: with SiLU, what mixed's rows pass first; None: they have.
 
     Returns:
-        C and B [tokens, groups, state_size] and x [tokens, heads, head_size], views of mixed; and of the time steps
-        s = softplus(dt + dt_bias) the decays a * s and s itself, both [tokens, heads] fp32.
+        C and B [tokens, groups, state_size] and x [tokens, heads, head_size], which may be views of mixed; and of the
+        time steps s = softplus(dt + dt_bias) the decays a * s and s itself, both [tokens, heads] fp32.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -98,7 +137,12 @@ def mamba2_inputs(
     if not fits:
         given = ", ".join(f"{list(one.shape)} {one.dtype}" for one in (mixed, dt, a, dt_bias))
         raise ValueError(f"no state space of {given} with {groups} groups of {state_size}")
-    g, steps = implementation("delta_rule", mixed, dt, a, dt_bias).mamba2_gates(dt, a, dt_bias)
+    served = implementation("delta_rule", mixed, dt, a, dt_bias)
+    if _is_fused(served, mixed, convolution):
+        x, b, c, g, steps = served.convolved_inputs(mixed, convolution, (dt, dt, a, dt_bias), groups, state_size, False)
+        return c, b, x, g, steps
+    mixed = _convolved(mixed, convolution)
+    g, steps = served.mamba2_gates(dt, a, dt_bias)
     x, b, c = mixed.split([values, of_groups, of_groups], dim=1)
     b, c = (one.unflatten(1, (groups, state_size)) for one in (b, c))
     return c, b, x.unflatten(1, (heads, values // heads)), g, steps

@@ -75,22 +75,29 @@ def _operand(state, kind, out):
 
 
 @njit
+def _place(value, key):
+    """The index of an element in a plane."""
+    return value // 16, value // 8 % 2, value % 8, key // 16, key // 8 % 2, key // 2 % 4, key % 2
+
+
+@njit
 def _load_state(high, low, state):
-    """[key_size, value_size] fp32 of planes [value_size, key_size]."""
+    """[key_size, value_size] fp32 of planes, as ``DeltaPages`` has them."""
     for key in range(state.shape[0]):
         bits = state[key].view(np.int32)
-        for i in range(bits.size):
-            bits[i] = (np.int32(high[i, key]) << np.int32(16)) + np.int32(low[i, key])
+        for value in range(bits.size):
+            at = _place(value, key)
+            bits[value] = (np.int32(high[at]) << np.int32(16)) + np.int32(low[at])
 
 
 @njit
 def _store_state(state, high, low):
     for key in range(state.shape[0]):
         bits = state[key].view(np.int32)
-        for i in range(bits.size):
-            top = _high_bits(bits[i])
-            high[i, key] = np.int16(top)
-            low[i, key] = np.int16(bits[i] - (top << np.int32(16)))
+        for value in range(bits.size):
+            at, top = _place(value, key), _high_bits(bits[value])
+            high[at] = np.int16(top)
+            low[at] = np.int16(bits[value] - (top << np.int32(16)))
 
 
 @njit
@@ -151,8 +158,8 @@ def _correct(k, operand, columns, gates, total, kind, u, rounded):
 
 @njit
 def _chunk(q, k, v, gates, first, state, kind, solve, scale, skip, out, ends):
-    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. With ends
-    the state becomes that behind the chunk. ``skip`` has one element, or none.
+    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. gates are G
+    and beta. With ends the state becomes that behind the chunk. skip has one element, or none.
     """
     count, value_size = v.shape
     operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
@@ -160,8 +167,7 @@ def _chunk(q, k, v, gates, first, state, kind, solve, scale, skip, out, ends):
     total, products = np.empty(count, np.float32), np.empty(count, np.float32)
     u, rounded = np.empty((count, value_size), np.float32), np.empty((count, value_size), np.float32)
     for t in range(count):
-        gate = _LOWEST_GATE if gates[t, 0] < _LOWEST_GATE else gates[t, 0]
-        total[t] = gate if t == 0 else total[t - 1] + gate
+        total[t] = gates[t, 0]
         row = u[t]
         for i in range(value_size):
             row[i] = v[t, i] if solve else gates[t, 1] * v[t, i]
@@ -204,6 +210,15 @@ def _chunk(q, k, v, gates, first, state, kind, solve, scale, skip, out, ends):
 
 
 @njit
+def _add_gates(total, g, old, chunk):
+    """Make G of the g of new rows, of which so many of their chunk are before, the last with this total."""
+    for t in range(g.size):
+        gate = _LOWEST_GATE if g[t] < _LOWEST_GATE else g[t]
+        total = gate if (old + t) % chunk == 0 else total + gate
+        g[t] = total
+
+
+@njit
 def _copy(rows, first, count, out, to):
     """count rows of [rows, ...] to another place."""
     for row in range(count):
@@ -218,13 +233,14 @@ def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, solve,
     Args:
         new: [tokens, ...] of q, k and v.
         earlier: [rows, ...] of k and v from the border on, of which so many as are ``old`` are there.
-        gates: of the earlier rows and of the new ones [.., 2], g and beta.
+        gates: of the earlier rows G and beta [rows, 2]; of the new ones g and beta [tokens, 2]: g becomes G.
     """
     q, k, v = new
     state = np.zeros((k.shape[1], v.shape[1]), np.float32)
     if border > 0:
         _load_state(high, low, state)
     rows = old + len(q)
+    _add_gates(gates[0][old - 1, 0] if old > 0 else np.float32(0), gates[1][:, 0], old, chunk)
     for first in range(0, rows, chunk):
         count = min(chunk, rows - first)
         known = min(max(old - first, 0), count)
@@ -245,8 +261,9 @@ def _delta_rule_kernel(
     solve, scale, skip, out,
 ):  # fmt: skip
     """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], and
-    gates [tokens, value_heads, 2], which are g and beta, fp32; the same of rows before a request's first new one, from
-    its border on, [requests, rows, ...]; and up to where a state may be kept. skip [value_heads], or empty.
+    gates [tokens, value_heads, 2], which are g and beta, fp32, and become G and beta; the same of rows before a
+    request's first new one, from its border on, [requests, rows, ...]; and up to where a state may be kept. skip
+    [value_heads], or empty.
     """
     for item in prange(len(pages) * v.shape[1]):
         request, head = item // v.shape[1], item % v.shape[1]
@@ -289,12 +306,14 @@ def delta_rule(
     borders = torch.minimum(torch.maximum(pages.borders[numbers, 0, 0].long(), lowest), highest)
     borders = torch.where((context > 0) & (lengths > 0), borders.clamp(min=0), 0)
     slots = (borders[:, None] + torch.arange(ring)) % ring
-    earlier = [held[numbers[:, None], slots].to(reduction.accumulate) for held in pages[3:]]
+    of_rows = pages.k, pages.v, pages.total, pages.beta
+    earlier = [held[numbers[:, None], slots].to(reduction.accumulate) for held in of_rows]
+    gates = torch.stack([g, beta], -1)
     sure = context + torch.where(lengths > 1 + reduction.drafts(ring), lengths, lengths.clamp(max=1))
     _delta_rule(
         tokens * v.shape[1] * reduction.key_size * reduction.value_size,
         *(one.to(reduction.accumulate).contiguous() for one in (q, k, v)),
-        torch.stack([g, beta], -1),
+        gates,
         *(*earlier[:2], torch.stack(earlier[2:], -1)),
         *(starts, context, borders, sure, numbers, pages.high, pages.low),
         *(chunk, _KINDS[reduction.dtype], reduction.solve, np.float32(reduction.scale)),
@@ -304,7 +323,7 @@ def delta_rule(
     index = torch.arange(tokens) - (starts[request] - starts[0])
     kept = index >= lengths[request] - ring
     row, slot = torch.arange(tokens)[kept] + starts[0], (context[request] + index)[kept] % ring
-    for held, new in zip(pages[3:], (k, v, g, beta), strict=True):
+    for held, new in zip(of_rows, (k, v, *gates.unbind(-1)), strict=True):
         held[numbers[request[kept]], slot] = new[row]
     changed = lengths > 0
     last = torch.maximum(borders, sure // chunk * chunk)[changed]

@@ -7,14 +7,17 @@ import triton
 
 from ..common.gpu import Gpu
 from ..common.launch import launch
-from .params import DeltaStates
+from ..common.triton_rows import ALIGNMENT, aligned
+from .params import Convolution, DeltaStates
 from .reduction import DeltaRuleReduction
 from .triton_kernels import (
     chunk_matrices_kernel,
+    convolved_inputs_kernel,
     decode_delta_rule_kernel,
     gdn_inputs_kernel,
     mamba2_gates_kernel,
     prefill_delta_rule_kernel,
+    verify_delta_rule_kernel,
     write_rows_kernel,
 )
 
@@ -31,10 +34,14 @@ class DeltaSchedule:
 
 
 PREFILL = DeltaSchedule(64, 4)
-FEW, MANY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
-"""Of decode: of few requests more programs, so that every multiprocessor has one."""
+DECODE = DeltaSchedule(16, 1), DeltaSchedule(32, 1)
+"""Of few requests more programs, so that every multiprocessor has some; and of many."""
+VERIFY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
+"""The same of decode with drafts."""
 _MANY = 8
 """Requests."""
+FUSED = 16
+"""New tokens of a request, with no more of which one launch convolves and makes what follows."""
 _KEYS = 128
 """Elements for which the schedules are: of longer keys a program has fewer values."""
 ONE_INSTRUCTION = DeltaSchedule(32, 2)
@@ -42,14 +49,14 @@ ONE_INSTRUCTION = DeltaSchedule(32, 2)
 
 
 def _schedule(device: torch.device, of: DeltaSchedule) -> DeltaSchedule:
-    if triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret or of.num_warps < ONE_INSTRUCTION.num_warps:
         return of
     return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else of
 
 
-def decode_schedule(device: torch.device, requests: int) -> DeltaSchedule:
+def decode_schedule(device: torch.device, requests: int, has_drafts: bool) -> DeltaSchedule:
     """Of a step of decode of so many requests, padded ones among them: a CUDA graph has one number of them."""
-    return _schedule(device, MANY if requests >= _MANY else FEW)
+    return _schedule(device, (VERIFY if has_drafts else DECODE)[requests >= _MANY])
 
 
 def delta_rule(
@@ -70,11 +77,13 @@ def delta_rule(
     if not requests or not len(v):
         return out
     pages = reduction.pages(states.states, key_heads, value_heads, states.rows)
-    q, k, g, beta = (one.contiguous() for one in (q, k, g, beta))
+    q, k, g, beta = aligned(q), aligned(k), g.contiguous(), beta.contiguous()
+    v = v if v.data_ptr() % ALIGNMENT == v.stride(0) * v.itemsize % ALIGNMENT == 0 else aligned(v)
     steps = states.pages, states.starts, states.context_lens
-    planes = pages.high, pages.low, pages.borders
-    ring = pages.k, pages.v, pages.g, pages.beta
-    strides = pages.high.stride(0), pages.k.stride(0), pages.g.stride(0)
+    planes, ring = pages[:3], pages[3:7]
+    has_drafts, has_x = reduction.drafts(states.rows) > 0, pages.x.numel() > 0
+    ring_x = pages.x if has_x else None
+    strides = pages.high.stride(0), pages.k.stride(0), pages.beta.stride(0)
     heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads}
     sizes = {"KEY_SIZE": reduction.key_size, "VALUE_SIZE": reduction.value_size, "ROWS": states.rows} | heads
     chunk = {"CHUNK": reduction.chunk, "SOLVE": reduction.solve}
@@ -92,11 +101,14 @@ def delta_rule(
         return triton.cdiv(reduction.value_size, block_of(schedule)), value_heads, requests
 
     if states.longest <= 1 + reduction.drafts(states.rows):
-        decode = decode or decode_schedule(v.device, requests)
+        decode = decode or decode_schedule(v.device, requests, has_drafts)
         launch(
-            decode_delta_rule_kernel,
+            verify_delta_rule_kernel if has_drafts else decode_delta_rule_kernel,
             grid(decode),
-            (q, k, v, g, beta, *planes, *ring, *steps, skip, out, reduction.scale, v.stride(0), *strides),
+            (
+                *(q, k, v, g, beta, *planes, *ring, *(() if has_drafts else (ring_x,)), *steps),
+                *(skip, out, reduction.scale, v.stride(0), *strides),
+            ),
             on=v,
             waits=True,
             **of(decode),
@@ -112,10 +124,14 @@ def delta_rule(
     launch(
         chunk_matrices_kernel,
         (chunks, value_heads, requests),
-        (q, k, g, beta, pages.borders, pages.k, pages.g, pages.beta, *steps, *matrices, gates, *strides[1:]),
+        (
+            *(q, k, g, beta, pages.borders, pages.k, pages.total, pages.beta, ring_x, *steps),
+            *(*matrices, gates, *strides[1:]),
+        ),
         on=v,
         waits=True,
         num_warps=1,
+        HAS_X=has_x,
         **sizes,
         **chunk,
     )
@@ -130,13 +146,63 @@ def delta_rule(
     launch(
         write_rows_kernel,
         (min(states.longest, states.rows), value_heads, requests),
-        (k, v, g, beta, *ring, *steps, v.stride(0), *strides[1:]),
+        (k, v, beta, gates, *ring, *steps, v.stride(0), *strides[1:]),
         on=v,
         waits=True,
         num_warps=1,
+        CHUNK=reduction.chunk,
         **sizes,
     )
     return out
+
+
+def convolved_inputs(
+    mixed: torch.Tensor,
+    convolution: Convolution,
+    gates: tuple[torch.Tensor, ...],
+    key_heads: int,
+    key_size: int,
+    solve: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``gdn_inputs`` and, without ``solve``, ``mamba2_inputs`` of the operation's package: in one launch the parts
+    of the channels in their order, and gates made of a, b, a_log and dt_bias, or of dt, dt, A and dt_bias.
+    """
+    a, b, a_log, dt_bias = gates
+    weight, bias, states = convolution
+    (tokens, value_heads), held, keys = a.shape, states.states, key_heads * key_size
+    values = mixed.shape[1] - 2 * keys
+    out = torch.empty(mixed.numel(), dtype=mixed.dtype, device=mixed.device)
+    g, beta = torch.empty(2, tokens, value_heads, device=mixed.device)
+    if tokens and len(states.pages):
+        a, b = (one if one.stride(1) == 1 else one.contiguous() for one in (a, b))
+        launch(
+            convolved_inputs_kernel,
+            (len(states.pages), 2 * key_heads + triton.cdiv(values, key_size) + 1),
+            (
+                *(mixed, weight.contiguous(), bias, held, states.pages, states.starts, states.context_lens),
+                *(a, b, a_log.contiguous(), dt_bias.contiguous(), out, g, beta),
+                *(tokens, mixed.stride(0), *held.stride(), a.stride(0), b.stride(0)),
+            ),
+            on=mixed,
+            waits=True,
+            num_warps=1,
+            KEY_HEADS=key_heads,
+            VALUE_HEADS=value_heads,
+            PADDED_HEADS=triton.next_power_of_2(value_heads),
+            KEY_SIZE=key_size,
+            VALUE_SIZE=values // value_heads,
+            SOLVE=solve,
+            WIDTH=weight.shape[1],
+            ROWS=held.shape[1],
+            HAS_BIAS=bias is not None,
+        )
+    widths = (keys, keys, values) if solve else (values, keys, keys)
+    parts = out.split([tokens * width for width in widths])
+    sizes = (
+        values // value_heads if width == values and at == 2 * solve else key_size for at, width in enumerate(widths)
+    )
+    x, y, z = (part.view(tokens, -1, size) for part, size in zip(parts, sizes, strict=True))
+    return x, y, z, g, beta
 
 
 def gdn_inputs(
@@ -185,7 +251,7 @@ def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tu
             on=dt,
             waits=True,
             num_warps=1,
-            HEADS=heads,
+            VALUE_HEADS=heads,
             PADDED_HEADS=triton.next_power_of_2(heads),
         )
     return g, steps

@@ -1,8 +1,25 @@
 """What a call is given beside its operands."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from ..causal_conv import ConvStates
+
+
+class Convolution(NamedTuple):
+    """Of a layer in front of the rule: what :func:`..causal_conv.causal_conv` is given beside its rows. SiLU follows.
+
+    Attributes:
+        weight: [channels, width]
+        bias: [channels], or None.
+        states: the requests' earlier inputs.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    states: ConvStates
 
 
 @dataclass(frozen=True)

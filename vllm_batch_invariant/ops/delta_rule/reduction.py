@@ -16,28 +16,35 @@ ALIGNMENT = 16
 """Bytes: every part of a page starts at a multiple of it, so that views of any dtype and wide loads are possible."""
 COLUMNS = 16
 """Values whose states one program may have: they have a border's position of their own."""
+_TILE = 16
+"""Values and keys of a tile of the state."""
 
 
 class DeltaPages(NamedTuple):
     """Views of the parts of all pages. The state is S transposed, fp32 in two planes: ``(high << 16) + low`` are its
-    bits, where ``high`` is what it is rounded to in bf16, halves away from zero. The row of position p is
-    ``p % rows``.
+    bits, where ``high`` is what it is rounded to in bf16, halves away from zero. A plane has the indices of value v and
+    key k as [v // 16, v // 8 % 2, v % 8, k // 16, k // 8 % 2, k // 2 % 4, k % 2]; in memory tiles of 16 values and 16
+    keys are as tensor cores take them, each thread's 8 elements side by side. The row of position p is ``p % rows``.
     """
 
     high: torch.Tensor
-    """[pages, value_heads, value_size, key_size] int16."""
+    """[pages, value_heads, value_size / 16, 2, 8, key_size / 16, 2, 4, 2] int16."""
     low: torch.Tensor
-    """[pages, value_heads, value_size, key_size] int16, signed."""
+    """The same, signed."""
     borders: torch.Tensor
     """[pages, value_heads, value_size / COLUMNS] int32: tokens that the state has seen."""
     k: torch.Tensor
     """[pages, rows, key_heads, key_size]"""
     v: torch.Tensor
     """[pages, rows, value_heads, value_size]"""
-    g: torch.Tensor
-    """[pages, rows, value_heads] fp32."""
+    total: torch.Tensor
+    """[pages, rows, value_heads] fp32: G."""
     beta: torch.Tensor
     """[pages, rows, value_heads] fp32."""
+    x: torch.Tensor
+    """[pages, rows, value_heads, chunk] fp32: X before it is rounded, which a GPU reads to decode; no rows without
+    ``solve`` or with drafts.
+    """
 
 
 @dataclass(frozen=True)
@@ -125,13 +132,16 @@ class DeltaRuleReduction:
         for begin, shape, dtype in layout:
             end = begin + math.prod(shape) * dtype.itemsize
             views.append(states[:, begin:end].view(dtype).unflatten(1, shape))
-        return DeltaPages(*views)
+        planes = (plane.permute(0, 1, 2, 7, 4, 3, 6, 5, 8) for plane in views[:2])
+        return DeltaPages(*planes, *views[2:])
 
     def _layout(
         self, key_heads: int, value_heads: int, rows: int
     ) -> tuple[list[tuple[int, tuple[int, ...], torch.dtype]], int]:
         """Of each part where it begins, its shape and its dtype; and the bytes of all."""
-        state = value_heads, self.value_size, self.key_size
+        # A tile's elements by value % 8, key // 2 % 4, key // 8, value // 8, key % 2: a thread has the last three.
+        state = value_heads, self.value_size // _TILE, self.key_size // _TILE, 8, 4, 2, 2, 2
+        rows_of_x = rows if self.solve and rows < self.rows(drafts=1) else 0
         parts = (
             (state, torch.int16),
             (state, torch.int16),
@@ -140,6 +150,7 @@ class DeltaRuleReduction:
             ((rows, value_heads, self.value_size), self.dtype),
             ((rows, value_heads), torch.float32),
             ((rows, value_heads), torch.float32),
+            ((rows_of_x, value_heads, self.chunk), torch.float32),
         )
         layout, end = [], 0
         for shape, dtype in parts:
