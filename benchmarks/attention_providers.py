@@ -118,9 +118,12 @@ def ours_by(kernels: object = None) -> Provider:
         tokens, keys = len(batch.query), sum(request.context for request in batch.requests)
         spec = AttentionSpec(batch.scale, **batch.layer.added)
         known = planning.sm90.knows(spec, batch.in_codes)
-        sizes = len(batch.requests), tokens, keys
+        sizes, serving = (len(batch.requests), tokens, keys), kernels
+        if batch.layer.encodes and serving is None:
+            certificate = import_module("vllm_batch_invariant.ops.attention.certificate")
+            serving = certificate.kernels_of_packed(shape, batch.query.device)
         planner = planning.Planner(
-            shape, batch.query.device, *sizes, known, kernels=kernels, window=spec.sliding_window
+            shape, batch.query.device, *sizes, known, kernels=serving, window=spec.sliding_window
         )
         return {"plan": planner.plan(batch.query_start_loc, batch.seq_lens, tokens, batch.most_tokens)}
 

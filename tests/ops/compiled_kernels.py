@@ -48,7 +48,7 @@ from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
 from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
 from vllm_batch_invariant.ops.all_reduce.peers import Peers
-from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention, sm90
+from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.params import causal_options
@@ -399,7 +399,7 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             mixed = torch.zeros(len(a), 64 * 128, dtype=dtype)
             q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
-            for decode in {1: delta_rule.DECODE, 4: delta_rule.VERIFY}.get(longest, (None,)):
+            for decode in {1: delta_rule.DECODE.values(), 4: delta_rule.VERIFY}.get(longest, (None,)):
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
@@ -418,7 +418,7 @@ def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), 
             g, steps = delta_rule.mamba2_gates(dt, of_heads, of_heads.to(dtype))
             x, b, c = mixed.split([64 * 64, 8 * size, 8 * size], dim=1)
             q, k, v = (one.unflatten(1, (-1, of_head)) for one, of_head in ((c, size), (b, size), (x, 64)))
-            for decode in {1: delta_rule.DECODE, 4: delta_rule.VERIFY}.get(longest, (None,)):
+            for decode in {1: delta_rule.DECODE.values(), 4: delta_rule.VERIFY}.get(longest, (None,)):
                 delta_rule.delta_rule(q, k, v, g, steps, states, reduction, of_heads.to(dtype), decode=decode)
 
 
@@ -781,10 +781,9 @@ def sm90_attention(heads: Heads, page: int, **options: object) -> None:
 
 def sm90_packed(heads: Heads) -> None:
     """A sequence of few tokens and one of many that see all of it, over keys without pages."""
-    chosen = planning.Kernels(sm90=True, decode_rows=0)
-    with patch.object(certificate, "kernels_of_packed", lambda *_: chosen):
-        for length in (2, 200):
-            packed([Request(heads, length, 1)], "triton", reduction=REDUCTION)
+    for length in (2, 200):
+        kernels = planning.Kernels(sm90=True, decode_rows=0)
+        packed([Request(heads, length, 1)], "triton", reduction=REDUCTION, kernels=kernels)
 
 
 def sm90_verify_steps(heads: Heads, page: int) -> None:

@@ -132,6 +132,7 @@ def packed(
     causal: bool = False,
     seq_lens: torch.Tensor | None = None,
     first_rows: torch.Tensor | None = None,
+    kernels: Any = None,
     **options: Any,
 ) -> list[torch.Tensor]:
     """The output rows of each request over the keys and values of its own tokens, computed together.
@@ -141,6 +142,7 @@ def packed(
         padding: rows behind the last request, whose output is given last.
         seq_lens: others than those that the requests have.
         first_rows: [requests + 1] at which keys begin, others than queries do.
+        kernels: what serves on a GPU.
     """
     heads, lengths = requests[0].heads, torch.tensor([request.length for request in requests])
     parts = [torch.cat([getattr(one, name) for one in requests]) for name in ("query", "key", "value")]
@@ -158,5 +160,10 @@ def packed(
         AttentionSpec(heads.size**-0.5, causal=causal, **options),
         reduction or AttentionReduction(split_size),
     )
-    out = attend_call(call, implementation)
+    plan = None
+    if kernels is not None:
+        from vllm_batch_invariant.ops.attention.cuda import plan_alone
+
+        plan = plan_alone(call, kernels)
+    out = attend_call(call, implementation, plan=plan)
     return list(out.split([*lengths.tolist(), *([padding] if padding else [])]))

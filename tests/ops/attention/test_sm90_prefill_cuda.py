@@ -3,6 +3,7 @@ program walks the splits of a block or several share them.
 """
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -81,39 +82,35 @@ def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, added
 SEQUENCES = ([1, 2, 17, 63, 64, 65, 128, 129, 300, 1000], [4097], [2629, 3], [1] * 40)
 
 
-@pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(UNTRIED.name, "1")
+    certificate.kernels_of_packed.cache_clear()
+    yield
     certificate.kernels_of_packed.cache_clear()
 
 
-@pytest.fixture
-def by_triton(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """While it holds, the Triton kernel serves keys without pages."""
-    monkeypatch.setattr(certificate, "kernels_of_packed", lambda *_: Kernels(sm90=False))
-    return monkeypatch
-
-
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("lengths", SEQUENCES, ids=str)
 @pytest.mark.parametrize("size", [64, 80, 96, 128])
 @pytest.mark.parametrize(("dtype", "query", "kv"), [(torch.bfloat16, 16, 16), (torch.float16, 12, 4)])
 def test_rows_that_see_all_of_their_sequence_have_the_bits_of_the_triton_kernel(
-    dtype: torch.dtype, query: int, kv: int, size: int, lengths: list[int], by_triton: pytest.MonkeyPatch
+    dtype: torch.dtype, query: int, kv: int, size: int, lengths: list[int]
 ) -> None:
     heads = Heads(query, kv, size, dtype)
     asked = [Request(heads, length, number) for number, length in enumerate(lengths)]
     for one in asked:
         one.query, one.key, one.value = one.query.cuda(), one.key.cuda(), one.value.cuda()
     expected = packed(asked, "triton", reduction=USUAL, strided=True, padding=70)
-    by_triton.undo()
-    shape = AttentionShape(query, kv, size, dtype, USUAL)
-    assert certificate.kernels_of_packed(shape, asked[0].query.device).sm90
+    kernels = certificate.kernels_of_packed(AttentionShape(query, kv, size, dtype, USUAL), asked[0].query.device)
+    assert kernels.sm90
     for _ in range(2):
-        rows = packed(asked, "triton", reduction=USUAL, strided=True, padding=70)
+        rows = packed(asked, "triton", reduction=USUAL, strided=True, padding=70, kernels=kernels)
         assert not any(row.isnan().any() for row in rows[:-1])
         assert all(torch.equal(row, other) for row, other in zip(rows[:-1], expected[:-1], strict=True))
 
 
+@pytest.mark.usefixtures("untried")
 def test_other_bits_are_seen_before_an_encoder_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(4, 4, 64, torch.bfloat16, USUAL)
     launch = sm90.launch_prefill
@@ -123,6 +120,4 @@ def test_other_bits_are_seen_before_an_encoder_is_served(monkeypatch: pytest.Mon
         out[-1, -1, -1] = math.pi
 
     monkeypatch.setattr(sm90, "launch_prefill", wrong)
-    certificate.kernels_of_packed.cache_clear()
     assert not certificate.kernels_of_packed(shape, torch.device("cuda", 0)).sm90
-    certificate.kernels_of_packed.cache_clear()

@@ -314,6 +314,11 @@ def test_a_cpu_rounds_as_pytorch_does(dtype, rounded):
     torch.testing.assert_close(out, x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
+def near_exp(device) -> float:
+    """How near float64 gates are: a GPU's exponential errs by 3.7e-6 near -80."""
+    return 5e-6 if device.type == "cuda" and not device.is_interpreted else 2e-6
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_of_a_gated_delta_net_are_near_the_definition(device, dtype):
     generator = torch.Generator().manual_seed(1)
@@ -327,7 +332,7 @@ def test_operands_of_a_gated_delta_net_are_near_the_definition(device, dtype):
     for made, expected, tolerance in zip(
         given,
         definition_of_inputs(mixed, a, b, a_log, dt_bias, 2, 32),
-        (*2 * (2 * torch.finfo(dtype).eps,), 0, 2e-6, 2e-6),
+        (*2 * (2 * torch.finfo(dtype).eps,), 0, *2 * (near_exp(device),)),
         strict=True,
     ):
         torch.testing.assert_close(made.double(), expected, rtol=tolerance, atol=1e-30)
@@ -350,7 +355,7 @@ def test_operands_of_a_state_space_are_near_the_definition(device, dtype):
     a = -torch.rand(3, generator=generator).to(device.type)
     c, b, x, g, steps = mamba2_inputs(mixed, dt, a, dt_bias, 1, 64)
     for made, expected in zip((g, steps), mamba2_gates(dt, a, dt_bias), strict=True):
-        torch.testing.assert_close(made.double(), expected, rtol=2e-6, atol=1e-30)
+        torch.testing.assert_close(made.double(), expected, rtol=near_exp(device), atol=1e-30)
     assert_same_bits(torch.cat([x.flatten(1), b.flatten(1), c.flatten(1)], 1), mixed, "x, B and C")
     assert [one.shape[1:] for one in (c, b, x)] == [(1, 64), (1, 64), (3, 16)]
     alone = mamba2_inputs(mixed[8:], dt[8:], a, dt_bias, 1, 64)

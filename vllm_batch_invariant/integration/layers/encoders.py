@@ -129,13 +129,15 @@ def _plan_of(call: PagedAttention, starts: torch.Tensor, implementation: str) ->
     """
     if not starts.is_cuda or implementation not in ("auto", "triton"):
         return None
+    from ...ops.attention.certificate import kernels_of_packed
     from ...ops.attention.cuda import plan_alone
     from ...ops.attention.shapes import AttentionShape
 
-    kept, key = beside(starts), (_version(starts), len(call.query), AttentionShape.of(call))
+    shape = AttentionShape.of(call)
+    kept, key = beside(starts), (_version(starts), len(call.query), shape)
     if kept.plan is None or kept.plan[0] != key or torch.cuda.is_current_stream_capturing():
         call.check()
-        kept.plan = key, plan_alone(call)
+        kept.plan = key, plan_alone(call, kernels_of_packed(shape, starts.device))
     return kept.plan[1]
 
 

@@ -326,7 +326,8 @@ def kernels_of_packed(shape: AttentionShape, device: torch.device) -> Kernels:
     it is tried where :data:`...envs.UNTRIED` says so.
     """
     by_triton, by_sm90 = Kernels(sm90=False), Kernels(sm90=True, decode_rows=0)
-    if not envs.starts_untried() or not sm90.covers_packed(shape, prefill_schedule(shape.head_size, shape.dtype).block_m, device):
+    block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
+    if not envs.starts_untried() or not sm90.covers_packed(shape, block_m, device):
         return by_triton
     try:
         with torch.cuda.device(device):

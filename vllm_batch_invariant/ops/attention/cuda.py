@@ -17,7 +17,7 @@ from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
 from . import sm90
 from .params import PackedKeys, PagedAttention
-from .plan import Plan, Planner
+from .plan import Kernels, Plan, Planner
 from .shapes import AttentionShape
 from .triton_kernels import attention_kernel
 
@@ -71,19 +71,16 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         _launch(call, out, plan, prefill_like=False)
 
 
-def plan_alone(call: PagedAttention) -> Plan:
-    """A plan for one call, with memory of its own."""
+def plan_alone(call: PagedAttention, kernels: Kernels | None = None) -> Plan:
+    """A plan for one call, with memory of its own; over keys without pages the Triton kernel serves unless ``kernels``
+    say otherwise.
+    """
     packed = isinstance(call.cache, PackedKeys)
     tokens = len(call.query)
     keys = len(call.cache.keys) if packed else call.cache.block_table.numel() * call.cache.page_size
     plain = not packed and sm90.knows(call.spec, call.cache.holds_codes) and call.ranges is None
     window = call.spec.sliding_window if call.spec.causal and call.ranges is None else None
     shape, requests, device = AttentionShape.of(call), len(call.seq_lens), call.query.device
-    kernels = None
-    if packed and sm90.knows_packed(call.spec):
-        from .certificate import kernels_of_packed
-
-        kernels = kernels_of_packed(shape, device)
     planner = Planner(shape, device, requests, tokens, keys, plain, kernels, window=window)
     starts, lengths = (tensor.to(device) for tensor in (call.query_start_loc, call.seq_lens))
     return planner.plan(starts, lengths, tokens, most_tokens=tokens)
