@@ -6,7 +6,7 @@ import torch
 from tests.assertions import DTYPES, assert_same_bits
 from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch, token_logprobs
+from vllm_batch_invariant.hf import delta_net, patch, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
@@ -38,6 +38,11 @@ def gradients(trainer: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor
     trainer.zero_grad()
     loss_of(trainer(tokens, attention_mask=mask).logits, mask, tokens, logprobs).backward()
     return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
+
+
+def of_family(name: str) -> torch.nn.Module:
+    kind, changed = FAMILIES[name]
+    return model(torch.bfloat16, kind, **changed)
 
 
 def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) -> None:
@@ -76,17 +81,17 @@ def test_gradients_of_every_family_are_as_near_to_the_exact_ones(name: str) -> N
     compare_with_exact_ones(torch.float32, kind, **changed)
 
 
-def test_padding_moves_no_bit_of_any_gradient() -> None:
-    trainer, ways = patch(model()), ways_to_pad(PARTS)
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5"])
+def test_padding_moves_no_bit_of_any_gradient(name: str) -> None:
+    trainer, ways = patch(of_family(name)), ways_to_pad(PARTS)
     expected = gradients(trainer, *ways.pop("right"))
     for way, (tokens, mask) in ways.items():
         for name, gradient in gradients(trainer, tokens, mask).items():
             assert_same_bits(gradient, expected[name], f"{way}, {name}")
 
 
-def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
-    trainer = patch(model())
-    expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
+def packed_gradients(trainer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of :func:`gradients`, of all sequences in one row."""
     tokens, positions = packed(PARTS)
     trainer.zero_grad()
     logits = trainer(tokens, position_ids=positions).logits[0]
@@ -95,8 +100,28 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
     within = torch.ones(len(logprobs), dtype=torch.bool)
     within[last] = False
     (logprobs[within.to(logprobs.device)] * torch.cat(WEIGHTS).to(logprobs)).sum().backward()
-    for name, weight in trainer.named_parameters():
-        assert_same_bits(weight.grad, expected[name], name)
+    return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5"])
+def test_a_packed_row_has_the_gradients_of_a_padded_batch(name: str) -> None:
+    trainer = patch(of_family(name))
+    expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
+    for weight, gradient in packed_gradients(trainer).items():
+        assert_same_bits(gradient, expected[weight], weight)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of delta nets are a CPU's")
+def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = patch(of_family("Qwen3.5"))
+    expected, backward = packed_gradients(trainer), delta_net.gdn_backward
+    monkeypatch.setattr(
+        delta_net, "gdn_backward", lambda *given: backward(*given[:-2], [given[-2][0], given[-2][-1]], given[-1])
+    )
+    found = packed_gradients(trainer)
+    through = [name for name in found if name.endswith(("in_proj_qkv.weight", "conv1d.weight"))]
+    assert through
+    assert all(not torch.equal(found[name], expected[name]) for name in through)
 
 
 @pytest.mark.parametrize(

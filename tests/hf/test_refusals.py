@@ -119,6 +119,7 @@ def test_a_device_without_implementations_is_refused() -> None:
 
 HOLE = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
 LATE = torch.arange(5, 11).expand(2, 6)
+CUT = torch.tensor([0, 4, 6, 12])
 SKIPS = torch.tensor([0, 1, 3, 4, 5, 6]).expand(2, 6)
 
 
@@ -132,6 +133,8 @@ SKIPS = torch.tensor([0, 1, 3, 4, 5, 6]).expand(2, 6)
         "a batch with holes": {"attention_mask": HOLE},
         "positions of its own": {"position_ids": LATE},
         "holes or positions": {"position_ids": SKIPS},
+        "sequences that begin elsewhere": {"cu_seq_lens_q": CUT, "position_ids": torch.arange(6)[None]},
+        "than their positions": {"cu_seq_lens_q": CUT, "cu_seq_lens_k": CUT + 1},
     }.items(),
 )
 def test_a_call_for_something_else_is_refused(what: str, options: dict) -> None:

@@ -21,7 +21,7 @@ from .experts import experts
 from .families import Family
 from .linear import linear
 from .norm import rms_norm
-from .packing import Packed
+from .packing import Packed, given_bounds
 from .rotary import cos_sin_cache, rotate, scaling_of
 
 
@@ -33,6 +33,9 @@ def model_forward(
     past_key_values: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     use_cache: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     **options: Any,
 ) -> BaseModelOutputWithPast:
     """Hidden states [rows, columns, hidden] of input_ids [rows, columns]; those of padding are 0."""
@@ -42,7 +45,8 @@ def model_forward(
     assert given is not None
     support.check_call(given.device, attention_mask, past_key_values=past_key_values, use_cache=use_cache, **options)
     mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
-    batch = Packed.of(mask.to(given.device), position_ids)
+    bounds = given_bounds(cu_seq_lens_q, cu_seq_lens_k, seq_idx)
+    batch = Packed.of(mask.to(given.device), position_ids, bounds)
     hidden = batch.pack(given) if input_ids is None else self.embed_tokens(batch.pack(given))
     support.check_length(batch.positions, self.config.max_position_embeddings)
     rope = self.config.rope_parameters

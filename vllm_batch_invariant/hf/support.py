@@ -15,8 +15,8 @@ from . import adapters
 from .families import FAMILIES, Family, family_of
 
 _DEVICES = ("cpu", "cuda")
-_HARMLESS = ("num_items_in_batch", "return_dict")
-"""Options of a call that change nothing in the model."""
+_HARMLESS = ("num_items_in_batch", "return_dict", "max_length_q", "max_length_k")
+"""Options of a call that change nothing in the model: the last two are of what cu_seq_lens say."""
 _OF_RULES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 """Weights of a gated delta net that may be in another dtype than the model's, as checkpoints have them in fp32."""
 
