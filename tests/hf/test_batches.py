@@ -111,8 +111,11 @@ def test_logits_of_the_last_tokens_are_those_of_all() -> None:
         assert_same_bits(trainer(tokens, attention_mask=mask, logits_to_keep=3).logits, every[:, -3:])
 
 
-def test_the_mode_moves_no_bit_of_a_patched_model() -> None:
-    trainer, [part] = patch(model()), sequences((45,))
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5"])
+def test_the_mode_moves_no_bit_of_a_patched_model(name: str, dtype: torch.dtype) -> None:
+    """So no operation is PyTorch's own that the engine has another for."""
+    kind, changed = FAMILIES[name]
+    trainer, [part] = patch(model(dtype, kind, **changed)), sequences((45,))
     outside = logits_alone(trainer, [part])
     with batch_invariant_mode():
         assert_same_bits(logits_alone(trainer, [part])[0], outside[0])

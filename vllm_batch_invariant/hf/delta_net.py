@@ -15,6 +15,8 @@ from ..ops.delta_rule import DeltaRuleReduction, DeltaStates, delta_rule, gdn_in
 from ..ops.delta_rule_backward import gdn_backward
 from ..ops.norm import gated_rms_norm, rms_norm
 from ..ops.norm_backward import rms_norm_backward
+from ..ops.pointwise import elementwise
+from .activation import silu, silu_slope
 from .linear import linear
 from .packing import Packed
 
@@ -25,7 +27,7 @@ def delta_net_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
         [self.conv_dim, self.value_dim], dim=-1
     )
     b, a = linear(hidden, self.in_proj_b.weight, self.in_proj_a.weight).chunk(2, dim=-1)
-    convolved = torch.nn.functional.silu(convolve(mixed, self.conv1d.weight.flatten(1), batch))
+    convolved = silu(convolve(mixed, self.conv1d.weight.flatten(1), batch))
     reduction = sizes_of(self).reduction(hidden.dtype)
     out = gated_delta_net(convolved, a, b, self.A_log, self.dt_bias, self.num_k_heads, batch, reduction)
     normed = gated_norm(out, z.unflatten(-1, (-1, self.head_v_dim)), self.norm.weight, self.norm.variance_epsilon)
@@ -159,9 +161,7 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
         wide, grads = gate.float(), grad.float()
-        share = wide.sigmoid()
-        of_normed = grads * wide * share
-        of_x, of_weight = rms_norm_backward(x, weight, ctx.eps, of_normed)
+        of_x, of_weight = rms_norm_backward(x, weight, ctx.eps, grads * elementwise("silu", wide))
         normed = cast(torch.Tensor, rms_norm(x.float(), weight.float(), ctx.eps))
-        of_gate = grads * normed * share * (1.0 + wide * (1.0 - share))
+        of_gate = grads * normed * silu_slope(wide)
         return of_x, of_gate.to(gate.dtype), of_weight.to(weight.dtype), None
