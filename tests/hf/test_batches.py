@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening
 from tests.assertions import DTYPES, assert_same_bits
 from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant import batch_invariant_mode
-from vllm_batch_invariant.hf import delta_net, patch
+from vllm_batch_invariant.hf import patch, recurrence
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
@@ -50,7 +50,7 @@ def test_a_state_that_goes_on_in_the_next_sequence_is_seen(kept: str, monkeypatc
     kind, changed = FAMILIES["Qwen3.5"]
     trainer, parts = patch(model(torch.bfloat16, kind, **changed)), sequences()
     alone, (tokens, positions) = logits_alone(trainer, parts), packed(parts)
-    monkeypatch.setattr(delta_net, kept, as_one_sequence(getattr(delta_net, kept)))
+    monkeypatch.setattr(recurrence, kept, as_one_sequence(getattr(recurrence, kept)))
     with torch.no_grad():
         logits = trainer(tokens, position_ids=positions).logits[0]
     found = logits.split([len(part) for part in parts])

@@ -6,7 +6,7 @@ import torch
 from tests.assertions import DTYPES, assert_same_bits
 from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import delta_net, patch, token_logprobs
+from vllm_batch_invariant.hf import patch, recurrence, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
@@ -111,15 +111,18 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch(name: str) -> None:
         assert_same_bits(gradient, expected[weight], weight)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of delta nets are a CPU's")
-def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = patch(of_family("Qwen3.5"))
-    expected, backward = packed_gradients(trainer), delta_net.gdn_backward
-    monkeypatch.setattr(
-        delta_net, "gdn_backward", lambda *given: backward(*given[:-2], [given[-2][0], given[-2][-1]], given[-1])
-    )
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
+@pytest.mark.parametrize("name", ["Qwen3.5"])
+def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = patch(of_family(name))
+    expected, backward = packed_gradients(trainer), recurrence.delta_rule_backward
+
+    def as_one_sequence(grad, operands, key_heads, cu_seqlens, reduction):
+        return backward(grad, operands, key_heads, [0, cu_seqlens[-1]], reduction)
+
+    monkeypatch.setattr(recurrence, "delta_rule_backward", as_one_sequence)
     found = packed_gradients(trainer)
-    through = [name for name in found if name.endswith(("in_proj_qkv.weight", "conv1d.weight"))]
+    through = [name for name in found if "conv1d" in name]
     assert through
     assert all(not torch.equal(found[name], expected[name]) for name in through)
 

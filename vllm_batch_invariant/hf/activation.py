@@ -1,10 +1,12 @@
 """Activations as the engine's layers compute them, with gradients in fp32 that are rounded once."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops import pointwise
-from ..ops import silu as silu_op
+from ..ops import pointwise, silu
 from ..ops.silu_backward import silu_and_mul_backward
 
 
@@ -13,29 +15,36 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return _SiluAndMul.apply(x)
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x) of each element, on a CPU: PyTorch's own has other bits, and in the last elements of a thread yet
-    others.
+def elementwise(name: str, x: torch.Tensor) -> torch.Tensor:
+    """:func:`..ops.pointwise.elementwise` of x, on a CPU: "silu", "sigmoid" or "exp". PyTorch's own have other bits,
+    and in the last elements of a thread yet others.
     """
-    return _Elementwise.apply(x, "silu")
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + e^-x) of each element, on a CPU; see :func:`silu`."""
-    return _Elementwise.apply(x, "sigmoid")
+    return _Elementwise.apply(x, name)
 
 
 def silu_slope(x: torch.Tensor) -> torch.Tensor:
-    """Of x in fp32 the derivative of SiLU."""
+    """The derivative of SiLU at x in fp32."""
     share = pointwise.elementwise("sigmoid", x)
     return share * (1.0 + x * (1.0 - share))
+
+
+def _sigmoid_slope(x: torch.Tensor) -> torch.Tensor:
+    share = pointwise.elementwise("sigmoid", x)
+    return share * (1.0 - share)
+
+
+_SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_slope,
+    "sigmoid": _sigmoid_slope,
+    "exp": partial(pointwise.elementwise, "exp"),
+}
 
 
 class _SiluAndMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return silu_op.silu_and_mul(x)
+        return silu.silu_and_mul(x)
 
     @staticmethod
     @once_differentiable
@@ -55,9 +64,4 @@ class _Elementwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
-        if ctx.name == "silu":
-            slope = silu_slope(x.float())
-        else:
-            share = pointwise.elementwise("sigmoid", x.float())
-            slope = share * (1.0 - share)
-        return (grad.float() * slope).to(x.dtype), None
+        return (grad.float() * _SLOPES[ctx.name](x.float())).to(x.dtype), None

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 from ..integration.parallel import tensor_tree
 from ..ops.moe import MoeReduction
 from . import adapters, support
-from .activation import sigmoid, silu_and_mul
+from .activation import elementwise, silu_and_mul
 from .attention import attend
 from .delta_net import delta_net_forward
 from .experts import experts
@@ -105,7 +105,7 @@ def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
     query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling).flatten(1)
     if has_gate:
-        out = out * sigmoid(gate.reshape(out.shape))
+        out = out * elementwise("sigmoid", gate.reshape(out.shape))
     return _project(out, self.o_proj, k_slices=self.k_slices)
 
 
