@@ -44,10 +44,13 @@ def test_a_token_of_every_family_has_the_same_logits_alone_and_in_any_batch(name
     assert_same_in_every_batch(patch(model(torch.bfloat16, kind, **changed)))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of delta nets are a CPU's")
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
 @pytest.mark.parametrize("kept", ["ConvStates", "DeltaStates"])
-def test_a_state_that_goes_on_in_the_next_sequence_is_seen(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, changed = FAMILIES["Qwen3.5"]
+@pytest.mark.parametrize("name", ["Qwen3.5", "Nemotron-H"])
+def test_a_state_that_goes_on_in_the_next_sequence_is_seen(
+    name: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, changed = FAMILIES[name]
     trainer, parts = patch(model(torch.bfloat16, kind, **changed)), sequences()
     alone, (tokens, positions) = logits_alone(trainer, parts), packed(parts)
     monkeypatch.setattr(recurrence, kept, as_one_sequence(getattr(recurrence, kept)))
@@ -111,7 +114,7 @@ def test_logits_of_the_last_tokens_are_those_of_all() -> None:
         assert_same_bits(trainer(tokens, attention_mask=mask, logits_to_keep=3).logits, every[:, -3:])
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H"])
 def test_the_mode_moves_no_bit_of_a_patched_model(name: str, dtype: torch.dtype) -> None:
     """So no operation is PyTorch's own that the engine has another for."""
     kind, changed = FAMILIES[name]

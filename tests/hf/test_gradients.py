@@ -12,8 +12,10 @@ RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.00
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
 OF_STOCK = 2.0
 """How much larger than Hugging Face's own that error may be."""
-OF_DELTA_NETS = 1e-4, 2.0
-"""Both, of Qwen3.5 in fp32: gates and rules of Hugging Face's float64 model are computed in fp32."""
+OF_STATES = {"linear_key_head_dim": (1e-4, 2.0), "ssm_state_size": (1e-5, 4.0)}
+"""Both, in fp32 of Qwen3.5 and of Nemotron-H, by a size of theirs: Hugging Face's float64 model computes gates and
+rules in fp32, as its fp32 model does.
+"""
 PARTS = sequences((45, 70, 7))
 WEIGHTS = [torch.randn(len(part) - 1, generator=torch.Generator().manual_seed(len(part))) for part in PARTS]
 """Of each token's logprob in the loss."""
@@ -46,7 +48,9 @@ def of_family(name: str) -> torch.nn.Module:
 
 
 def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) -> None:
-    most, of_theirs = OF_DELTA_NETS if "linear_key_head_dim" in changed else (RELATIVE_ERROR[dtype], OF_STOCK)
+    most, of_theirs = next(
+        (OF_STATES[size] for size in changed if size in OF_STATES), (RELATIVE_ERROR[dtype], OF_STOCK)
+    )
     tokens, mask = ways_to_pad(PARTS)["right"]
     stock = model(dtype, *kind, **changed)
     exact = model(dtype, *kind, **changed).double()
@@ -81,7 +85,7 @@ def test_gradients_of_every_family_are_as_near_to_the_exact_ones(name: str) -> N
     compare_with_exact_ones(torch.float32, kind, **changed)
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H"])
 def test_padding_moves_no_bit_of_any_gradient(name: str) -> None:
     trainer, ways = patch(of_family(name)), ways_to_pad(PARTS)
     expected = gradients(trainer, *ways.pop("right"))
@@ -103,7 +107,7 @@ def packed_gradients(trainer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H"])
 def test_a_packed_row_has_the_gradients_of_a_padded_batch(name: str) -> None:
     trainer = patch(of_family(name))
     expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
@@ -112,7 +116,7 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch(name: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
-@pytest.mark.parametrize("name", ["Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen3.5", "Nemotron-H"])
 def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = patch(of_family(name))
     expected, backward = packed_gradients(trainer), recurrence.delta_rule_backward
@@ -128,7 +132,7 @@ def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(name: str, m
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE", "Qwen3.5"]
+    "name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H"]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype, name: str) -> None:
@@ -136,7 +140,7 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
     trainer = patch(model(dtype, kind, **changed))
 
     def at_the_first(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        embeddings = trainer.model.embed_tokens(tokens).detach().requires_grad_()
+        embeddings = trainer.get_input_embeddings()(tokens).detach().requires_grad_()
         loss_of(trainer(inputs_embeds=embeddings, attention_mask=mask).logits, mask, tokens).backward()
         return embeddings.grad[0][mask[0].bool()]
 
@@ -148,16 +152,17 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H"])
 def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
     kind, changed = FAMILIES[name]
     trainer = patch(model(torch.bfloat16, kind, **changed)).train()
     tokens, mask = ways_to_pad(PARTS)["right"]
     expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
     trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    mlp = trainer.model.layers[0].mlp
-    forward, calls = mlp.forward, []
-    mlp.forward = lambda *args: calls.append(0) or forward(*args)
+    layer = trainer.model.layers[0]
+    part = layer.mixer if hasattr(layer, "mixer") else layer.mlp
+    forward, calls = part.forward, []
+    part.forward = lambda *args: calls.append(0) or forward(*args)
     assert_same_bits(trainer(tokens, attention_mask=mask).logits, logits)
     calls.clear()
     for weight, gradient in gradients(trainer, tokens, mask).items():

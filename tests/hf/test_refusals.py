@@ -5,9 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MistralForCausalLM,
+    NemotronHConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 
-from tests.hf.models import DEVICE, EXPERTS, OLMOE, model
+from tests.hf.models import DEVICE, EXPERTS, OLMOE, STATE_SPACES, model
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
@@ -68,9 +75,21 @@ def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
 ) -> None:
     monkeypatch.setenv(envs.TP_TREE.name, "4")
     by_name = {family.prefix: family for family in FAMILIES}
-    for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu")):
+    for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu"), ("NemotronH", "cpu")):
         said = f"VLLM_BATCH_INVARIANT_TP_TREE=4 in a trainer's {name} on device '{device}'"
         refuses(lambda name=name, device=device: support.check_environment(by_name[name], device), said)
+
+
+def test_experts_of_a_nemotron_h_are_refused() -> None:
+    blocks = {"layers_block_type": ["linear_attention", "moe"], "moe_intermediate_size": 64}
+    shared = {"moe_shared_expert_intermediate_size": 64}
+    refuses(lambda: patch(model(torch.bfloat16, NemotronHConfig, **STATE_SPACES | blocks | shared)), "experts of a Nem")
+
+
+@pytest.mark.parametrize("changed", [{"mlp_hidden_act": "silu"}, {"mamba_hidden_act": "relu2"}], ids=str)
+def test_other_activations_of_a_nemotron_h_are_refused(changed: dict) -> None:
+    [(name, value)] = changed.items()
+    refuses(lambda: patch(model(torch.bfloat16, NemotronHConfig, **STATE_SPACES | changed)), f"{name}={value}")
 
 
 def test_a_device_on_which_nobody_compared_a_family_is_refused() -> None:

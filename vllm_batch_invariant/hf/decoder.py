@@ -23,6 +23,7 @@ from .linear import linear
 from .norm import rms_norm
 from .packing import Packed, given_bounds
 from .rotary import cos_sin_cache, rotate, scaling_of
+from .state_space import state_space_forward
 
 
 def model_forward(
@@ -47,29 +48,25 @@ def model_forward(
     mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
     bounds = given_bounds(cu_seq_lens_q, cu_seq_lens_k, seq_idx)
     batch = Packed.of(mask.to(given.device), position_ids, bounds)
-    hidden = batch.pack(given) if input_ids is None else self.embed_tokens(batch.pack(given))
+    hidden = batch.pack(given) if input_ids is None else self.get_input_embeddings()(batch.pack(given))
     support.check_length(batch.positions, self.config.max_position_embeddings)
-    rope = self.config.rope_parameters
-    cache = cos_sin_cache(
-        _rotated(self.config),
-        self.config.max_position_embeddings,
-        rope["rope_theta"],
-        scaling_of(rope),
-        hidden.dtype,
-        hidden.device,
-    )
+    cache = _angles(self.config, hidden) if hasattr(self, "rotary_emb") else None
     residual = None
     for layer in self.layers:
         hidden, residual = layer(hidden, residual, batch, cache)
-    hidden, _ = self.norm(hidden, residual)
-    output = MoeModelOutputWithPast if hasattr(self.config, "num_experts") else BaseModelOutputWithPast
+    last = self.norm_f if hasattr(self, "norm_f") else self.norm
+    hidden, _ = last(hidden, residual)
+    output = MoeModelOutputWithPast if hasattr(self.config, "num_experts_per_tok") else BaseModelOutputWithPast
     return output(last_hidden_state=batch.pad(hidden))
 
 
-def _rotated(config: Any) -> int:
-    """Elements of a head that are turned, the first ones."""
+def _angles(config: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Those of every position, for the elements of a head that are turned, the first ones."""
+    rope = config.rope_parameters
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    turned = int(size * rope.get("partial_rotary_factor", 1.0))
+    positions, base = config.max_position_embeddings, rope["rope_theta"]
+    return cos_sin_cache(turned, positions, base, scaling_of(rope), hidden.dtype, hidden.device)
 
 
 def layer_forward(
@@ -84,13 +81,25 @@ def layer_forward(
     return self.mlp(hidden), residual
 
 
+def block_forward(
+    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of one norm and one mixer."""
+    hidden, residual = (self.norm(hidden), hidden) if residual is None else self.norm(hidden, residual)
+    if self.block_type == "full_attention":
+        return self.mixer(hidden, batch, cache), residual
+    return self.mixer(hidden, batch) if self.block_type == "linear_attention" else self.mixer(hidden), residual
+
+
 def _project(x: torch.Tensor, *layers: torch.nn.Module, k_slices: int = 1) -> torch.Tensor:
     bases = [adapters.base_of(layer) for layer in layers]
     weights, biases = [base.weight for base in bases], [base.bias for base in bases]
     return adapters.add(linear(x, *weights, biases=biases, k_slices=k_slices, fp8=bases[0].fp8), x, layers)
 
 
-def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:
+def attention_forward(
+    self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor | None
+) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
     query, key, value = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
     norms_heads = hasattr(self, "q_norm") and len(self.q_norm.weight) == self.head_dim
@@ -102,7 +111,8 @@ def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
         query, gate = query.unflatten(1, (-1, 2)).unbind(2)
     if norms_heads:
         query, key = self.q_norm(query), self.k_norm(key)
-    query, key = rotate(query, key, batch.positions, cache)
+    if cache is not None:
+        query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling).flatten(1)
     if has_gate:
         out = out * elementwise("sigmoid", gate.reshape(out.shape))
@@ -112,6 +122,11 @@ def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
 def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     gate_up = _project(x, self.gate_proj, self.up_proj)
     return _project(silu_and_mul(gate_up), self.down_proj, k_slices=self.k_slices)
+
+
+def mlp_without_gate_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Squares of what is above 0 need no arithmetic but IEEE 754's."""
+    return _project(_project(x, self.up_proj).relu().square(), self.down_proj)
 
 
 def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -170,11 +185,21 @@ DELTA_NETS_FORWARDS: dict[str, Callable[..., Any]] = {
     "RMSNorm": norm_of_one_more_forward,
 }
 """Those of a family with gated delta nets."""
+STATE_SPACES_FORWARDS: dict[str, Callable[..., Any]] = {
+    "Model": model_forward,
+    "Block": block_forward,
+    "Mamba2Mixer": state_space_forward,
+    "Attention": attention_forward,
+    "MLP": mlp_without_gate_forward,
+    "RMSNorm": norm_forward,
+}
+"""All of a family with state spaces."""
 
 
 def install(model: torch.nn.Module, family: Family) -> None:
     """Give every module of this model its forward method."""
-    names = FORWARDS | (EXPERTS_FORWARDS if family.has_experts else {})
+    names = dict(STATE_SPACES_FORWARDS if family.has_state_spaces else FORWARDS)
+    names |= EXPERTS_FORWARDS if family.has_experts else {}
     names |= DELTA_NETS_FORWARDS if family.has_delta_nets else {}
     forwards = {family.of_name(name): forward for name, forward in names.items()}
     for name, module in model.named_modules():
