@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Lfm2Config,
     LlamaConfig,
     NemotronHConfig,
     OlmoeConfig,
@@ -65,6 +66,14 @@ STATE_SPACES: dict[str, Any] = {
     "time_step_min": 1e-9,  # the least time step of Hugging Face's layer; vLLM's has none
     "rescale_prenorm_residual": False,
 }
+SHORT_CONVS: dict[str, Any] = {
+    "hidden_size": 384,
+    "layer_types": ["conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "block_dim": 384,
+    "conv_dim": 384,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama, untied, without biases": (LlamaConfig, {}),
     "Llama with biases and its rotary scaling, tied": (
@@ -79,9 +88,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "OLMoE": (OlmoeConfig, OLMOE),
     "Qwen3.5": (Qwen3_5TextConfig, DELTA_NETS),
     "Nemotron-H": (NemotronHConfig, STATE_SPACES),
+    "LFM2, tied": (Lfm2Config, SHORT_CONVS),
+    "LFM2 with biases, tied": (Lfm2Config, SHORT_CONVS | {"conv_bias": True}),
     "Nemotron-H with biases": (NemotronHConfig, STATE_SPACES | {"use_bias": True, "mlp_bias": True}),
 }
-"""What the trainer has patches for; Qwen2's and OLMoE's heads are their hidden size together."""
+"""What the trainer has patches for; Qwen2's, OLMoE's and LFM2's heads are their hidden size together."""
 
 
 def config(of: type[PreTrainedConfig] = Qwen3Config, **changed: Any) -> PreTrainedConfig:

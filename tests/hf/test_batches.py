@@ -45,8 +45,16 @@ def test_a_token_of_every_family_has_the_same_logits_alone_and_in_any_batch(name
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
-@pytest.mark.parametrize("kept", ["ConvStates", "DeltaStates"])
-@pytest.mark.parametrize("name", ["Qwen3.5", "Nemotron-H"])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("Qwen3.5", "ConvStates"),
+        ("Qwen3.5", "DeltaStates"),
+        ("Nemotron-H", "ConvStates"),
+        ("Nemotron-H", "DeltaStates"),
+        ("LFM2, tied", "ConvStates"),
+    ],
+)
 def test_a_state_that_goes_on_in_the_next_sequence_is_seen(
     name: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +122,7 @@ def test_logits_of_the_last_tokens_are_those_of_all() -> None:
         assert_same_bits(trainer(tokens, attention_mask=mask, logits_to_keep=3).logits, every[:, -3:])
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
 def test_the_mode_moves_no_bit_of_a_patched_model(name: str, dtype: torch.dtype) -> None:
     """So no operation is PyTorch's own that the engine has another for."""
     kind, changed = FAMILIES[name]

@@ -28,7 +28,7 @@ PROMPTS = (1, 45, 257)
 QUICK = ("Qwen3-MoE",)
 """What CI has time for, beside Qwen3, of test_parity.py."""
 ARGUMENTS = ["--max-model-len", "512", "--skip-tokenizer-init", *ON_A_SHARED_GPU]
-KEEP_STATES = ("Qwen3.5", "Nemotron-H")
+KEEP_STATES = ("Qwen3.5", "Nemotron-H", "LFM2, tied")
 """Families whose layers have arithmetic of their own in each dtype."""
 
 

@@ -1,12 +1,14 @@
 """Gradients of a patched model: near those of float64, and independent of padding and of other sequences."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
 from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch, recurrence, token_logprobs
+from vllm_batch_invariant.hf import patch, recurrence, short_conv, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
@@ -85,7 +87,7 @@ def test_gradients_of_every_family_are_as_near_to_the_exact_ones(name: str) -> N
     compare_with_exact_ones(torch.float32, kind, **changed)
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
 def test_padding_moves_no_bit_of_any_gradient(name: str) -> None:
     trainer, ways = patch(of_family(name)), ways_to_pad(PARTS)
     expected = gradients(trainer, *ways.pop("right"))
@@ -107,7 +109,7 @@ def packed_gradients(trainer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
 def test_a_packed_row_has_the_gradients_of_a_padded_batch(name: str) -> None:
     trainer = patch(of_family(name))
     expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
@@ -131,8 +133,33 @@ def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(name: str, m
     assert all(not torch.equal(found[name], expected[name]) for name in through)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
+def test_a_convolutions_gradient_that_goes_back_into_the_sequence_before_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = patch(of_family("LFM2, tied"))
+    expected, convolve = packed_gradients(trainer), short_conv.convolve
+
+    def far_from_a_begin(x, weight, bias, batch, gated):
+        return convolve(x, weight, bias, replace(batch, positions=batch.positions + weight.shape[1]), gated)
+
+    monkeypatch.setattr(short_conv, "convolve", far_from_a_begin)
+    found = packed_gradients(trainer)
+    through = [name for name in found if ".conv." in name and "out_proj" not in name]
+    assert through
+    assert all(not torch.equal(found[name], expected[name]) for name in through)
+
+
 @pytest.mark.parametrize(
-    "name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H"]
+    "name",
+    [
+        "Qwen3, tied",
+        "Llama with biases and its rotary scaling, tied",
+        "Qwen3-MoE",
+        "Qwen3.5",
+        "Nemotron-H",
+        "LFM2, tied",
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype, name: str) -> None:
@@ -152,7 +179,7 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
 def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
     kind, changed = FAMILIES[name]
     trainer = patch(model(torch.bfloat16, kind, **changed)).train()
@@ -160,7 +187,7 @@ def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name:
     expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
     trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})
     layer = trainer.model.layers[0]
-    part = layer.mixer if hasattr(layer, "mixer") else layer.mlp
+    part = next(getattr(layer, name) for name in ("mlp", "mixer", "feed_forward") if hasattr(layer, name))
     forward, calls = part.forward, []
     part.forward = lambda *args: calls.append(0) or forward(*args)
     assert_same_bits(trainer(tokens, attention_mask=mask).logits, logits)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    Lfm2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralForCausalLM,
@@ -14,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.hf.models import DEVICE, EXPERTS, OLMOE, STATE_SPACES, model
+from tests.hf.models import DEVICE, EXPERTS, OLMOE, SHORT_CONVS, STATE_SPACES, model
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
@@ -51,6 +52,11 @@ def test_a_configuration_without_a_proof_is_refused(what: str, changed: dict) ->
 def test_what_the_engines_model_does_not_read_is_refused(changed: dict) -> None:
     [(name, value)] = changed.items()
     refuses(lambda: patch(model(torch.bfloat16, OlmoeConfig, **OLMOE | changed)), f"{name}={value} in a trainer")
+
+
+def test_an_untied_lfm2_is_refused() -> None:
+    untied = SHORT_CONVS | {"tie_word_embeddings": False}
+    refuses(lambda: patch(model(torch.bfloat16, Lfm2Config, **untied)), "tie_word_embeddings=False")
 
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}

@@ -23,7 +23,23 @@ from .linear import linear
 from .norm import rms_norm
 from .packing import Packed, given_bounds
 from .rotary import cos_sin_cache, rotate, scaling_of
+from .short_conv import short_conv_forward
 from .state_space import state_space_forward
+
+_NAMES = {
+    "norm": ("norm_f", "embedding_norm"),
+    "input_layernorm": ("operator_norm",),
+    "post_attention_layernorm": ("ffn_norm",),
+    "linear_attn": ("conv",),
+    "mlp": ("feed_forward",),
+    "q_norm": ("q_layernorm",),
+    "k_norm": ("k_layernorm",),
+    "o_proj": ("out_proj",),
+    "gate_proj": ("w1",),
+    "up_proj": ("w3",),
+    "down_proj": ("w2",),
+}
+"""What Nemotron-H and LFM2 call the parts of a model."""
 
 
 def model_forward(
@@ -54,10 +70,14 @@ def model_forward(
     residual = None
     for layer in self.layers:
         hidden, residual = layer(hidden, residual, batch, cache)
-    last = self.norm_f if hasattr(self, "norm_f") else self.norm
-    hidden, _ = last(hidden, residual)
+    hidden, _ = _part(self, "norm")(hidden, residual)
     output = MoeModelOutputWithPast if hasattr(self.config, "num_experts_per_tok") else BaseModelOutputWithPast
     return output(last_hidden_state=batch.pad(hidden))
+
+
+def _part(module: torch.nn.Module, name: str) -> Any:
+    """A part by its name in Llama or Qwen, whatever the module's family calls it; None where there is none."""
+    return next((getattr(module, one) for one in (name, *_NAMES.get(name, ())) if hasattr(module, one)), None)
 
 
 def _angles(config: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -72,13 +92,12 @@ def _angles(config: Any, hidden: torch.Tensor) -> torch.Tensor:
 def layer_forward(
     self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if residual is None:
-        hidden, residual = self.input_layernorm(hidden), hidden
-    else:
-        hidden, residual = self.input_layernorm(hidden, residual)
-    mixed = self.self_attn(hidden, batch, cache) if hasattr(self, "self_attn") else self.linear_attn(hidden, batch)
-    hidden, residual = self.post_attention_layernorm(mixed, residual)
-    return self.mlp(hidden), residual
+    norm = _part(self, "input_layernorm")
+    hidden, residual = (norm(hidden), hidden) if residual is None else norm(hidden, residual)
+    other = _part(self, "linear_attn")
+    mixed = self.self_attn(hidden, batch, cache) if other is None else other(hidden, batch)
+    hidden, residual = _part(self, "post_attention_layernorm")(mixed, residual)
+    return _part(self, "mlp")(hidden), residual
 
 
 def block_forward(
@@ -102,26 +121,27 @@ def attention_forward(
 ) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
     query, key, value = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
-    norms_heads = hasattr(self, "q_norm") and len(self.q_norm.weight) == self.head_dim
-    if hasattr(self, "q_norm") and not norms_heads:  # all of a token's at once
-        query, key = self.q_norm(query), self.k_norm(key)
+    q_norm, k_norm, out_proj = (_part(self, name) for name in ("q_norm", "k_norm", "o_proj"))
+    norms_heads = q_norm is not None and len(q_norm.weight) == self.head_dim
+    if q_norm is not None and not norms_heads:  # all of a token's at once
+        query, key = q_norm(query), k_norm(key)
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
-    has_gate = self.q_proj.out_features > self.o_proj.in_features
+    has_gate = self.q_proj.out_features > out_proj.in_features
     if has_gate:  # of each head behind its query
         query, gate = query.unflatten(1, (-1, 2)).unbind(2)
     if norms_heads:
-        query, key = self.q_norm(query), self.k_norm(key)
+        query, key = q_norm(query), k_norm(key)
     if cache is not None:
         query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling).flatten(1)
     if has_gate:
         out = out * elementwise("sigmoid", gate.reshape(out.shape))
-    return _project(out, self.o_proj, k_slices=self.k_slices)
+    return _project(out, out_proj, k_slices=self.k_slices)
 
 
 def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    gate_up = _project(x, self.gate_proj, self.up_proj)
-    return _project(silu_and_mul(gate_up), self.down_proj, k_slices=self.k_slices)
+    gate_proj, up_proj, down_proj = (_part(self, name) for name in ("gate_proj", "up_proj", "down_proj"))
+    return _project(silu_and_mul(_project(x, gate_proj, up_proj)), down_proj, k_slices=self.k_slices)
 
 
 def mlp_without_gate_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -159,12 +179,13 @@ def _k_slices(module: torch.nn.Module, name: str) -> int | None:
     Raises:
         NotCovered: a tree whose slices cannot be equal parts of it.
     """
-    if hasattr(module, "o_proj"):
+    if hasattr(module, "q_proj"):
         sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
         tensor_tree.check_outputs(sizes, f"{name}.qkv_proj")
-        return tensor_tree.of_inputs(module.o_proj.in_features, f"{name}.o_proj")
-    if hasattr(module, "down_proj") and hasattr(module, "gate_proj"):
-        sizes = [len(layer.weight) for layer in (module.gate_proj, module.up_proj)]
+        return tensor_tree.of_inputs(_part(module, "o_proj").in_features, f"{name}.o_proj")
+    gate_proj, up_proj = (_part(module, one) for one in ("gate_proj", "up_proj"))
+    if gate_proj is not None and _part(module, "down_proj") is not None:
+        sizes = [len(layer.weight) for layer in (gate_proj, up_proj)]
         tensor_tree.check_outputs(sizes, f"{name}.gate_up_proj")
         return tensor_tree.of_inputs(sizes[0], f"{name}.down_proj")
     return None
@@ -185,6 +206,8 @@ DELTA_NETS_FORWARDS: dict[str, Callable[..., Any]] = {
     "RMSNorm": norm_of_one_more_forward,
 }
 """Those of a family with gated delta nets."""
+SHORT_CONVS_FORWARDS: dict[str, Callable[..., Any]] = {"ShortConv": short_conv_forward}
+"""Those of a family with short convolutions."""
 STATE_SPACES_FORWARDS: dict[str, Callable[..., Any]] = {
     "Model": model_forward,
     "Block": block_forward,
@@ -201,6 +224,7 @@ def install(model: torch.nn.Module, family: Family) -> None:
     names = dict(STATE_SPACES_FORWARDS if family.has_state_spaces else FORWARDS)
     names |= EXPERTS_FORWARDS if family.has_experts else {}
     names |= DELTA_NETS_FORWARDS if family.has_delta_nets else {}
+    names |= SHORT_CONVS_FORWARDS if family.has_short_convs else {}
     forwards = {family.of_name(name): forward for name, forward in names.items()}
     for name, module in model.named_modules():
         if type(module) in forwards:

@@ -24,6 +24,7 @@ class Family:
             weight, gates of attention, and a rotary embedding of a part of each head.
         has_state_spaces: whether layers are one mixer behind one norm: a state space of Mamba-2, attention without a
             rotary embedding, or an MLP without a gate.
+        has_short_convs: whether layers may be short convolutions with gates.
         of_text: of classes whose names say that they are of text.
         devices: types of those on which it was compared with an engine.
         fixed: fields of the configuration that vLLM's model does not read, with what it computes instead.
@@ -35,6 +36,7 @@ class Family:
     has_experts: bool = False
     has_delta_nets: bool = False
     has_state_spaces: bool = False
+    has_short_convs: bool = False
     of_text: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     fixed: tuple[tuple[str, Any], ...] = ()
@@ -42,7 +44,7 @@ class Family:
     @property
     def keeps_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.has_delta_nets or self.has_state_spaces
+        return self.has_delta_nets or self.has_state_spaces or self.has_short_convs
 
     @property
     def module(self) -> ModuleType:
@@ -73,6 +75,13 @@ FAMILIES = (
         biased=("in_proj", "conv1d", "out_proj", "up_proj", "down_proj"),
         has_state_spaces=True,
         fixed=(("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")),
+    ),
+    Family(
+        "lfm2",
+        "Lfm2",
+        biased=("in_proj", "conv", "out_proj"),
+        has_short_convs=True,
+        fixed=(("tie_word_embeddings", True),),
     ),
 )
 

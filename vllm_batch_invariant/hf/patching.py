@@ -9,8 +9,8 @@ from . import adapters, support
 
 
 def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: Sequence[str] = ()) -> torch.nn.Module:
-    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE, Qwen3.5 (as text) or Nemotron-H (without
-    experts), the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
+    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE, Qwen3.5 (as text), Nemotron-H or LFM2
+    (without experts), the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
 
     The model keeps its parameters and its call: ``model(input_ids, attention_mask=...)`` takes batches that are padded
     on either side, or packed by position_ids, cu_seq_lens_q or seq_idx, and a token's logits depend on the tokens of

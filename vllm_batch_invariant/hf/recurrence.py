@@ -14,20 +14,24 @@ from ..ops.delta_rule_backward import delta_rule_backward
 from .packing import Packed
 
 
-def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: Packed) -> torch.Tensor:
-    """The convolution of each channel over its sequence, as the engine's operation computes it. Gradients are computed
-    in fp32, tap after tap from the token itself back, and rounded once.
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: Packed, gated: bool = False
+) -> torch.Tensor:
+    """The convolution of each channel over its sequence, as the engine's operation computes it. Gradients are those of
+    the exact function, computed in fp32, tap after tap from the token itself back, and rounded once.
 
     Args:
-        x: [tokens, channels] fp32, bf16 or fp16.
+        x: [tokens, channels] fp32, bf16 or fp16; gated [tokens, 3 * channels], see
+            :func:`..ops.causal_conv.causal_conv`.
         weight: [channels, width] of the same dtype: the last tap is of the token itself.
         bias: [channels] of the same dtype, or None.
         batch: which rows belong together.
+        gated: whether x has gates.
 
     Returns:
         [tokens, channels] of x's dtype.
     """
-    return _Convolution.apply(x, weight, bias, batch)
+    return _Convolution.apply(x, weight, bias, batch, gated)
 
 
 def recur(
@@ -57,28 +61,37 @@ class _Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         batch: Packed,
+        gated: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.batch = batch
+        ctx.batch, ctx.gated = batch, gated
         held = x.new_zeros(len(batch.lengths), weight.shape[1] - 1, len(weight))
-        return causal_conv(x, weight, bias, ConvStates(held, *batch.states))
+        return causal_conv(x, weight, bias, ConvStates(held, *batch.states), gated)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         tokens, positions = len(x), ctx.batch.positions
-        grads, inputs, taps = grad.float(), x.float(), weight.float()
-        of_x, of_weight = torch.zeros_like(grads), []
+        grads, given, taps = grad.float(), x.float(), weight.float()
+        of_sum, inputs = grads, given
+        if ctx.gated:
+            before, after, given = given.chunk(3, 1)
+            of_sum, inputs = grads * after, before * given
+        summed = torch.zeros_like(grads) if bias is None else bias.float().expand_as(grads).clone()
+        of_inputs, of_weight = torch.zeros_like(grads), []
         for distance in range(min(weight.shape[1], max(tokens, 1))):
             behind = (positions >= distance)[distance:, None]  # a token so far back is of the same sequence
-            reached = torch.where(behind, grads[distance:], 0.0)
-            of_x[: tokens - distance] += reached * taps[:, -1 - distance]
+            reached, tap = torch.where(behind, of_sum[distance:], 0.0), taps[:, -1 - distance]
+            of_inputs[: tokens - distance] += reached * tap
             of_weight.append(reduce.sum(reached * inputs[: tokens - distance], 0))
+            if ctx.gated:
+                summed[distance:] += torch.where(behind, inputs[: tokens - distance], 0.0) * tap
         missing = [torch.zeros_like(taps[:, 0])] * (weight.shape[1] - len(of_weight))
         of_weights = torch.stack([*missing, *reversed(of_weight)], 1).to(weight.dtype)
-        of_bias = None if bias is None else reduce.sum(grads, 0).to(bias.dtype)
-        return of_x.to(x.dtype), of_weights, of_bias, None
+        of_bias = None if bias is None else reduce.sum(of_sum, 0).to(bias.dtype)
+        of_x = torch.cat((of_inputs * given, grads * summed, of_inputs * before), 1) if ctx.gated else of_inputs
+        return of_x.to(x.dtype), of_weights, of_bias, None, None
 
 
 class _Recurrence(torch.autograd.Function):

@@ -121,6 +121,7 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
     names += ["Block", "Mamba2Mixer"] if family.has_state_spaces else ["DecoderLayer", "RotaryEmbedding"]
     names += ["SparseMoeBlock", "Experts", "TopKRouter"] if family.has_experts else []
     names += ["GatedDeltaNet", "RMSNormGated"] if family.has_delta_nets else []
+    names += ["ShortConv"] if family.has_short_convs else []
     known = {family.of_name(name) for name in names}
     known |= {torch.nn.Conv1d} if family.keeps_states else set()
     known |= {family.module.Zamba2RMSNormGated, type(ACT2FN["relu2"])} if family.has_state_spaces else set()
@@ -180,10 +181,10 @@ def _check_config(config: Any, family: Family) -> None:
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
     activation = getattr(config, "hidden_act", "silu")
     windows = {*(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)}
-    windows -= {"linear_attention", "mlp"} if family.keeps_states else set()
+    windows -= {"linear_attention", "conv", "mlp"} if family.keeps_states else set()
     found = {
         f"the activation {activation}": activation != "silu",
-        "dropout of attention": config.attention_dropout,
+        "dropout of attention": getattr(config, "attention_dropout", 0.0),
         f"experts of a {family.prefix}": "moe" in windows,
         "sliding window layers": windows - {"full_attention", None},
         f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
