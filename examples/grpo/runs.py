@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.record import DATA, Measurement, Setting, case_text, read, write
 from examples.grpo.task import SHAPES, warmed_up
+from tests.fakes import torchvision
 from vllm_batch_invariant import __version__
 from vllm_batch_invariant.envs import FLAG
 from vllm_batch_invariant.installing import how_to_install
@@ -35,8 +36,10 @@ from vllm_batch_invariant.verify.outcome import NoTestError, Status
 ROOT = Path(__file__).parents[2]
 CONTEXT = 256
 """Tokens of a prompt and its completion."""
-SMALL, OF_BLOCKS = "small", "small-128"
-"""The sizes that a CPU trains, of :data:`.task.SHAPES`: in 16 bits, and in FP8."""
+SMALL, OF_BLOCKS, HYBRID = "small", "small-128", "small-delta"
+"""The sizes that a CPU trains, of :data:`.task.SHAPES`: in 16 bits, in FP8, and with a gated delta net."""
+HYBRID_WARM_UP = 40
+"""Steps at most, each of which takes longer than another model's."""
 _SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENDS = 10
 """Steps whose mean is the first and the last reward."""
@@ -73,6 +76,7 @@ class Run:
             (the adapter is not sent after the first step), or None.
         adapter: whether a LoRA adapter is trained in the place of all weights. Plain TRL merges it into the weights
             that it sends.
+        hybrid: whether the model is a Qwen3.5, of which some layers keep a state in the place of keys.
     """
 
     mode: bool
@@ -81,6 +85,7 @@ class Run:
     rollouts: str = "together"
     fault: str | None = None
     adapter: bool = False
+    hybrid: bool = False
 
     @property
     def exact(self) -> bool:
@@ -105,6 +110,9 @@ SHORT = {
     "ours-lora-other-batch": Run(mode=True, patched=True, rollouts="few", adapter=True),
     "stale-adapter": Run(mode=True, patched=True, fault="stale adapter", adapter=True),
     "stock-lora": Run(mode=False, patched=False, adapter=True),
+    "ours-delta": Run(mode=True, patched=True, hybrid=True),
+    "ours-delta-other-batch": Run(mode=True, patched=True, rollouts="few", hybrid=True),
+    "stock-delta": Run(mode=False, patched=False, hybrid=True),
 }
 """Runs of a few steps. Where not both engine and trainer are ours, or one has a fault, that has to be seen."""
 ALL = RUNS | SHORT
@@ -112,6 +120,7 @@ SAME_WEIGHTS = {
     "ours-other-batch": "ours",
     "ours-one-by-one": "ours",
     "ours-lora-other-batch": "ours-lora",
+    "ours-delta-other-batch": "ours-delta",
     "stock-one-by-one": "stock-corrected",
 }
 """Runs whose weights are compared with those of one with other rollouts: ours has the same, plain vLLM has not."""
@@ -228,6 +237,9 @@ def train(specification: Specification, folder: Path) -> Result:
     environment = {name: value for name, value in os.environ.items() if name != FLAG} | _SETTINGS
     environment |= kv_cache_space(specification.model, ["--max-model-len", str(CONTEXT)])
     environment |= {FLAG: "1"} if specification.run.mode else {}
+    if specification.run.hybrid:  # vLLM's file of Qwen3.5 imports what images need
+        path = [*torchvision.where_missing(folder), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
     begin = time.perf_counter()
     with log.open("wb") as file:
         command = [sys.executable, "-m", "examples.grpo.run", str(told)]
@@ -348,10 +360,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and of all requests (default: 0)")
     parser.add_argument("--out", type=Path, default=DATA / "on_policy.csv", help="the data (default: %(default)s)")
     options = parser.parse_args()
-    served = [name for name, run in ALL.items() if run.mode or options.quantization is None]
-    options.only = options.only or served
+    served = [name for name, run in ALL.items() if options.quantization is None or (run.mode and not run.hybrid)]
+    options.only = options.only or [name for name in served if options.model is None or not ALL[name].hybrid]
     if unserved := [name for name in options.only if name not in served]:
-        parser.error(f"argument --only: {', '.join(unserved)} cannot have a --quantization: plain vLLM has none here")
+        parser.error(f"argument --only: {', '.join(unserved)} cannot have a --quantization: none was compared")
     options.size = options.size or (SMALL if options.quantization is None else OF_BLOCKS)
     try:
         return _compare(options)
@@ -365,27 +377,35 @@ def _compare(options: argparse.Namespace) -> int:
         if find_spec(package) is None:
             raise NoTestError(f"{package} is not installed: {how_to_install('on-policy')} beside a vLLM")
     console, results, setting = Console(width=200), {}, here()
-    name_of_model = Path(options.model).name if options.model else options.size
-    name_of_model += f",{options.quantization}" if options.quantization else ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        begin = time.perf_counter()
-        model = options.model or str(warmed_up(folder / "model", options.warm_up, options.seed, options.size))
-        if options.model is None:
-            console.print(f"warm-up: {options.warm_up} steps, {time.perf_counter() - begin:.0f} s")
+        models: dict[str, str] = {}
         sizes = {
             field: getattr(options, field)
             for field in ("prompts", "group", "max_tokens", "learning_rate", "seed", "quantization")
         }
         for run_name in options.only:
             run = ALL[run_name]
+            size, warm_up = options.size, options.warm_up
+            if run.hybrid:
+                size, warm_up = HYBRID, min(warm_up, HYBRID_WARM_UP)
+            elif options.model:
+                size = Path(options.model).name
+                models[size] = options.model
+            if size not in models:
+                begin = time.perf_counter()
+                models[size] = str(warmed_up(folder / size, warm_up, options.seed, size))
+                console.print(f"warm-up of {size}: {warm_up} steps, {time.perf_counter() - begin:.0f} s")
             place = folder / run_name
             place.mkdir()
             planned = schedule(run, options.prompts * options.group)
             steps = options.steps if run_name in RUNS else options.short
             out = str(place / "steps.json")
-            results[run_name] = train(Specification(model, out, run, planned, steps, **sizes), place)
-            keep(options.out, list(measurements(results, name_of_model, setting)))  # whatever becomes of the next one
+            results[run_name] = train(Specification(models[size], out, run, planned, steps, **sizes), place)
+            name_of_model = f"{size},{options.quantization}" if options.quantization else size
+            of_model = {name: result for name, result in results.items() if ALL[name].hybrid == run.hybrid}
+            # whatever becomes of the next one
+            keep(options.out, list(measurements(of_model, name_of_model, setting)))
             console.print(f"{run_name}: {results[run_name].seconds:.0f} s")
     console.print(table(results))
     console.print(f"{setting.gpu}, {setting.versions}", soft_wrap=True)

@@ -19,14 +19,17 @@ SHAPES = {
     "small-128": Shape(
         hidden=128, intermediate=2048, layers=3, heads=2, kv_heads=1, head_size=128, max_length=512, head_gain=1.0,
     ),
+    "small-delta": Shape(
+        hidden=128, intermediate=2048, layers=2, heads=2, kv_heads=1, max_length=512, head_gain=1.0, hybrid="delta",
+    ),
     "0.6b": Shape(
         hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_size=128, vocab=151_936, max_length=512,
         residual_gain=0.1, head_gain=1.0,
     ),
 }  # fmt: skip
 """The small one has a large intermediate size: with a smaller one plain vLLM's bits do not follow the batch on every
-CPU, since sums are too short. The next has heads of whole blocks of FP8. The last is Qwen3's of 0.6 billion parameters,
-for a GPU.
+CPU, since sums are too short. The next has heads of whole blocks of FP8; then a Qwen3.5 with one gated delta net and
+one layer of attention. The last is Qwen3's of 0.6 billion parameters, for a GPU.
 """
 _RULES = (
     "Write the last digits of the numbers that one counts, as many of them as there are months in a year, with one "
@@ -36,7 +39,9 @@ _RULES = (
 _TASKS = list(product(range(10), range(1, 10)))
 """(start, step) of every question."""
 _BATCH = 32
-_LEARNING_RATES = {"small": 2e-3, "small-128": 2e-3, "0.6b": 3e-4}
+_LEARNING_RATES = {"0.6b": 3e-4}
+_LEARNING_RATE = 2e-3
+"""Of the other sizes."""
 _WARM_STEPS = 20
 _ERRORS = 0.3
 """Share of a demonstration's digits that are random."""
@@ -76,7 +81,7 @@ def _counted(start: int, step: int, chance: random.Random | None = None) -> list
 
 
 def warmed_up(folder: Path, steps: int, seed: int = 0, size: str = "small") -> Path:
-    """Write a Qwen3 in bf16 and its tokenizer into ``folder``, trained in fp32 on demonstrations, on a GPU if there is
+    """Write a model in bf16 and its tokenizer into ``folder``, trained in fp32 on demonstrations, on a GPU if there is
     one.
 
     Args:
@@ -91,7 +96,7 @@ def warmed_up(folder: Path, steps: int, seed: int = 0, size: str = "small") -> P
     make_checkpoint(folder, SHAPES[size], seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATES[size], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATES.get(size, _LEARNING_RATE), weight_decay=0.0)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARM_STEPS) * (1 - step / steps)
     )

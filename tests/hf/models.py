@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Lfm2Config,
     LlamaConfig,
+    NemotronHConfig,
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -55,6 +57,23 @@ DELTA_NETS: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
+STATE_SPACES: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+    "time_step_min": 1e-9,  # the least time step of Hugging Face's layer; vLLM's has none
+    "rescale_prenorm_residual": False,
+}
+SHORT_CONVS: dict[str, Any] = {
+    "hidden_size": 384,
+    "layer_types": ["conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "block_dim": 384,
+    "conv_dim": 384,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Llama, untied, without biases": (LlamaConfig, {}),
     "Llama with biases and its rotary scaling, tied": (
@@ -68,8 +87,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen3-MoE without renormalised weights": (Qwen3MoeConfig, EXPERTS | {"norm_topk_prob": False}),
     "OLMoE": (OlmoeConfig, OLMOE),
     "Qwen3.5": (Qwen3_5TextConfig, DELTA_NETS),
+    "Nemotron-H": (NemotronHConfig, STATE_SPACES),
+    "LFM2, tied": (Lfm2Config, SHORT_CONVS),
+    "LFM2 with biases, tied": (Lfm2Config, SHORT_CONVS | {"conv_bias": True}),
+    "Nemotron-H with biases": (NemotronHConfig, STATE_SPACES | {"use_bias": True, "mlp_bias": True}),
 }
-"""What the trainer has patches for; Qwen2's and OLMoE's heads are their hidden size together."""
+"""What the trainer has patches for; Qwen2's, OLMoE's and LFM2's heads are their hidden size together."""
 
 
 def config(of: type[PreTrainedConfig] = Qwen3Config, **changed: Any) -> PreTrainedConfig:

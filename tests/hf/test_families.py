@@ -27,7 +27,9 @@ pytestmark = pytest.mark.engine
 PROMPTS = (1, 45, 257)
 QUICK = ("Qwen3-MoE",)
 """What CI has time for, beside Qwen3, of test_parity.py."""
-ARGUMENTS = ["--dtype", "bfloat16", "--max-model-len", "512", "--skip-tokenizer-init", *ON_A_SHARED_GPU]
+ARGUMENTS = ["--max-model-len", "512", "--skip-tokenizer-init", *ON_A_SHARED_GPU]
+KEEP_STATES = ("Qwen3.5", "Nemotron-H", "LFM2, tied")
+"""Families whose layers have arithmetic of their own in each dtype."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +44,32 @@ class Rollout:
     declared: list[dict[str, Any]]
 
 
-def _roll_out(path: Path, *arguments: str, **environment: str) -> Rollout:
-    with Engine(str(path), [*ARGUMENTS, *arguments], flag="1", environment=SETTINGS | environment) as engine:
+def _roll_out(path: Path, *arguments: str, dtype: str = "bfloat16", **environment: str) -> Rollout:
+    arguments = (*ARGUMENTS, "--dtype", dtype, *arguments)
+    with Engine(str(path), list(arguments), flag="1", environment=SETTINGS | environment) as engine:
         prompts = (tokens(length, 1, range(16, VOCABULARY)) for length in PROMPTS)
         samples = rollout(engine, prompts, max_tokens=12)
         return Rollout(samples, engine.call("tests.engine.engines:declared"))
 
 
 @pytest.fixture(scope="module")
+def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """vLLM's file of Qwen3.5 imports what images need."""
+    return os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
+
+
+@pytest.fixture(scope="module")
 def rolled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python_path: str
 ) -> Iterator[dict[str, tuple[Path, Future]]]:
-    """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core. vLLM's file of
-    Qwen3.5 imports what images need.
-    """
-    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
+    """Every family's checkpoint in an engine of its own, two at a time: most of a start takes one core."""
     with ThreadPoolExecutor(2) as pool:
         found = {}
         for name in selected(request, "name"):
             kind, changed = FAMILIES[name]
             folder = tmp_path_factory.mktemp("checkpoint")
             model(torch.bfloat16, kind, **changed).save_pretrained(folder)
-            found[name] = folder, pool.submit(_roll_out, folder, PYTHONPATH=path)
+            found[name] = folder, pool.submit(_roll_out, folder, PYTHONPATH=python_path)
         yield found
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -82,6 +88,22 @@ def test_a_family_has_the_logprobs_of_its_rollout_and_hugging_face_has_others(
     patched = patch(trainer)
     check_engine(patched, rolled_out.declared)
     assert_equal(of_trainer(patched, samples), samples)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", KEEP_STATES)
+def test_a_family_with_states_has_them_in_other_dtypes(
+    name: str, dtype: torch.dtype, python_path: str, tmp_path: Path
+) -> None:
+    kind, changed = FAMILIES[name]
+    model(dtype, kind, **changed).save_pretrained(tmp_path)
+    rolled_out = _roll_out(tmp_path, dtype=str(dtype).removeprefix("torch."), PYTHONPATH=python_path)
+    trainer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    assert Gap.of(rolled_out.samples, of_trainer(trainer, rolled_out.samples, plain_logprobs)).kl != 0.0
+    check_engine(patch(trainer), rolled_out.declared)
+    assert_equal(of_trainer(trainer, rolled_out.samples), rolled_out.samples)
 
 
 def assert_equal(logprobs: list[torch.Tensor], samples: list[Sample]) -> None:

@@ -1,19 +1,23 @@
 """Gradients of a patched model: near those of float64, and independent of padding and of other sequences."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.assertions import DTYPES, assert_same_bits
 from tests.hf.models import DEVICE, FAMILIES, model, packed, sequences, ways_to_pad
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch, token_logprobs
+from vllm_batch_invariant.hf import patch, recurrence, short_conv, token_logprobs
 
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.006}
 """Largest |gradient - reference| / |reference| of any weight, in norms, against a float64 model."""
 OF_STOCK = 2.0
 """How much larger than Hugging Face's own that error may be."""
-OF_DELTA_NETS = 1e-4, 2.0
-"""Both, of Qwen3.5 in fp32: gates and rules of Hugging Face's float64 model are computed in fp32."""
+OF_STATES = {"linear_key_head_dim": (1e-4, 2.0), "ssm_state_size": (1e-5, 4.0)}
+"""Both, in fp32 of Qwen3.5 and of Nemotron-H, by a size of theirs: Hugging Face's float64 model computes gates and
+rules in fp32, as its fp32 model does.
+"""
 PARTS = sequences((45, 70, 7))
 WEIGHTS = [torch.randn(len(part) - 1, generator=torch.Generator().manual_seed(len(part))) for part in PARTS]
 """Of each token's logprob in the loss."""
@@ -40,8 +44,15 @@ def gradients(trainer: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor
     return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
 
 
+def of_family(name: str) -> torch.nn.Module:
+    kind, changed = FAMILIES[name]
+    return model(torch.bfloat16, kind, **changed)
+
+
 def compare_with_exact_ones(dtype: torch.dtype, *kind: type, **changed: object) -> None:
-    most, of_theirs = OF_DELTA_NETS if "linear_key_head_dim" in changed else (RELATIVE_ERROR[dtype], OF_STOCK)
+    most, of_theirs = next(
+        (OF_STATES[size] for size in changed if size in OF_STATES), (RELATIVE_ERROR[dtype], OF_STOCK)
+    )
     tokens, mask = ways_to_pad(PARTS)["right"]
     stock = model(dtype, *kind, **changed)
     exact = model(dtype, *kind, **changed).double()
@@ -76,17 +87,17 @@ def test_gradients_of_every_family_are_as_near_to_the_exact_ones(name: str) -> N
     compare_with_exact_ones(torch.float32, kind, **changed)
 
 
-def test_padding_moves_no_bit_of_any_gradient() -> None:
-    trainer, ways = patch(model()), ways_to_pad(PARTS)
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
+def test_padding_moves_no_bit_of_any_gradient(name: str) -> None:
+    trainer, ways = patch(of_family(name)), ways_to_pad(PARTS)
     expected = gradients(trainer, *ways.pop("right"))
     for way, (tokens, mask) in ways.items():
         for name, gradient in gradients(trainer, tokens, mask).items():
             assert_same_bits(gradient, expected[name], f"{way}, {name}")
 
 
-def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
-    trainer = patch(model())
-    expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
+def packed_gradients(trainer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of :func:`gradients`, of all sequences in one row."""
     tokens, positions = packed(PARTS)
     trainer.zero_grad()
     logits = trainer(tokens, position_ids=positions).logits[0]
@@ -95,12 +106,60 @@ def test_a_packed_row_has_the_gradients_of_a_padded_batch() -> None:
     within = torch.ones(len(logprobs), dtype=torch.bool)
     within[last] = False
     (logprobs[within.to(logprobs.device)] * torch.cat(WEIGHTS).to(logprobs)).sum().backward()
-    for name, weight in trainer.named_parameters():
-        assert_same_bits(weight.grad, expected[name], name)
+    return {name: weight.grad.clone() for name, weight in trainer.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
+def test_a_packed_row_has_the_gradients_of_a_padded_batch(name: str) -> None:
+    trainer = patch(of_family(name))
+    expected = gradients(trainer, *ways_to_pad(PARTS)["right"])
+    for weight, gradient in packed_gradients(trainer).items():
+        assert_same_bits(gradient, expected[weight], weight)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
+@pytest.mark.parametrize("name", ["Qwen3.5", "Nemotron-H"])
+def test_a_gradient_that_goes_back_into_the_sequence_before_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = patch(of_family(name))
+    expected, backward = packed_gradients(trainer), recurrence.delta_rule_backward
+
+    def as_one_sequence(grad, operands, key_heads, cu_seqlens, reduction):
+        return backward(grad, operands, key_heads, [0, cu_seqlens[-1]], reduction)
+
+    monkeypatch.setattr(recurrence, "delta_rule_backward", as_one_sequence)
+    found = packed_gradients(trainer)
+    through = [name for name in found if "conv1d" in name]
+    assert through
+    assert all(not torch.equal(found[name], expected[name]) for name in through)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="gradients of layers with states are a CPU's")
+def test_a_convolutions_gradient_that_goes_back_into_the_sequence_before_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = patch(of_family("LFM2, tied"))
+    expected, convolve = packed_gradients(trainer), short_conv.convolve
+
+    def far_from_a_begin(x, weight, bias, batch, gated):
+        return convolve(x, weight, bias, replace(batch, positions=batch.positions + weight.shape[1]), gated)
+
+    monkeypatch.setattr(short_conv, "convolve", far_from_a_begin)
+    found = packed_gradients(trainer)
+    through = [name for name in found if ".conv." in name and "out_proj" not in name]
+    assert through
+    assert all(not torch.equal(found[name], expected[name]) for name in through)
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3, tied", "Llama with biases and its rotary scaling, tied", "Qwen3-MoE", "Qwen3.5"]
+    "name",
+    [
+        "Qwen3, tied",
+        "Llama with biases and its rotary scaling, tied",
+        "Qwen3-MoE",
+        "Qwen3.5",
+        "Nemotron-H",
+        "LFM2, tied",
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype: torch.dtype, name: str) -> None:
@@ -108,7 +167,7 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
     trainer = patch(model(dtype, kind, **changed))
 
     def at_the_first(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        embeddings = trainer.model.embed_tokens(tokens).detach().requires_grad_()
+        embeddings = trainer.get_input_embeddings()(tokens).detach().requires_grad_()
         loss_of(trainer(inputs_embeds=embeddings, attention_mask=mask).logits, mask, tokens).backward()
         return embeddings.grad[0][mask[0].bool()]
 
@@ -120,16 +179,17 @@ def test_the_gradient_at_a_sequences_tokens_does_not_depend_on_the_others(dtype:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen3, tied", "Qwen3-MoE", "Qwen3.5", "Nemotron-H", "LFM2, tied"])
 def test_layers_that_are_computed_again_have_the_same_logits_and_gradients(name: str, reentrant: bool) -> None:
     kind, changed = FAMILIES[name]
     trainer = patch(model(torch.bfloat16, kind, **changed)).train()
     tokens, mask = ways_to_pad(PARTS)["right"]
     expected, logits = gradients(trainer, tokens, mask), trainer(tokens, attention_mask=mask).logits
     trainer.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    mlp = trainer.model.layers[0].mlp
-    forward, calls = mlp.forward, []
-    mlp.forward = lambda *args: calls.append(0) or forward(*args)
+    layer = trainer.model.layers[0]
+    part = next(getattr(layer, name) for name in ("mlp", "mixer", "feed_forward") if hasattr(layer, name))
+    forward, calls = part.forward, []
+    part.forward = lambda *args: calls.append(0) or forward(*args)
     assert_same_bits(trainer(tokens, attention_mask=mask).logits, logits)
     calls.clear()
     for weight, gradient in gradients(trainer, tokens, mask).items():

@@ -95,15 +95,16 @@ def test_the_kept_data_are_exact_where_the_mode_is_on_and_nowhere_else() -> None
         assert (row.p50, row.bits) == (0.0, "equal")
     rows = [row for row in kept if row.keys["model"] == SMALL]
     rows = [row for row in rows if (row.gpu, row.versions) == (rows[0].gpu, rows[0].versions)]
-    rows += [row for row in kept if ALL[row.provider].adapter]
-    names = {name for name, run in ALL.items() if not run.adapter} | {row.provider for row in rows}
+    rows += [row for row in kept if ALL[row.provider].adapter or ALL[row.provider].hybrid]
+    names = {name for name, run in ALL.items() if not run.adapter and not run.hybrid} | {row.provider for row in rows}
     gaps = {name: [row for row in rows if (row.provider, row.metric) == (name, "kl")] for name in names}
     for name, found in gaps.items():
         exact = ALL[name].exact
         assert {row.bits for row in found} == ({"equal"} if exact else {"-"})
         assert max(row.p50 for row in found) == 0.0 if exact else found[-1].p50 > 0
     same = {row.provider: row for row in rows if row.metric == "same-weights"}
-    for name in {"ours-other-batch", "ours-one-by-one"} | ({"ours-lora-other-batch"} & names):
+    optional = {"ours-lora-other-batch", "ours-delta-other-batch"}
+    for name in {"ours-other-batch", "ours-one-by-one"} | (optional & names):
         assert (same[name].p50, same[name].bits) == (len(gaps[name]), "equal")
     assert same["stock-one-by-one"].p50 < len(gaps["stock-one-by-one"])
 
@@ -124,4 +125,4 @@ def test_short_runs_are_exact_and_every_fault_is_seen(
     assert {row.provider for row in rows} == set(chosen)
     exact = [row for row in rows if ALL[row.provider].exact]
     assert {row.p50 for row in exact if row.metric in ("kl", "logprob-difference")} == {0.0}
-    assert [row.p50 for row in exact if row.metric == "same-weights"] == [2.0, 2.0, 2.0]
+    assert [row.p50 for row in exact if row.metric == "same-weights"] == [2.0] * 4

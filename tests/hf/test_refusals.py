@@ -5,9 +5,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForSequenceClassification, MistralForCausalLM, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MistralForCausalLM,
+    NemotronHConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 
-from tests.hf.models import DEVICE, EXPERTS, OLMOE, model
+from tests.hf.models import DEVICE, EXPERTS, OLMOE, SHORT_CONVS, STATE_SPACES, model
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import patch, support
@@ -46,6 +54,11 @@ def test_what_the_engines_model_does_not_read_is_refused(changed: dict) -> None:
     refuses(lambda: patch(model(torch.bfloat16, OlmoeConfig, **OLMOE | changed)), f"{name}={value} in a trainer")
 
 
+def test_an_untied_lfm2_is_refused() -> None:
+    untied = SHORT_CONVS | {"tie_word_embeddings": False}
+    refuses(lambda: patch(model(torch.bfloat16, Lfm2Config, **untied)), "tie_word_embeddings=False")
+
+
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 
@@ -68,9 +81,21 @@ def test_a_tree_of_tensor_parallel_workers_is_refused_where_the_engine_has_none(
 ) -> None:
     monkeypatch.setenv(envs.TP_TREE.name, "4")
     by_name = {family.prefix: family for family in FAMILIES}
-    for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu")):
+    for name, device in (("Qwen3", "cuda"), ("Qwen3Moe", "cpu"), ("NemotronH", "cpu")):
         said = f"VLLM_BATCH_INVARIANT_TP_TREE=4 in a trainer's {name} on device '{device}'"
         refuses(lambda name=name, device=device: support.check_environment(by_name[name], device), said)
+
+
+def test_experts_of_a_nemotron_h_are_refused() -> None:
+    blocks = {"layers_block_type": ["linear_attention", "moe"], "moe_intermediate_size": 64}
+    shared = {"moe_shared_expert_intermediate_size": 64}
+    refuses(lambda: patch(model(torch.bfloat16, NemotronHConfig, **STATE_SPACES | blocks | shared)), "experts of a Nem")
+
+
+@pytest.mark.parametrize("changed", [{"mlp_hidden_act": "silu"}, {"mamba_hidden_act": "relu2"}], ids=str)
+def test_other_activations_of_a_nemotron_h_are_refused(changed: dict) -> None:
+    [(name, value)] = changed.items()
+    refuses(lambda: patch(model(torch.bfloat16, NemotronHConfig, **STATE_SPACES | changed)), f"{name}={value}")
 
 
 def test_a_device_on_which_nobody_compared_a_family_is_refused() -> None:
@@ -119,6 +144,7 @@ def test_a_device_without_implementations_is_refused() -> None:
 
 HOLE = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
 LATE = torch.arange(5, 11).expand(2, 6)
+CUT = torch.tensor([0, 4, 6, 12])
 SKIPS = torch.tensor([0, 1, 3, 4, 5, 6]).expand(2, 6)
 
 
@@ -132,6 +158,8 @@ SKIPS = torch.tensor([0, 1, 3, 4, 5, 6]).expand(2, 6)
         "a batch with holes": {"attention_mask": HOLE},
         "positions of its own": {"position_ids": LATE},
         "holes or positions": {"position_ids": SKIPS},
+        "sequences that begin elsewhere": {"cu_seq_lens_q": CUT, "position_ids": torch.arange(6)[None]},
+        "than their positions": {"cu_seq_lens_q": CUT, "cu_seq_lens_k": CUT + 1},
     }.items(),
 )
 def test_a_call_for_something_else_is_refused(what: str, options: dict) -> None:

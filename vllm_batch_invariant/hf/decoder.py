@@ -14,15 +14,32 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 from ..integration.parallel import tensor_tree
 from ..ops.moe import MoeReduction
 from . import adapters, support
-from .activation import silu_and_mul
+from .activation import elementwise, silu_and_mul
 from .attention import attend
 from .delta_net import delta_net_forward
 from .experts import experts
 from .families import Family
 from .linear import linear
 from .norm import rms_norm
-from .packing import Packed
+from .packing import Packed, given_bounds
 from .rotary import cos_sin_cache, rotate, scaling_of
+from .short_conv import short_conv_forward
+from .state_space import state_space_forward
+
+_NAMES = {
+    "norm": ("norm_f", "embedding_norm"),
+    "input_layernorm": ("operator_norm",),
+    "post_attention_layernorm": ("ffn_norm",),
+    "linear_attn": ("conv",),
+    "mlp": ("feed_forward",),
+    "q_norm": ("q_layernorm",),
+    "k_norm": ("k_layernorm",),
+    "o_proj": ("out_proj",),
+    "gate_proj": ("w1",),
+    "up_proj": ("w3",),
+    "down_proj": ("w2",),
+}
+"""What Nemotron-H and LFM2 call the parts of a model."""
 
 
 def model_forward(
@@ -33,6 +50,9 @@ def model_forward(
     past_key_values: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     use_cache: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
     **options: Any,
 ) -> BaseModelOutputWithPast:
     """Hidden states [rows, columns, hidden] of input_ids [rows, columns]; those of padding are 0."""
@@ -42,42 +62,52 @@ def model_forward(
     assert given is not None
     support.check_call(given.device, attention_mask, past_key_values=past_key_values, use_cache=use_cache, **options)
     mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
-    batch = Packed.of(mask.to(given.device), position_ids)
-    hidden = batch.pack(given) if input_ids is None else self.embed_tokens(batch.pack(given))
+    bounds = given_bounds(cu_seq_lens_q, cu_seq_lens_k, seq_idx)
+    batch = Packed.of(mask.to(given.device), position_ids, bounds)
+    hidden = batch.pack(given) if input_ids is None else self.get_input_embeddings()(batch.pack(given))
     support.check_length(batch.positions, self.config.max_position_embeddings)
-    rope = self.config.rope_parameters
-    cache = cos_sin_cache(
-        _rotated(self.config),
-        self.config.max_position_embeddings,
-        rope["rope_theta"],
-        scaling_of(rope),
-        hidden.dtype,
-        hidden.device,
-    )
+    cache = _angles(self.config, hidden) if hasattr(self, "rotary_emb") else None
     residual = None
     for layer in self.layers:
         hidden, residual = layer(hidden, residual, batch, cache)
-    hidden, _ = self.norm(hidden, residual)
-    output = MoeModelOutputWithPast if hasattr(self.config, "num_experts") else BaseModelOutputWithPast
+    hidden, _ = _part(self, "norm")(hidden, residual)
+    output = MoeModelOutputWithPast if hasattr(self.config, "num_experts_per_tok") else BaseModelOutputWithPast
     return output(last_hidden_state=batch.pad(hidden))
 
 
-def _rotated(config: Any) -> int:
-    """Elements of a head that are turned, the first ones."""
+def _part(module: torch.nn.Module, name: str) -> Any:
+    """A part by its name in Llama or Qwen, whatever the module's family calls it; None where there is none."""
+    return next((getattr(module, one) for one in (name, *_NAMES.get(name, ())) if hasattr(module, one)), None)
+
+
+def _angles(config: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Those of every position, for the elements of a head that are turned, the first ones."""
+    rope = config.rope_parameters
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(size * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    turned = int(size * rope.get("partial_rotary_factor", 1.0))
+    positions, base = config.max_position_embeddings, rope["rope_theta"]
+    return cos_sin_cache(turned, positions, base, scaling_of(rope), hidden.dtype, hidden.device)
 
 
 def layer_forward(
     self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if residual is None:
-        hidden, residual = self.input_layernorm(hidden), hidden
-    else:
-        hidden, residual = self.input_layernorm(hidden, residual)
-    mixed = self.self_attn(hidden, batch, cache) if hasattr(self, "self_attn") else self.linear_attn(hidden, batch)
-    hidden, residual = self.post_attention_layernorm(mixed, residual)
-    return self.mlp(hidden), residual
+    norm = _part(self, "input_layernorm")
+    hidden, residual = (norm(hidden), hidden) if residual is None else norm(hidden, residual)
+    other = _part(self, "linear_attn")
+    mixed = self.self_attn(hidden, batch, cache) if other is None else other(hidden, batch)
+    hidden, residual = _part(self, "post_attention_layernorm")(mixed, residual)
+    return _part(self, "mlp")(hidden), residual
+
+
+def block_forward(
+    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of one norm and one mixer."""
+    hidden, residual = (self.norm(hidden), hidden) if residual is None else self.norm(hidden, residual)
+    if self.block_type == "full_attention":
+        return self.mixer(hidden, batch, cache), residual
+    return self.mixer(hidden, batch) if self.block_type == "linear_attention" else self.mixer(hidden), residual
 
 
 def _project(x: torch.Tensor, *layers: torch.nn.Module, k_slices: int = 1) -> torch.Tensor:
@@ -86,28 +116,37 @@ def _project(x: torch.Tensor, *layers: torch.nn.Module, k_slices: int = 1) -> to
     return adapters.add(linear(x, *weights, biases=biases, k_slices=k_slices, fp8=bases[0].fp8), x, layers)
 
 
-def attention_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor) -> torch.Tensor:
+def attention_forward(
+    self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor | None
+) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
     query, key, value = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
-    norms_heads = hasattr(self, "q_norm") and len(self.q_norm.weight) == self.head_dim
-    if hasattr(self, "q_norm") and not norms_heads:  # all of a token's at once
-        query, key = self.q_norm(query), self.k_norm(key)
+    q_norm, k_norm, out_proj = (_part(self, name) for name in ("q_norm", "k_norm", "o_proj"))
+    norms_heads = q_norm is not None and len(q_norm.weight) == self.head_dim
+    if q_norm is not None and not norms_heads:  # all of a token's at once
+        query, key = q_norm(query), k_norm(key)
     query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
-    has_gate = self.q_proj.out_features > self.o_proj.in_features
+    has_gate = self.q_proj.out_features > out_proj.in_features
     if has_gate:  # of each head behind its query
         query, gate = query.unflatten(1, (-1, 2)).unbind(2)
     if norms_heads:
-        query, key = self.q_norm(query), self.k_norm(key)
-    query, key = rotate(query, key, batch.positions, cache)
+        query, key = q_norm(query), k_norm(key)
+    if cache is not None:
+        query, key = rotate(query, key, batch.positions, cache)
     out = attend(query, key, value, batch, self.scaling).flatten(1)
     if has_gate:
-        out = out * torch.sigmoid(gate.reshape(out.shape))
-    return _project(out, self.o_proj, k_slices=self.k_slices)
+        out = out * elementwise("sigmoid", gate.reshape(out.shape))
+    return _project(out, out_proj, k_slices=self.k_slices)
 
 
 def mlp_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    gate_up = _project(x, self.gate_proj, self.up_proj)
-    return _project(silu_and_mul(gate_up), self.down_proj, k_slices=self.k_slices)
+    gate_proj, up_proj, down_proj = (_part(self, name) for name in ("gate_proj", "up_proj", "down_proj"))
+    return _project(silu_and_mul(_project(x, gate_proj, up_proj)), down_proj, k_slices=self.k_slices)
+
+
+def mlp_without_gate_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Squares of what is above 0 need no arithmetic but IEEE 754's."""
+    return _project(_project(x, self.up_proj).relu().square(), self.down_proj)
 
 
 def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -140,12 +179,13 @@ def _k_slices(module: torch.nn.Module, name: str) -> int | None:
     Raises:
         NotCovered: a tree whose slices cannot be equal parts of it.
     """
-    if hasattr(module, "o_proj"):
+    if hasattr(module, "q_proj"):
         sizes = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
         tensor_tree.check_outputs(sizes, f"{name}.qkv_proj")
-        return tensor_tree.of_inputs(module.o_proj.in_features, f"{name}.o_proj")
-    if hasattr(module, "down_proj") and hasattr(module, "gate_proj"):
-        sizes = [len(layer.weight) for layer in (module.gate_proj, module.up_proj)]
+        return tensor_tree.of_inputs(_part(module, "o_proj").in_features, f"{name}.o_proj")
+    gate_proj, up_proj = (_part(module, one) for one in ("gate_proj", "up_proj"))
+    if gate_proj is not None and _part(module, "down_proj") is not None:
+        sizes = [len(layer.weight) for layer in (gate_proj, up_proj)]
         tensor_tree.check_outputs(sizes, f"{name}.gate_up_proj")
         return tensor_tree.of_inputs(sizes[0], f"{name}.down_proj")
     return None
@@ -166,12 +206,25 @@ DELTA_NETS_FORWARDS: dict[str, Callable[..., Any]] = {
     "RMSNorm": norm_of_one_more_forward,
 }
 """Those of a family with gated delta nets."""
+SHORT_CONVS_FORWARDS: dict[str, Callable[..., Any]] = {"ShortConv": short_conv_forward}
+"""Those of a family with short convolutions."""
+STATE_SPACES_FORWARDS: dict[str, Callable[..., Any]] = {
+    "Model": model_forward,
+    "Block": block_forward,
+    "Mamba2Mixer": state_space_forward,
+    "Attention": attention_forward,
+    "MLP": mlp_without_gate_forward,
+    "RMSNorm": norm_forward,
+}
+"""All of a family with state spaces."""
 
 
 def install(model: torch.nn.Module, family: Family) -> None:
     """Give every module of this model its forward method."""
-    names = FORWARDS | (EXPERTS_FORWARDS if family.has_experts else {})
+    names = dict(STATE_SPACES_FORWARDS if family.has_state_spaces else FORWARDS)
+    names |= EXPERTS_FORWARDS if family.has_experts else {}
     names |= DELTA_NETS_FORWARDS if family.has_delta_nets else {}
+    names |= SHORT_CONVS_FORWARDS if family.has_short_convs else {}
     forwards = {family.of_name(name): forward for name, forward in names.items()}
     for name, module in model.named_modules():
         if type(module) in forwards:

@@ -22,6 +22,9 @@ class Family:
         has_experts: whether layers may be mixtures of experts.
         has_delta_nets: whether layers may be gated delta nets, and what they bring along: norms that add 1 to their
             weight, gates of attention, and a rotary embedding of a part of each head.
+        has_state_spaces: whether layers are one mixer behind one norm: a state space of Mamba-2, attention without a
+            rotary embedding, or an MLP without a gate.
+        has_short_convs: whether layers may be short convolutions with gates.
         of_text: of classes whose names say that they are of text.
         devices: types of those on which it was compared with an engine.
         fixed: fields of the configuration that vLLM's model does not read, with what it computes instead.
@@ -32,9 +35,16 @@ class Family:
     biased: tuple[str, ...] = ()
     has_experts: bool = False
     has_delta_nets: bool = False
+    has_state_spaces: bool = False
+    has_short_convs: bool = False
     of_text: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     fixed: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep a state of each sequence."""
+        return self.has_delta_nets or self.has_state_spaces or self.has_short_convs
 
     @property
     def module(self) -> ModuleType:
@@ -59,6 +69,20 @@ FAMILIES = (
         fixed=(("norm_topk_prob", False), ("clip_qkv", None), ("rms_norm_eps", 1e-5)),
     ),
     Family("qwen3_5", "Qwen3_5", has_delta_nets=True, of_text=("Model", "RotaryEmbedding")),
+    Family(
+        "nemotron_h",
+        "NemotronH",
+        biased=("in_proj", "conv1d", "out_proj", "up_proj", "down_proj"),
+        has_state_spaces=True,
+        fixed=(("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")),
+    ),
+    Family(
+        "lfm2",
+        "Lfm2",
+        biased=("in_proj", "conv", "out_proj"),
+        has_short_convs=True,
+        fixed=(("tie_word_embeddings", True),),
+    ),
 )
 
 

@@ -88,7 +88,8 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
 
 def _is_dense(model: torch.nn.Module) -> bool:
     """Whether every layer is attention and an MLP."""
-    return all(hasattr(layer, "self_attn") and hasattr(layer.mlp, "down_proj") for layer in model.model.layers)
+    layers = model.model.layers
+    return all(hasattr(layer, "self_attn") and hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers)
 
 
 def _parts(name: str) -> tuple[str, ...]:

@@ -1,24 +1,30 @@
-"""RMSNorm of the engine's layers, with gradients."""
+"""RMSNorm of the engine's layers, with gradients that are computed in fp32 and rounded once."""
 
 from typing import cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops import norm
+from ..ops import norm, reduce
 from ..ops.norm_backward import rms_norm_backward
+from ..ops.pointwise import elementwise
+from .activation import silu_slope
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, adds_one: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`vllm_batch_invariant.ops.norm.rms_norm`: x + residual enters the norm unrounded.
-
-    The gradient is computed in fp32 from x and the residual, and rounded once.
-    """
+    """As :func:`vllm_batch_invariant.ops.norm.rms_norm`: x + residual enters the norm unrounded."""
     if residual is None:
         return _Norm.apply(x, weight, eps, adds_one)
     return _AddedNorm.apply(x, residual, weight, eps, adds_one)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, norm_before_gate: bool = True
+) -> torch.Tensor:
+    """As :func:`vllm_batch_invariant.ops.norm.gated_rms_norm` with SiLU of the gate, on a CPU."""
+    return _GatedNorm.apply(x, weight, eps, gate, norm_before_gate)
 
 
 def _multiplied(weight: torch.Tensor, adds_one: bool) -> torch.Tensor:
@@ -66,3 +72,33 @@ class _AddedNorm(torch.autograd.Function):
         multiplied = _multiplied(weight, ctx.adds_one)
         of_summed, of_weight = rms_norm_backward(x, multiplied, ctx.eps, grad, residual, grad_of_sum)
         return of_summed, of_summed, of_weight.to(weight.dtype), None, None
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        gate: torch.Tensor,
+        norm_before_gate: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, gate)
+        ctx.eps, ctx.norm_before_gate = eps, norm_before_gate
+        return norm.gated_rms_norm(x, weight, eps, gate, norm_before_gate=norm_before_gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, gate = ctx.saved_tensors
+        wide, scaled, gates = x.float(), weight.float(), gate.float()
+        opened, before = elementwise("silu", gates), ctx.norm_before_gate
+        normed, of_normed = (wide, grad.float() * opened) if before else (wide * opened, grad.float())
+        normalised = cast(torch.Tensor, norm.rms_norm(normed, None, ctx.eps))
+        of_input, _ = rms_norm_backward(normed, scaled.new_ones(scaled.shape[-1]), ctx.eps, of_normed * scaled)
+        of_opened = grad.float() * normalised * scaled if before else of_input * wide
+        of_x = of_input if before else of_input * opened
+        of_weight = reduce.sum((of_normed * normalised).flatten(0, -1 - weight.dim()), 0)
+        of_gate = of_opened * silu_slope(gates)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None, of_gate.to(gate.dtype), None

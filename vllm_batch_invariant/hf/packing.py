@@ -1,5 +1,6 @@
 """The real tokens of a padded batch, one sequence after the other, as the engine holds them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,23 +31,31 @@ class Packed:
     cu_seqlens: torch.Tensor
 
     @classmethod
-    def of(cls, mask: torch.Tensor, position_ids: torch.Tensor | None = None) -> "Packed":
+    def of(
+        cls, mask: torch.Tensor, position_ids: torch.Tensor | None = None, bounds: Sequence[torch.Tensor] = ()
+    ) -> "Packed":
         """Pack a batch.
 
         Args:
             mask: [rows, columns], nonzero where there is a token: one run of tokens a row, with padding before or
                 after it.
             position_ids: [rows, columns] or [1, columns]; each 0 begins a sequence, so a row may hold several. None
-                for one sequence a row.
+                for one sequence a row, or for those of ``bounds``.
+            bounds: each [sequences + 1]: the first token of each sequence and how many tokens there are, without
+                padding; all of them the same.
 
         Raises:
-            NotCovered: a mask with a hole, or positions that are not counted from 0 by ones.
+            NotCovered: a mask with a hole, positions that are not counted from 0 by ones, or sequences that begin
+                elsewhere than their positions.
         """
         real = mask.bool()
-        if position_ids is None:
-            position_ids = real.cumsum(1) - 1
-        positions = position_ids.expand(real.shape)[real].to(torch.int64)
         indices = real.flatten().nonzero().squeeze(1)
+        if position_ids is None and bounds:
+            first, places = bounds[0].to(indices), torch.arange(len(indices), device=indices.device)
+            positions = places - first[torch.searchsorted(first, places, right=True) - 1]
+        else:
+            counted = real.cumsum(1) - 1 if position_ids is None else position_ids
+            positions = counted.expand(real.shape)[real].to(torch.int64)
         begins = positions == 0
         row = indices // real.shape[1]
         follows = (positions.diff() == 1) & (indices.diff() == 1) & (row.diff() == 0)
@@ -56,8 +65,14 @@ class Packed:
                 "the engine counts a sequence's positions from 0 by ones",
                 "pass one run of tokens a row, and no position_ids unless each sequence's begin at 0",
             )
-        cu_seqlens = torch.cat((begins.nonzero().squeeze(1), begins.new_full((1,), len(indices), dtype=torch.int64)))
-        return cls((real.shape[0], real.shape[1]), indices, positions, cu_seqlens.to(torch.int32))
+        cu_seqlens = _bounds_of(begins)
+        if any(not torch.equal(one.to(cu_seqlens), cu_seqlens) for one in bounds):
+            raise NotCovered(
+                "sequences that begin elsewhere than their positions",
+                "attention and states begin anew where positions do",
+                "pass cu_seq_lens and seq_idx of the sequences whose position_ids begin at 0",
+            )
+        return cls((real.shape[0], real.shape[1]), indices, positions, cu_seqlens)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -116,3 +131,21 @@ class Packed:
         rows, columns = self.shape
         padded = packed.new_zeros(rows * columns, *packed.shape[1:]).index_copy(0, self.indices, packed)
         return padded.unflatten(0, self.shape)
+
+
+def given_bounds(
+    cu_seq_lens_q: torch.Tensor | None, cu_seq_lens_k: torch.Tensor | None, seq_idx: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Bounds for :meth:`Packed.of`, of what Hugging Face's collators say of sequences in one row: FlashAttention's, and
+    the number of each token's sequence [1, tokens].
+    """
+    bounds = [one for one in (cu_seq_lens_q, cu_seq_lens_k) if one is not None]
+    if seq_idx is not None:
+        numbers = seq_idx.flatten()
+        bounds.append(_bounds_of(numbers.diff(prepend=numbers[:1] - 1) != 0))
+    return bounds
+
+
+def _bounds_of(begins: torch.Tensor) -> torch.Tensor:
+    """[sequences + 1] int32: where tokens [tokens] begin a sequence, and how many there are."""
+    return torch.cat((begins.nonzero().squeeze(1), torch.tensor([len(begins)], device=begins.device))).to(torch.int32)

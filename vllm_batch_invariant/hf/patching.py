@@ -9,13 +9,13 @@ from . import adapters, support
 
 
 def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: Sequence[str] = ()) -> torch.nn.Module:
-    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE or Qwen3.5 (as text), the forward pass of vLLM
-    under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
+    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE, Qwen3.5 (as text), Nemotron-H or LFM2
+    (without experts), the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
 
     The model keeps its parameters and its call: ``model(input_ids, attention_mask=...)`` takes batches that are padded
-    on either side, or packed by position_ids, and a token's logits depend on the tokens of its sequence up to itself.
-    Of a real token they have the bits that vLLM has on the same device with the same versions. There is no KV cache:
-    ``use_cache`` is off.
+    on either side, or packed by position_ids, cu_seq_lens_q or seq_idx, and a token's logits depend on the tokens of
+    its sequence up to itself. Of a real token they have the bits that vLLM has on the same device with the same
+    versions. There is no KV cache: ``use_cache`` is off.
 
     With a ``quantization`` linear layers quantise their weights, which stay in the model's dtype, and what they are
     given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with FP8. Gradients are those

@@ -13,7 +13,7 @@ from ..integration.engine import endpoint
 from ..integration.parallel import tensor_tree
 from ..integration.reviews import patch_points
 from ..provenance import EXACT, OF_ADAPTERS, OF_EXPERTS, Environment, environment_here, flat, versions
-from . import adapters, delta_net, fp8
+from . import adapters, delta_net, fp8, short_conv, state_space
 
 _OF_NO_LOGPROB = ("logprobs_mode", "model_runner")
 """Settings of an engine that :func:`..hf.token_logprobs` is told of, or that decide none of its bits."""
@@ -97,5 +97,9 @@ def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
         attention=device.attention_reduction(),
         attention_by=implementation,
         engine={"dtype": name, "kv_cache_dtype": name} | tensor_tree.setting(),
-        layers=fp8.reductions(model, dtype) | delta_net.reductions(model, dtype) | adapters.reductions(model, dtype),
+        layers={
+            name: reduction
+            for of_kind in (fp8, delta_net, state_space, short_conv, adapters)
+            for name, reduction in of_kind.reductions(model, dtype).items()
+        },
     )

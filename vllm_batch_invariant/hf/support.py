@@ -15,10 +15,12 @@ from . import adapters
 from .families import FAMILIES, Family, family_of
 
 _DEVICES = ("cpu", "cuda")
-_HARMLESS = ("num_items_in_batch", "return_dict")
-"""Options of a call that change nothing in the model."""
-_OF_RULES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
-"""Weights of a gated delta net that may be in another dtype than the model's, as checkpoints have them in fp32."""
+_HARMLESS = ("num_items_in_batch", "return_dict", "max_length_q", "max_length_k")
+"""Options of a call that change nothing in the model: the last two are of what cu_seq_lens say."""
+_OF_RULES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight", "mixer.A_log")
+"""Weights of a gated delta net and of a state space that may be in another dtype than the model's, as checkpoints have
+them in fp32.
+"""
 
 
 def check_packages() -> None:
@@ -77,16 +79,16 @@ def check_environment(family: Family, device_type: str) -> None:
     Raises:
         NotCovered: a tree of tensor-parallel workers, exact arithmetic or a device, where a trainer has none.
     """
-    if k_slices() > 1 and (device_type != "cpu" or family.has_experts or family.has_delta_nets):
+    if k_slices() > 1 and (device_type != "cpu" or family.has_experts or family.keeps_states):
         raise NotCovered(
             f"{envs.TP_TREE.name}={k_slices()} in a trainer's {family.prefix} on device '{device_type}'",
-            "a trainer has such a tree on a CPU only, and none of experts or gated delta nets",
+            "a trainer has such a tree on a CPU only, and none of experts or layers with states",
             "leave it out, and roll out with --tensor-parallel-size 1",
         )
-    if family.has_delta_nets and device_type != "cpu":
+    if family.keeps_states and device_type != "cpu":
         raise NotCovered(
             f"a trainer's {family.prefix} on device '{device_type}'",
-            "gradients of its gated delta nets have been computed on CPUs alone",
+            "gradients of its layers with states have been computed on CPUs alone",
             "train on a CPU, or a model whose layers are all of attention",
         )
     if device_type not in family.devices:
@@ -115,11 +117,14 @@ def _check_is_not_wrapped(model: torch.nn.Module) -> None:
 def _check_modules(model: torch.nn.Module, family: Family) -> None:
     from transformers.activations import ACT2FN
 
-    names = ["ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"]
+    names = ["ForCausalLM", "Model", "Attention", "MLP", "RMSNorm"]
+    names += ["Block", "Mamba2Mixer"] if family.has_state_spaces else ["DecoderLayer", "RotaryEmbedding"]
     names += ["SparseMoeBlock", "Experts", "TopKRouter"] if family.has_experts else []
     names += ["GatedDeltaNet", "RMSNormGated"] if family.has_delta_nets else []
+    names += ["ShortConv"] if family.has_short_convs else []
     known = {family.of_name(name) for name in names}
-    known |= {torch.nn.Conv1d} if family.has_delta_nets else set()
+    known |= {torch.nn.Conv1d} if family.keeps_states else set()
+    known |= {family.module.Zamba2RMSNormGated, type(ACT2FN["relu2"])} if family.has_state_spaces else set()
     known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
     within: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -148,7 +153,7 @@ def _check_adapted(name: str, layer: Any, family: Family) -> None:
             raise NotCovered(f"{problem} at {name} in a trainer", "no engine has it", remedy)
     elif type(layer.base_layer) is not torch.nn.Linear:
         raise NotCovered(f"an adapter of a {type(layer.base_layer).__name__} at {name}", "it has no patch", remedy)
-    if family.has_delta_nets or ".layers." not in name:
+    if family.keeps_states or ".layers." not in name:
         raise NotCovered(f"a trainer's adapter at {name} of a {family.prefix}", "no engine was compared", remedy)
 
 
@@ -173,15 +178,17 @@ def _check_devices(weights: list[torch.nn.Parameter]) -> None:
 
 
 def _check_config(config: Any, family: Family) -> None:
-    rope, has_nets = config.rope_parameters, family.has_delta_nets
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    activation = getattr(config, "hidden_act", "silu")
     windows = {*(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)}
-    windows -= {"linear_attention"} if has_nets else set()
+    windows -= {"linear_attention", "conv", "mlp"} if family.keeps_states else set()
     found = {
-        f"the activation {config.hidden_act}": config.hidden_act != "silu",
-        "dropout of attention": config.attention_dropout,
+        f"the activation {activation}": activation != "silu",
+        "dropout of attention": getattr(config, "attention_dropout", 0.0),
+        f"experts of a {family.prefix}": "moe" in windows,
         "sliding window layers": windows - {"full_attention", None},
         f"a rotary embedding of type {rope['rope_type']}": rope["rope_type"] not in ("default", "llama3"),
-        "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0 and not has_nets,
+        "a partial rotary embedding": rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.has_delta_nets,
         "quantised weights": getattr(config, "quantization_config", None) is not None,
         "hidden states as a result": config.output_hidden_states,
         "attention weights as a result": getattr(config, "output_attentions", False),

@@ -46,7 +46,11 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     if not patch_points.SHORT_CONV.is_there():
         return {}
     layers = (layer for layer in model.modules() if isinstance(layer, patch_points.SHORT_CONV.get()))
-    widths = {layer.conv.weight.shape[-1] for layer in layers}
+    return reductions_of({layer.conv.weight.shape[-1] for layer in layers}, dtype)
+
+
+def reductions_of(widths: set[int], dtype: torch.dtype) -> dict[str, Any]:
+    """The same of layers of so many taps."""
     return {f"short convolution of {width} taps": ConvReduction.of(width, dtype, True) for width in sorted(widths)}
 
 
