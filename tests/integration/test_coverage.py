@@ -817,7 +817,12 @@ def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypat
     [row] = [row for name, row in ROWS.items() if name.startswith("A KV cache in fp8 in exact arithmetic")]
 
     def found_of_cache(
-        device: str, strategy: str, cache_dtype: str = "auto", dtype: str = "bfloat16", workers: int = 1
+        device: str,
+        strategy: str,
+        cache_dtype: str = "auto",
+        dtype: str = "bfloat16",
+        workers: int = 1,
+        **beside: Any,
     ) -> str | None:
         version = {"cpu": "0.32.0", "cuda": "0.33.0"}[device]
         monkeypatch.setattr(patch_points, "installed_version", lambda: version)
@@ -826,7 +831,10 @@ def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypat
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             quant_config=SimpleNamespace(kv_cache_scheme={"strategy": strategy}),
             model_config=SimpleNamespace(dtype=f"torch.{dtype}"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=workers),
+            speculative_config=beside.pop("speculative_config", None),
+            parallel_config=SimpleNamespace(
+                **{"tensor_parallel_size": workers, "pipeline_parallel_size": 1, "data_parallel_size": 1} | beside
+            ),
         )
         return row.found(config)
 
@@ -845,6 +853,14 @@ def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypat
     assert found_of_cache("cuda", "tensor", tokens) is None
     by_two = found_of_cache("cuda", "tensor", tokens, workers=2)
     assert by_two == f"a KV cache in {tokens} with {scales} by 2 workers on a GPU"
+    for beside, words in (
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"data_parallel_size": 2}, "data parallelism"),
+        ({"speculative_config": object()}, "speculative decoding"),
+    ):
+        found = found_of_cache("cuda", "tensor", tokens, **beside)
+        assert found == f"a KV cache in {tokens} with {scales} beside {words} on a GPU"
+        assert found_of_cache("cuda", "tensor", **beside) is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(cache_dtype=tokens) == f"short convolutions with a KV cache in {tokens}"
     monkeypatch.setenv(UNTRIED.name, "1")
@@ -1033,6 +1049,10 @@ def latent(untried: bool = False, of: str = "MLA elsewhere", **changes: Any) -> 
         ({"device": "cuda", "version": "0.32.0"}, "latent attention with vLLM 0.32.0"),
         ({"device": "cuda", "version": "0.33.0", "dtype": "torch.float16"}, "latent attention with float16 on a GPU"),
         ({"device": "cuda", "version": "0.33.0", "dtype": "torch.float16", "untried": True}, None),
+        (
+            {"device": "cuda", "version": "0.33.0", "dtype": "torch.float32", "untried": True},
+            "latent attention with float32 on a GPU",
+        ),
         (
             {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 2},
             "latent attention with tensor parallelism 2",

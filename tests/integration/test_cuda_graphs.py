@@ -12,6 +12,7 @@ from vllm_batch_invariant.integration.engine import cuda_graphs
 from vllm_batch_invariant.integration.engine.cuda_graphs import (
     largest_size,
     most_tokens,
+    most_tokens_of_a_step,
     sizes,
     verify_lengths,
     weights_of_layer,
@@ -64,6 +65,18 @@ def test_longer_steps_of_small_layers_are_graphs_too(layers, largest):
     found = sizes([1, 2, 4, 8], 5, 16_384, largest_more=largest_size(weights_of_layer(layers)))
     assert max(found) == largest
     assert all(later <= 1.13 * former for former, later in pairwise(found) if former >= 2048)
+
+
+@pytest.mark.parametrize(
+    ("requests", "length", "largest"), [(1, 4096, 4096), (2, 8192, 16_384), (4, 40_960, 16_384), (3, 700, 2048)]
+)
+def test_no_graph_has_more_tokens_than_its_requests_have_pages_for(requests, length, largest):
+    config = config_of_layers((16, 8, 128), 1024, 3072)
+    config.model_config.max_model_len = length
+    config.scheduler_config = SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=16_384)
+    most, more = most_tokens_of_a_step(config), largest_size(weights_of_layer(config))
+    found = sizes([1, 2, 2 * requests], requests, most, largest_more=more)
+    assert max(found) == largest <= requests * length
 
 
 @pytest.mark.parametrize("captured", [[], [1, 2, 4], [1, 8, 64, 1000]])

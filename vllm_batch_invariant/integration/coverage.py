@@ -313,6 +313,14 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
         "of a model in float16": scales == schemes.OF_TOKENS
         and str(config.model_config.dtype).removeprefix("torch.") == "float16",
     }
+    if scales == schemes.OF_TOKENS and _ran_on(device.ops.type) == "cuda":
+        parallel, speculation = config.parallel_config, getattr(config, "speculative_config", None)
+        with_them = f"with {schemes.CACHE_SCALES[scales]} beside"
+        found |= {
+            f"{with_them} pipeline parallelism on a GPU": parallel.pipeline_parallel_size > 1,
+            f"{with_them} data parallelism on a GPU": parallel.data_parallel_size > 1,
+            f"{with_them} speculative decoding on a GPU": speculation is not None,
+        }
     first = _first(found)
     return _when(first, f"{named} {first}")
 
@@ -742,6 +750,7 @@ def _latent_elsewhere(config: Config) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
+        "float32 on a GPU": devices.of_config(config).ops.type == "cuda" and dtype == "float32",
     }
     first = _first(beside)
     return _when(first, f"{named} with {first}")
@@ -1508,11 +1517,11 @@ REFUSED = (
     ),
     Feature(
         "A KV cache in fp8 in exact arithmetic, by FlexAttention, with another vLLM or device; with scales of heads or "
-        "tokens by two GPUs; of tokens in float16",
+        "tokens by two GPUs; of tokens in float16, on GPUs beside drafts, stages, engines",
         "no kernel reads it, it has not been run, or fp16 has too little range",
-        f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts either on GPUs",
+        f"pass --kv-cache-dtype with the model's dtype; {envs.UNTRIED.name}=1 starts more",
         _fp8_kv_cache_elsewhere,
-        arguments=(KV_CACHE, TENSOR, envs.ARITHMETIC.name),
+        arguments=(KV_CACHE, TENSOR, PIPELINE, SPECULATION, envs.ARITHMETIC.name),
     ),
     Feature(
         "A KV cache in fp32, bf16 or fp16 of a model in another of these",

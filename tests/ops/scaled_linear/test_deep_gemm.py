@@ -149,4 +149,8 @@ def test_few_sizes_of_graphs_are_tried_those_of_most_use_first(monkeypatch: pyte
     monkeypatch.setattr(serving, "_prepare_library", lambda *_: None)
     sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
     serving.prepare(PROBLEM, 8192, sizes, lambda *_: pytest.fail("run"))
-    assert asked == [8192, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 448, 384, 320, 192]
+    usual = [512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 448, 384, 320, 192]
+    assert asked == [8192, *usual]
+    asked.clear()
+    serving.prepare(PROBLEM, 16_384, (*sizes, 2304, 4096, 8192, 9216, 16_384), lambda *_: pytest.fail("run"))
+    assert asked == [8192, *usual, 4096, 2304]

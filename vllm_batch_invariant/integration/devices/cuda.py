@@ -89,7 +89,7 @@ class Cuda(VllmDevice):
         captured = cuda_graphs.sizes(
             compilation.cudagraph_capture_sizes or [],
             scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
+            cuda_graphs.most_tokens_of_a_step(vllm_config),
             1 + vllm_config.num_speculative_tokens,
             cuda_graphs.largest_size(cuda_graphs.weights_of_layer(vllm_config) if alone else None),
         )

@@ -41,6 +41,13 @@ def verify_lengths(vllm_config: Any) -> tuple[int, ...]:
     return tuple(sorted(1 + number for number in drafts if number > 0))
 
 
+def most_tokens_of_a_step(config: Any) -> int:
+    """What requests may have together: a graph of more tokens would be captured with some that have no pages."""
+    scheduler, model = config.scheduler_config, config.model_config
+    longest = scheduler.max_num_batched_tokens if model is None else model.max_model_len
+    return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * longest)
+
+
 def weights_of_layer(config: Any) -> int | None:
     """Elements of the weights of a decoder layer that one worker multiplies; None where that is not known: the layers
     are no dense attention and MLP.

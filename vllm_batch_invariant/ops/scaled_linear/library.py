@@ -43,6 +43,8 @@ all of it with 1024.
 STEP_K = 4 * GROUP
 _STEP_N = 16
 _LARGEST_M = 8192
+_LONG = 2048
+"""The most tokens of a graph but of small models."""
 """Rows of the operands that bits are compared of, and of what is multiplied at once."""
 _TRIED_STEP = 64
 _ASKED = 8
@@ -266,7 +268,9 @@ class Library:
             return ScaledTuner(problem, None, most, own)
 
         full = [_LARGEST_M] * (max_m >= _LARGEST_M)
-        asked = (*full, *sorted((one for one in sizes if one <= max_m and _is_tried(one)), key=_rank))
+        most = min(max_m, _LARGEST_M)  # of a part
+        sizes = {one for one in sizes if one <= most and _is_tried(one)} - {*full}
+        asked = (*full, *sorted(sizes, key=_rank))
         deep_gemm.prepare(problem, asked, served, tuner)
 
     def _prepare_library(self, problem: ScaledProblem, max_m: int, sizes: Iterable[int], own: Run) -> None:
@@ -310,9 +314,9 @@ def _is_tried(size: int) -> bool:
     return size.bit_count() == 1 or size % _TRIED_STEP == 0
 
 
-def _rank(size: int) -> tuple[bool, int]:
-    """By which sizes of graphs are tried: powers of two first, and of each the largest."""
-    return size.bit_count() > 1, -size
+def _rank(size: int) -> tuple[bool, bool, int]:
+    """By which sizes of graphs are tried: those of any model first, of them powers of two, and of each the largest."""
+    return size > _LONG, size.bit_count() > 1, -size
 
 
 def _ways(
