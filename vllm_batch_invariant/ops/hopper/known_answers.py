@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from ..exact.definition import Floats, bf16, fp32, scaled
+from ..exact.definition import Floats, bf16, expert_sum, fp32, scaled
 from ..exact.known_answers import normal, with_outliers
 from ..norm.reduction import NormReduction
+from ..quantise import quantise
+from ..scaled_linear import E4M3, GROUP, WGMMA, scaled_linear
 from ..softmax.reduction import SoftmaxReduction
 from . import definition, sampling
 from .tables import Tables
@@ -80,6 +82,31 @@ def _rotations(tables: Tables) -> Iterator[Floats]:
         yield definition.rotate(normal(14, 9, 3, 128), definition.rotary_table(3000, frequencies)[-9:])
 
 
+def _routes(tables: Tables) -> Iterator[Floats]:
+    for experts, top_k, renormalise in ((64, 8, True), (60, 4, False)):
+        reduction = SoftmaxReduction.of_device("cuda", experts, torch.float32)
+        logits = bf16(normal(20, 9, experts) * fp32(3))
+        weights, ids = definition.route(logits, top_k, renormalise, reduction, tables)
+        yield from (weights, ids.astype(fp32))
+
+
+def _codes(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in e4m3 and the scales of their groups."""
+    return quantise(torch.from_numpy(normal(seed, *shape)).to(torch.bfloat16), codes=E4M3, group=GROUP)
+
+
+def _quantised(_: Tables) -> Iterator[Floats]:
+    codes, scales = _codes(23, 9, 640)
+    yield from (codes.float().numpy(), scales.numpy())
+
+
+def _products_of_codes(_: Tables) -> Iterator[Floats]:
+    weight, rows = _codes(24, 128, 640)
+    scales = rows[:1].clone()  # of the block of so many rows
+    made = scaled_linear(*_codes(25, 5, 640), weight, scales, None, torch.bfloat16, mma=WGMMA)
+    yield made.float().numpy()
+
+
 _ANSWERS: dict[str, Callable[[Tables], Iterable[Floats]]] = {
     "matmul": _matmuls,
     "rms_norm": lambda _: _norms(False),
@@ -96,6 +123,10 @@ _ANSWERS: dict[str, Callable[[Tables], Iterable[Floats]]] = {
     "rotate": _rotations,
     "linear_angles": lambda tables: (definition.rotary_table(3000, one, 8.0) for one in _frequencies(tables)),
     "scaled_embeddings": lambda _: [scaled(normal(19, 9, 64), 45.25)],
+    "route": _routes,
+    "experts": lambda _: [expert_sum(normal(22, 5, 3, 64), np.abs(normal(26, 5, 3)))],
+    "quantise": _quantised,
+    "scaled_linear": _products_of_codes,
     "noise": lambda _: [sampling.noise(-5, 300, np.arange(40_000))],
     "top_k_top_p": lambda tables: [sampling.top_k_top_p(normal(15, 4096) * fp32(3), 100, 0.9, tables)],
 }
