@@ -60,7 +60,7 @@ from vllm_batch_invariant.ops.common.compile_errors import reason
 from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.common.kv_cache import CacheSlots
 from vllm_batch_invariant.ops.common.nvidia_gpus import FP8_MMA, attends_by_tma, has_tcgen05
-from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates
+from vllm_batch_invariant.ops.delta_rule import Convolution, DeltaRuleReduction, DeltaStates
 from vllm_batch_invariant.ops.delta_rule import cuda as delta_rule
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
@@ -398,9 +398,29 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             a, weight = torch.zeros(count * longest, 32, dtype=dtype), torch.zeros(32)
             mixed = torch.zeros(len(a), 64 * 128, dtype=dtype)
             q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
+            convolved_inputs(mixed, (a, a, weight, weight), 16, 128, True, integers, longest)
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
             for decode in {1: delta_rule.DECODE.values(), 4: delta_rule.VERIFY}.get(longest, (None,)):
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
+
+
+def convolved_inputs(
+    mixed: torch.Tensor,
+    gates: tuple[torch.Tensor, ...],
+    key_heads: int,
+    key_size: int,
+    solve: bool,
+    integers: torch.Tensor,
+    longest: int,
+) -> None:
+    """The operands of such a layer behind its convolution, where one launch makes both."""
+    if longest > delta_rule.FUSED:
+        return
+    taps = torch.zeros(mixed.shape[1], 4, dtype=mixed.dtype)
+    held = torch.zeros(len(integers) - 1, 3, len(taps), dtype=mixed.dtype)
+    states = ConvStates(held, integers[1:], integers, integers[1:], longest)
+    convolution = Convolution(taps, None if solve else taps[:, 0].contiguous(), states)
+    delta_rule.convolved_inputs(mixed, convolution, gates, key_heads, key_size, solve)
 
 
 def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), size: int = 128) -> None:
@@ -416,6 +436,7 @@ def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), 
             projected = torch.zeros(count * longest, 64 * 64 + 2 * 8 * size + 64, dtype=dtype)
             mixed, dt = projected[:, :-64], projected[:, -64:]
             g, steps = delta_rule.mamba2_gates(dt, of_heads, of_heads.to(dtype))
+            convolved_inputs(mixed, (dt, dt, of_heads, of_heads.to(dtype)), 8, size, False, integers, longest)
             x, b, c = mixed.split([64 * 64, 8 * size, 8 * size], dim=1)
             q, k, v = (one.unflatten(1, (-1, of_head)) for one, of_head in ((c, size), (b, size), (x, 64)))
             for decode in {1: delta_rule.DECODE.values(), 4: delta_rule.VERIFY}.get(longest, (None,)):
