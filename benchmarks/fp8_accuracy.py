@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.packed_tiles import SHAPES
 from benchmarks.record import DATA, Measurement, Setting, case_text, update
 from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.ops.common.kv_cache import LARGEST
 from vllm_batch_invariant.ops.quantise import quantise
 from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, scaled_linear
 
@@ -25,8 +26,6 @@ ROWS = (31, 32, 256)
 KINDS = ("normal", "large channels")
 _CHANNELS, _FACTOR = 8, 32.0
 """Channels of activations that are larger than others, and how much."""
-_LARGEST = 448.0
-"""Of e4m3."""
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -42,7 +41,7 @@ class Weight:
         """Of random numbers, whose largest of a block becomes the largest code."""
         generator = torch.Generator("cuda").manual_seed(seed)
         blocks = torch.randn(n // GROUP, GROUP, k // GROUP, GROUP, generator=generator, device="cuda") * k**-0.5
-        scale = blocks.abs().amax((1, 3)) / _LARGEST
+        scale = blocks.abs().amax((1, 3)) / LARGEST
         return cls((blocks / scale[:, None, :, None]).reshape(n, k).to(E4M3), scale)
 
     @property

@@ -367,6 +367,7 @@ _LAYERS = {
 _TOWERS = {"Qwen3-VL, heads of 72": "72", "Qwen2.5-VL, 80": "80", "InternVL, 64": "64", "GLM-4.1V, 128": "128"}
 
 
+@cache
 def _layer_rows() -> dict[tuple[str, ...], float | None]:
     """Ratios of ours, by phase, requests, new tokens, keys, and what is known of the layer."""
     keys = ("phase", "batch", "tokens", "context", "heads", "head", "window", "sinks")

@@ -739,8 +739,8 @@ def _latent_elsewhere(config: Config) -> str | None:
     if not _is_latent(config):
         return None
     text, model = config.model_config.hf_text_config, config.model_config
-    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
-    dtype = str(model.dtype).removeprefix("torch.")
+    device = devices.of_config(config).ops.type
+    by_gpus, dtype = _ran_on(device) == "cuda", str(model.dtype).removeprefix("torch.")
     sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     scaling = getattr(text, "llama_4_scaling", None)
     beside = {
@@ -750,7 +750,7 @@ def _latent_elsewhere(config: Config) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
-        "float32 on a GPU": devices.of_config(config).ops.type == "cuda" and dtype == "float32",
+        "float32 on a GPU": device == "cuda" and dtype == "float32",
     }
     first = _first(beside)
     return _when(first, f"{named} with {first}")

@@ -15,6 +15,7 @@ from ...errors import NotCovered
 from ..common.kv_cache import is_aligned, scale_strides
 from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
+from ..common.rows import with_packed_rows
 from . import sm90
 from .params import PackedKeys, PagedAttention
 from .plan import Kernels, Plan, Planner
@@ -95,10 +96,6 @@ def _tensor_descriptor(cache: torch.Tensor, key_tile: int, padded_head_size: int
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, key_tile, padded_head_size])
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
     """Write the attention of one of a plan's two lists of work, by the Triton kernel."""
     planner, shape, device = plan.planner, plan.planner.shape, call.query.device
@@ -109,9 +106,9 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
     else:
         schedule, ctas, partial_rows = planner.decode_schedule, plan.cta_shares, plan.partial_rows
         work_indptr, work = planner.work_indptr, planner.decode_work
-    paged, query = not isinstance(cache, PackedKeys), _packed(call.query)
-    block_table = _packed(cache.block_table.to(device)) if paged else None
-    key_cache, value_cache = _packed(cache.keys), _packed(cache.values)
+    paged, query = not isinstance(cache, PackedKeys), with_packed_rows(call.query)
+    block_table = with_packed_rows(cache.block_table.to(device)) if paged else None
+    key_cache, value_cache = with_packed_rows(cache.keys), with_packed_rows(cache.values)
     if cache.tail:
         key_cache, value_cache = key_cache.split([shape.head_size, shape.tail], dim=-1)[::-1]
     if cache.holds_codes:

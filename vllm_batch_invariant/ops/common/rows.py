@@ -53,3 +53,8 @@ def rows_back(rows: torch.Tensor, like: torch.Tensor, dims: list[int]) -> torch.
     order = [*kept, *dims]
     inverse = [order.index(dim) for dim in range(like.dim())]
     return rows.reshape([like.shape[dim] for dim in order]).permute(inverse)
+
+
+def with_packed_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if a row's elements do not lie side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

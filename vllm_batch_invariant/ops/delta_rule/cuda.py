@@ -7,6 +7,7 @@ import triton
 
 from ..common.gpu import Gpu
 from ..common.launch import launch
+from ..common.rows import with_packed_rows
 from ..common.triton_rows import ALIGNMENT, aligned
 from .params import Convolution, DeltaStates
 from .reduction import DeltaRuleReduction
@@ -176,7 +177,7 @@ def convolved_inputs(
     out = torch.empty(mixed.numel(), dtype=mixed.dtype, device=mixed.device)
     g, beta = torch.empty(2, tokens, value_heads, device=mixed.device)
     if tokens and len(states.pages):
-        a, b = (one if one.stride(1) == 1 else one.contiguous() for one in (a, b))
+        a, b = with_packed_rows(a), with_packed_rows(b)
         launch(
             convolved_inputs_kernel,
             (len(states.pages), 2 * key_heads + triton.cdiv(values, key_size) + 1),
@@ -221,7 +222,7 @@ def gdn_inputs(
     q, k = torch.empty(2, tokens, key_heads, key_size, dtype=mixed.dtype, device=mixed.device)
     g, beta = torch.empty(2, tokens, value_heads, device=mixed.device)
     if tokens:
-        a, b = (one if one.stride(1) == 1 else one.contiguous() for one in (a, b))
+        a, b = with_packed_rows(a), with_packed_rows(b)
         launch(
             gdn_inputs_kernel,
             (tokens, 2 * key_heads + 1),
@@ -245,7 +246,7 @@ def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tu
     tokens, heads = dt.shape
     g, steps = torch.empty(2, tokens, heads, device=dt.device)
     if tokens:
-        dt = dt if dt.stride(1) == 1 else dt.contiguous()
+        dt = with_packed_rows(dt)
         launch(
             mamba2_gates_kernel,
             (tokens,),

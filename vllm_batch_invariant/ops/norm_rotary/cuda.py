@@ -15,6 +15,7 @@ import triton.language as tl
 from ..common.dependent_launch import wait_for_kernel_before
 from ..common.kv_cache import CacheSlots, scale_strides
 from ..common.launch import launch
+from ..common.rows import with_packed_rows
 from ..common.triton_rows import ALIGNMENT, aligned, row_sums
 from ..kv_cache.triton_kernels import codes_of
 from ..norm.triton_kernels import rstd_of, weighted
@@ -172,7 +173,7 @@ def norm_rotary(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See the operation's package; with a cache keys and values go there, and no keys are returned."""
     num_tokens, head_size = positions.shape[-1], cos_sin_cache.shape[1]
-    positions = positions if positions.stride(-1) == 1 else positions.contiguous()
+    positions = with_packed_rows(positions)
     angles = aligned(cos_sin_cache)
     weights = [angles if weight is None else aligned(weight) for weight in (query_weight, key_weight)]
     reduction = NormRotaryReduction.of_device("cuda", head_size, qkv.dtype)

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...common.launch import launch
+from ...common.rows import with_packed_rows
 from ..params import PagedAttention
 from .kernels import LOG2_E, gather_rows, merge_items
 from .plan import FlexTile, KeyLayout, Masks, Plan, plan_alone
@@ -206,8 +207,7 @@ def _in_waves(
     begin and end in it.
     """
     shape, tile, device = plan.planner.shape, plan.tile, params.query.device
-    query = params.query if params.query.stride(-1) == 1 else params.query.contiguous()
-    written = out if out.stride(-1) == 1 else out.contiguous()
+    query, written = with_packed_rows(params.query), with_packed_rows(out)
     keys, values = (_memory(cache) for cache in (params.cache.keys, params.cache.values))
     items, blocks = len(masks.kv_num_blocks), len(masks.blocks)
     item_bytes = 2 * shape.kv_heads * tile.block_m * shape.head_size * query.element_size()
