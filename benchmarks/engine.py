@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,7 +63,9 @@ _TURNS = 2
 
 
 def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
-    """What an engine of a provider's did; None if it failed, with the end of its log on stderr."""
+    """What an engine of a provider's did, also if it was cut short; None if it failed, with the end of its log on
+    stderr.
+    """
     print(f"\n{provider}", flush=True)
     return _measure(provider, plan, timeout)
 
@@ -130,7 +133,8 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
             causes = [line for line in lines[:-30] if "Error" in line][:10]  # of the process that started the last one
             tail = "\n".join([*causes, *lines[-30:]])
             print(f"FAILED: {provider}, exit status {status}; of its log:\n{tail}", file=sys.stderr)
-            return None
+            if not (isinstance(status, str) and result_path.exists()):
+                return None
         result = json.loads(result_path.read_text())
         if provider in _OURS and result["mode"] != OURS:
             print(f"FAILED: {provider}: {result['mode']}", file=sys.stderr)
@@ -236,9 +240,10 @@ def measurements(
         recorded, differs = ("ours", _FORMS[provider][0]) if provider in _FORMS else (provider, "")
         differs = f" {keys}{differs}" if keys else differs
         add = partial(rows.add, recorded, same_bits=result.get("same_bits"))
-        for place, workload in enumerate(WORKLOADS[workloads] if "samples" in result else ()):
-            other = stock and stock["samples"][place]
-            add(workload.case + differs, workload.metric, workload.unit, result["samples"][place], other)
+        others = (stock or {}).get("samples", ())
+        for workload, samples, other in zip_longest(WORKLOADS[workloads], result.get("samples", ()), others):
+            if samples:  # an engine that was cut short has the first ones
+                add(workload.case + differs, workload.metric, workload.unit, samples, other)
         for metric, unit in (("startup", "s"), ("memory", "MiB")):
             if metric in result:
                 other = (stock or {}).get(metric)
@@ -389,7 +394,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for provider, latencies in measure_online(options, list(results)).items():
             results[provider]["online"] = latencies
     print_summary(keep(), Console())
+    whole = len(WORKLOADS[options.workloads])
     failed = len(results) < len(options.providers)
+    failed |= any(len(result.get("samples", range(whole))) < whole for result in results.values())
     failed |= not options.offline and any(result["online"] is None for result in results.values())
     kept = all(results.get(provider, {}).get("same_bits", True) for provider in _OURS)
     return 1 if failed or not kept else 0

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ class Turns:
             self._number += 1
 
 
-def run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine, check the bits, and time every workload."""
+def run(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start the engine, check the bits, and time every workload; gives what is known after each of them."""
     from vllm import LLM
 
     before = memory_used()
@@ -78,7 +79,19 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
     with turn:
         alone, among = target_bits(llm, plan["concurrent"], most_adapters(plan["workloads"]))
     drafts = drafts_of if plan["engine"].get("speculative_config") else lambda _: (0.0, 0.0)
-    samples, tokens = [], []
+    samples: list[list[float]] = []
+    tokens: list[float] = []
+    known = {
+        "startup": startup,
+        "memory": memory_used() - before,
+        "mode": of_engine(),
+        "same_bits": alone == among,
+        "alone": alone,
+        "accepted": 1.0,
+        "tokens_per_step": tokens,
+        "samples": samples,
+    }
+    yield known
     for workload in WORKLOADS[plan["workloads"]]:
         counted, of_workload = drafts(llm), []
         with turn:
@@ -90,18 +103,17 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         tokens.append(tokens_per_step(counted, drafts(llm)))
         of = f"{plan['provider']}, " if "provider" in plan else ""
         print(f"  {of}{workload.case}: {min(of_workload):.4g} to {max(of_workload):.4g} {workload.unit}", flush=True)
-    return {
-        "startup": startup,
-        "memory": memory_used() - before,
-        "mode": of_engine(),
-        "same_bits": alone == among,
-        "alone": alone,
-        "accepted": tokens_per_step((0.0, 0.0), drafts(llm)),
-        "tokens_per_step": tokens,
-        "samples": samples,
-    }
+        yield known | {"accepted": tokens_per_step((0.0, 0.0), drafts(llm))}
+
+
+def keep(result: dict[str, Any], path: Path) -> None:
+    """Write a result where an older one is read at any time."""
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(result))
+    whole.replace(path)
 
 
 if __name__ == "__main__":
     plan_path, result_path = map(Path, sys.argv[1:])
-    result_path.write_text(json.dumps(run(json.loads(plan_path.read_text()))))
+    for result in run(json.loads(plan_path.read_text())):
+        keep(result, result_path)

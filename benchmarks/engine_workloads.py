@@ -214,9 +214,9 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
         Turn(32_000, 64),
     ),
     "short": (
-        Throughput(1000, 32, 90, 110),
         *(TokenTime(batch, 64, 128) for batch in (1, 8, 64, 256)),
         Prefill(16, 4096),
+        Throughput(1000, 32, 90, 110),
     ),
     "steps": (*(TokenTime(batch, 64, 128) for batch in (1, 8, 64, 256)), Prefill(16, 4096)),
     "speculation": tuple(TokenTime(batch, 64, 256) for batch in (1, 8, 32)),

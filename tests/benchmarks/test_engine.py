@@ -128,6 +128,24 @@ def test_an_engine_that_hangs_or_fails_leaves_no_process(ends: str, status: int 
         time.sleep(0.01)
 
 
+def test_an_engine_that_is_cut_short_has_what_it_measured(tmp_path, monkeypatch, capfd) -> None:
+    def run(command, env, stderr, timeout) -> int | str:
+        known = result({"0": 2.0, "1": 1.0}[env["VLLM_BATCH_INVARIANT"]])
+        if env["VLLM_BATCH_INVARIANT"] == "1":
+            known["samples"] = known["samples"][:2]
+        engine_worker.keep(known, Path(command[-1]))
+        return 0 if env["VLLM_BATCH_INVARIANT"] == "0" else f"none after {timeout} s"
+
+    monkeypatch.setattr(engine, "run_whole", run)
+    out = tmp_path / "engine.csv"
+    command = ["MODEL", "--workloads", "small", "--offline", "--providers", "stock", "ours", "--out", str(out)]
+    assert engine.main(command) == 1
+    assert "FAILED: ours, exit status none after" in capfd.readouterr().err
+    samples = [row for row in record.read(out) if row.case in {one.case for one in WORKLOADS["small"]}]
+    assert [(row.provider, row.ratio) for row in samples].count(("ours", 0.5)) == 2
+    assert [row.provider for row in samples].count("stock") == len(WORKLOADS["small"])
+
+
 @pytest.mark.parametrize(
     ("ours", "status"), [(result(1.0), 0), (result(1.0, same_bits=False), 1), (None, 1)], ids=["well", "bits", "failed"]
 )
