@@ -64,18 +64,19 @@ def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, st
     if stored is not None:
         keys, values = any_codes(*keys.shape), any_codes(*values.shape)
         scales, scale = (torch.tensor(0.013, device="cuda"), torch.tensor(0.021, device="cuda")), 0.01
-    kernels = Kernels(sm90=True, decode_rows=rows)
-    planner = Planner(shape, query.device, len(lengths), len(query), sum(lengths), kernels=kernels)
+    by_sm90, by_triton = (
+        Planner(shape, query.device, len(lengths), len(query), sum(lengths), kernels=Kernels(sm90, rows))
+        for sm90 in (True, False)
+    )
 
-    def attend() -> torch.Tensor:
+    def attend(planner: Planner) -> torch.Tensor:
         plan = planner.plan(starts, seq_lens, len(query), tokens)
         options = {"scale": scale, "reduction": shape.reduction, "implementation": "triton", "plan": plan}
         out = torch.full_like(query, torch.nan)
         return paged_attention(query, keys, values, table, seq_lens, starts, *scales, out=out, **options)
 
-    launches = [attend() for _ in range(4)]
-    assert not planner.semaphores.any()
-    planner.sm90 = False
-    expected = attend()
+    launches = [attend(by_sm90) for _ in range(4)]
+    assert not by_sm90.semaphores.any()
+    expected = attend(by_triton)
     for launch in launches:
         assert torch.equal(launch, expected)

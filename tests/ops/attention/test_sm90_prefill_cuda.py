@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, packed, paged
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.ops.attention import AttentionReduction, certificate, paged_attention, sm90
 from vllm_batch_invariant.ops.attention.plan import Kernels, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
@@ -58,11 +57,12 @@ def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, added
     shape = AttentionShape(heads.query, heads.kv, heads.size, heads.dtype, reduction)
     keys_of_all, window = sum(stop for _, stop in steps), added.get("sliding_window")
     sinks = {"sinks": torch.linspace(-2, 4, heads.query, dtype=heads.dtype).cuda()} if "sinks" in added else {}
-    planner = Planner(
-        shape, query.device, len(steps), len(query), keys_of_all, kernels=Kernels(sm90=True), window=window
+    by_sm90, by_triton = (
+        Planner(shape, query.device, len(steps), len(query), keys_of_all, kernels=kernels, window=window)
+        for kernels in (Kernels(sm90=True), Kernels(sm90=False))
     )
 
-    def attend() -> torch.Tensor:
+    def attend(planner: Planner) -> torch.Tensor:
         plan = planner.plan(starts, seq_lens, len(query), len(query))
         out = torch.full_like(query, torch.nan)
         return paged_attention(
@@ -70,10 +70,9 @@ def test_it_has_the_bits_of_the_triton_kernel(heads, page_size, reduction, added
             out=out, plan=plan, **(added | sinks),
         )  # fmt: skip
 
-    launches = [attend() for _ in range(3)]
-    assert not planner.semaphores.any()
-    planner.sm90 = False
-    expected = attend()
+    launches = [attend(by_sm90) for _ in range(3)]
+    assert not by_sm90.semaphores.any()
+    expected = attend(by_triton)
     assert not expected.isnan().any()
     for launch in launches:
         assert torch.equal(launch, expected)
@@ -83,16 +82,14 @@ SEQUENCES = ([1, 2, 17, 63, 64, 65, 128, 129, 300, 1000], [4097], [2629, 3], [1]
 
 
 @pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(UNTRIED.name, "1")
+def not_yet_compared() -> Iterator[None]:
     certificate.kernels_of_packed.cache_clear()
     yield
     certificate.kernels_of_packed.cache_clear()
 
 
-@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("lengths", SEQUENCES, ids=str)
-@pytest.mark.parametrize("size", [64, 80, 96, 128])
+@pytest.mark.parametrize("size", [64, 72, 80, 96, 128])
 @pytest.mark.parametrize(("dtype", "query", "kv"), [(torch.bfloat16, 16, 16), (torch.float16, 12, 4)])
 def test_rows_that_see_all_of_their_sequence_have_the_bits_of_the_triton_kernel(
     dtype: torch.dtype, query: int, kv: int, size: int, lengths: list[int]
@@ -110,7 +107,7 @@ def test_rows_that_see_all_of_their_sequence_have_the_bits_of_the_triton_kernel(
         assert all(torch.equal(row, other) for row, other in zip(rows[:-1], expected[:-1], strict=True))
 
 
-@pytest.mark.usefixtures("untried")
+@pytest.mark.usefixtures("not_yet_compared")
 def test_other_bits_are_seen_before_an_encoder_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(4, 4, 64, torch.bfloat16, USUAL)
     launch = sm90.launch_prefill

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ... import envs, kept_file
+from ... import kept_file
 from ...compare import bitwise_comparison
 from ...errors import NotCovered
 from ..common.cancelling import cancelling
@@ -322,12 +322,11 @@ def _attend(
 @cache
 def kernels_of_packed(shape: AttentionShape, device: torch.device) -> Kernels:
     """What serves rows that see all keys of their request, which have no pages: the Gluon kernel, if it can be compiled
-    and gives the bits of Triton's, compared once in a process; all rows are prefill-like then. No GPU has run it so:
-    it is tried where :data:`...envs.UNTRIED` says so.
+    and gives the bits of Triton's, compared once in a process; all rows are prefill-like then.
     """
     by_triton, by_sm90 = Kernels(sm90=False), Kernels(sm90=True, decode_rows=0)
     block_m = prefill_schedule(shape.head_size, shape.dtype).block_m
-    if not envs.starts_untried() or not sm90.covers_packed(shape, block_m, device):
+    if not sm90.covers_packed(shape, block_m, device):
         return by_triton
     try:
         with torch.cuda.device(device):
