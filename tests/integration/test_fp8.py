@@ -19,7 +19,7 @@ from tests.fp8_checkpoints import FORMS, INPUT_SCALE, Form
 from tests.quantised_checkpoints import Tensors
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration.layers import fp8, quantised, review
+from vllm_batch_invariant.integration.layers import deep_gemm, fp8, quantised, review
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.quantise import quantise
@@ -303,13 +303,13 @@ def test_what_was_found_of_deep_gemm_is_of_the_one_that_its_user_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM imports that before its own, whatever vLLM's version is."""
-    for name in fp8._TELL_DEEP_GEMM:
+    for name in deep_gemm._TELLS:
         monkeypatch.delenv(name, raising=False)
-    own = fp8._deep_gemm_itself()
+    own = deep_gemm.of_user()
     monkeypatch.syspath_prepend(tmp_path)
     for version in ("2.1.0", "2.2.0"):
         (tmp_path / "deep_gemm-1.dist-info").mkdir(exist_ok=True)
         (tmp_path / "deep_gemm-1.dist-info" / "METADATA").write_text(f"Name: deep_gemm\nVersion: {version}\n")
-        assert fp8._deep_gemm_itself() == f"{own}, and deep_gemm {version}"
+        assert deep_gemm.of_user() == f"{own}, and deep_gemm {version}"
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    assert fp8._deep_gemm_itself() == f"{own}, and deep_gemm 2.2.0, DG_JIT_USE_NVRTC=1"
+    assert deep_gemm.of_user() == f"{own}, and deep_gemm 2.2.0, DG_JIT_USE_NVRTC=1"

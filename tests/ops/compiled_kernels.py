@@ -77,6 +77,7 @@ from vllm_batch_invariant.ops.lora import LoraReduction
 from vllm_batch_invariant.ops.lora import cuda as lora
 from vllm_batch_invariant.ops.moe import ExpertAdapters, Experts, MoeReduction, StoredExperts, params
 from vllm_batch_invariant.ops.moe import cuda as moe
+from vllm_batch_invariant.ops.moe.deep_gemm import ExpertsProblem, GroupedDeepGemm
 from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
@@ -533,6 +534,12 @@ def packed_layer(count: int) -> None:
         moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
 
+def experts_in_blocks(n: int, k: int) -> StoredExperts:
+    """Weights of four experts in FP8."""
+    codes, scales = torch.zeros(4, n, k, dtype=torch.uint8), torch.ones(4, -(-n // GROUP), -(-k // GROUP))
+    return StoredExperts(FP8_BLOCK, (codes.view(E4M3), scales), torch.bfloat16)
+
+
 def experts_in_codes(hidden: int, intermediate: int) -> None:
     """The products of a layer in FP8, by every tile."""
     for layer in moe.layer_schedules(torch.bfloat16, Gpu.of(0), scaled=True):
@@ -540,10 +547,25 @@ def experts_in_codes(hidden: int, intermediate: int) -> None:
         for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
             blocks = -(-k // GROUP)
             x = Codes(torch.zeros(8, k, dtype=torch.uint8).view(E4M3), torch.ones(8, blocks), torch.bfloat16)
-            codes = torch.zeros(4, n, k, dtype=torch.uint8).view(E4M3)
-            weight = StoredExperts(FP8_BLOCK, (codes, torch.ones(4, -(-n // GROUP), blocks)), torch.bfloat16)
+            weight = experts_in_blocks(n, k)
             gate = "silu" if tile is layer.gate_up else ""
             moe.grouped_gemm(x, weight, None, groups, 8, torch.bfloat16, tile, activation=gate)
+    experts_by_library(hidden, intermediate)
+
+
+def experts_by_library(hidden: int, intermediate: int) -> None:
+    """What stands around DeepGEMM's products of such a layer."""
+    products = ScaledLinearReduction.of(1, torch.bfloat16, E4M3, True, Gpu.of(0).fp8_mma)
+    sides = experts_in_blocks(2 * intermediate, hidden), experts_in_blocks(hidden, intermediate)
+    of_layer = Experts(*sides, MoeReduction(4, 2, torch.bfloat16, products=products))
+    problem = ExpertsProblem.of(of_layer)
+    if problem is not None:
+        library = GroupedDeepGemm()
+        library.use(lambda *_: None, "")
+        library.serve(problem, 8)
+        with patch.object(moe, "grouped_deep_gemm", library):
+            x, ids = torch.zeros(8, hidden, dtype=torch.bfloat16), torch.zeros(8, 2, dtype=torch.int64)
+            moe.moe(x, torch.zeros(8, 2), ids, of_layer)
 
 
 def every_expert_in_codes() -> None:

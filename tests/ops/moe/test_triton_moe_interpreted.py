@@ -316,12 +316,12 @@ def test_a_norm_that_adds_has_the_bits_of_a_sum_and_a_norm(dtype, count):
 
 def test_sums_of_many_tokens_are_not_left_to_a_norm(monkeypatch):
     of, x = layer(torch.float16), tokens(40, torch.float16)
-    assert cuda.a_norm_may_add(x, of.reduction)
-    assert not cuda.a_norm_may_add(x[:0], of.reduction)
-    assert not cuda.a_norm_may_add(torch.zeros(1, 16_385, dtype=x.dtype), of.reduction)
+    assert cuda.a_norm_may_add(x, of.experts)
+    assert not cuda.a_norm_may_add(x[:0], of.experts)
+    assert not cuda.a_norm_may_add(torch.zeros(1, 16_385, dtype=x.dtype), of.experts)
     monkeypatch.setattr(cuda, "_BYTES_AT_ONCE", 39 * of.reduction.top_k * x.shape[1] * x.itemsize)
-    assert not cuda.a_norm_may_add(x, of.reduction)
-    assert cuda.a_norm_may_add(x[1:], of.reduction)
+    assert not cuda.a_norm_may_add(x, of.experts)
+    assert cuda.a_norm_may_add(x[1:], of.experts)
 
 
 def test_a_residual_that_does_not_fit_is_refused():

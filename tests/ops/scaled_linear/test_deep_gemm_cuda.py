@@ -29,9 +29,9 @@ def used() -> None:
         pytest.skip("needs vLLM's DeepGEMM")
     if not of_vllm.is_deep_gemm_supported():
         pytest.skip("needs vLLM's DeepGEMM")
-    from vllm_batch_invariant.integration.layers.fp8 import _use_deep_gemm
+    from vllm_batch_invariant.integration.layers import deep_gemm as integration
 
-    _use_deep_gemm()
+    integration.use()
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

@@ -21,6 +21,7 @@ from .. import reviews
 from ..parallel import tensor_tree
 from ..parallel.collectives import rows_of_all
 from ..reviews import patch_points, sources
+from . import deep_gemm
 from .fusion import is_watched
 from .linear import PreparedWeight
 
@@ -196,6 +197,8 @@ class CudaExperts(BatchInvariantExperts):
 
     defers_sum = False
     """Whether it does."""
+    max_tokens: int | None = None
+    """Of a step, where that was asked for."""
     deferred: Any = None
     """What it adds: of :func:`...ops.moe.cuda.products`."""
 
@@ -211,13 +214,19 @@ class CudaExperts(BatchInvariantExperts):
             form = weight.format if isinstance(weight, StoredExperts) else None
             of_weight = *weight.shape[1:], weight.dtype, weight.device
             certify(*of_weight, self.reduction.activation, form, self.reduction.products)
+        if self.reduction.products is not None and self.max_tokens is None:
+            config = patch_points.CURRENT_CONFIG.get()()  # not at hand when weights come again
+            self.max_tokens = config.scheduler_config.max_num_batched_tokens
+            deep_gemm.use_for_experts()
+            experts = self.experts_of(layer, *self.weights_of(layer))
+            module_for("moe", "cuda").prepare_library(experts, self.max_tokens)
 
     def forward(
         self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Uninitialised where the norm adds, which it does not while somebody looks at what this gives."""
         moe, experts = module_for("moe", "cuda"), self.experts_of(layer, *self.weights_of(layer))
-        adds = self.defers_sum and moe.a_norm_may_add(x, self.reduction) and not is_watched(self)
+        adds = self.defers_sum and moe.a_norm_may_add(x, experts) and not is_watched(self)
         self.deferred = moe.products(x, weights, ids, experts) if adds else None
         return moe.moe(x, weights, ids, experts) if self.deferred is None else x.new_empty(x.shape)
 

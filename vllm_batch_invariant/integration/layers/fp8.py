@@ -7,7 +7,6 @@ while it loads them, ours does, each shard by itself.
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,9 @@ from ...ops.linear import LinearReduction
 from ...ops.quantise import E4M3, QuantiseReduction, quantise
 from ...ops.quantise.weights import quantise_weight
 from ...ops.scaled_linear import GROUP, ScaledLinearReduction, prepare, scaled_linear
-from ...provenance import installed
 from ..parallel import tensor_tree
 from ..reviews import patch_points
+from . import deep_gemm
 
 REMEDY = "serve a checkpoint in one of the formats of docs/coverage.md, or the unquantised model"
 _NAN = 0x7F
@@ -35,8 +34,6 @@ _CHECKED_ROWS = 4096
 _SHARDS = "batch_invariant_shards"
 """Buffer of a layer whose shards have a scale each: the shard of each row."""
 _WHOLE = "serve a checkpoint that is whole"
-_TELL_DEEP_GEMM = ("CUDA_HOME", "CUDA_PATH", "DG_JIT_NVCC_COMPILER", "DG_JIT_USE_NVRTC")
-"""Variables that tell DeepGEMM its compiler."""
 _SCALES = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of scales that fp32 holds."""
 
@@ -297,7 +294,7 @@ def _method() -> type[Any]:
             if weight.is_cuda and self.k_slices == 1 and self.rows is None:
                 self.rows = _rows_of(patch_points.CURRENT_CONFIG.get()())  # not at hand when weights come again
             if weight.is_cuda:
-                _use_deep_gemm()
+                deep_gemm.use()
             in_blocks, has_bias = self.source.shared == "block", getattr(layer, "bias", None) is not None
             part = weight[:, : weight.shape[1] // self.k_slices]
             prepare(part, layer.params_dtype, in_blocks, has_bias, *(self.rows or (0, ())))
@@ -328,26 +325,6 @@ def _method() -> type[Any]:
 
     patch_points.LOADERS.get().append(BatchInvariantFp8Method.__name__)
     return BatchInvariantFp8Method
-
-
-@functools.cache
-def _use_deep_gemm() -> None:
-    """Have products in blocks by vLLM's DeepGEMM, where there is one and its user has not switched it off."""
-    from ...ops.scaled_linear.deep_gemm import deep_gemm  # Triton is needed for it
-
-    if patch_points.HAS_DEEP_GEMM.is_there() and patch_points.HAS_DEEP_GEMM.get()():
-        product = functools.partial(patch_points.DEEP_GEMM.get(), is_deep_gemm_e8m0_used=False)
-        deep_gemm.use(product, f"vLLM {patch_points.installed_version()}{_deep_gemm_itself()}")
-
-
-def _deep_gemm_itself() -> str:
-    """What else tells versions of DeepGEMM apart: vLLM prefers one that its user has installed to its own, and its user
-    may say by what it compiles.
-    """
-    of_user = installed("deep_gemm")
-    named = "" if of_user == "none" else f", and deep_gemm {of_user}"
-    told = sorted(f"{name}={value}" for name, value in os.environ.items() if name in _TELL_DEEP_GEMM)
-    return ", ".join([named, *told])
 
 
 def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:

@@ -347,6 +347,8 @@ DRAFT_INPUTS = PatchPoint(("vllm.v1.worker.gpu.spec_decode.standalone_ar.specula
 SLOTS_BY_LAYER = PatchPoint(("vllm.v1.worker.gpu.attn_utils",), "build_slot_mappings_by_layer")
 DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "fp8_gemm_nt")
 """Products of e4m3 in blocks, by DeepGEMM where that is installed."""
+GROUPED_DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "m_grouped_fp8_gemm_nt_contiguous")
+"""The same of rows of several experts."""
 HAS_DEEP_GEMM = PatchPoint(("vllm.utils.deep_gemm",), "is_deep_gemm_supported")
 COMPILATION_MODE = PatchPoint(("vllm.config", "vllm.config.compilation"), "CompilationMode")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,21 +17,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...errors import NotCovered
 from ..common.cancelling import cancelling
 from ..common.gpu import Gpu
+from ..common.graph_timer import GraphTimer
 from ..common.launch import launch
 from ..common.triton_rows import aligned
 from ..formats.record import Format
 from ..formats.triton_decode import PackedTile
 from ..linear import triton_gemm
-from ..linear.problem import ALIGNMENT, LARGEST_SIDE
+from ..linear.problem import ALIGNMENT, LARGEST_SIDE, ScaledProblem
 from ..linear.reduction import LinearReduction
 from ..norm.cuda import quantised
 from ..norm.reduction import NormReduction
 from ..quantise import cuda as quantising
 from ..quantise.reduction import E4M3, QuantiseReduction
 from ..scaled_linear import cuda as scaled_linear
+from ..scaled_linear.library import operand_sets
 from ..scaled_linear.reduction import GROUP, ScaledLinearReduction
+from ..silu.cuda import silu_and_mul
 from ..softmax import softmax
 from ..softmax.reduction import LONGEST_WHOLE, SoftmaxReduction
+from .deep_gemm import BLOCK_M as LIBRARY_BLOCK_M
+from .deep_gemm import ExpertsProblem, Slots, gather, grouped_deep_gemm
 from .params import Codes, Experts, StoredExperts
 from .reduction import UNGATED, MoeReduction
 from .routes import route_by
@@ -46,6 +52,7 @@ from .triton_kernels import (
 
 _BYTES_AT_ONCE = 1 << 30
 """Of products that are held in memory until they are added: the more tokens an expert has, the fuller its blocks."""
+_REPLAYS = 5
 _MOST_COMPARED = 16_384
 """Experts times groups, both as powers of two, that the kernel of routes compares at once."""
 
@@ -553,12 +560,22 @@ def route(
 
 def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See the operation's package."""
-    at_once = _tokens_at_once(x, experts.reduction)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for start in range(0, len(x), at_once):
-        part = slice(start, start + at_once)
-        combine(products(x[part], weights[part], ids[part], experts.of_tokens(start)), out[part])
+    out, start = torch.empty_like(x, memory_format=torch.contiguous_format), 0
+    for tokens, by_library in _parts(x, experts):
+        part = slice(start, start + tokens)
+        made = _products_by_library if by_library else products
+        combine(made(x[part], weights[part], ids[part], experts.of_tokens(start)), out[part])
+        start += tokens
     return out
+
+
+def _parts(x: torch.Tensor, experts: Experts) -> Iterator[tuple[int, bool]]:
+    """Numbers of tokens that are computed at once, and whether a library does."""
+    at_once = _tokens_at_once(x, experts.reduction)
+    for tokens, by_library in grouped_deep_gemm.parts(experts, len(x)):
+        most = tokens if by_library else at_once
+        for start in range(0, tokens, most):
+            yield min(most, tokens - start), by_library
 
 
 def _tokens_at_once(x: torch.Tensor, reduction: MoeReduction) -> int:
@@ -574,12 +591,14 @@ class Products:
         weights: [tokens, top_k] fp32.
         ids: [tokens, top_k].
         places: see :class:`Experts`.
+        slots: [tokens * top_k] int32, the row of ``expert_out`` that each pair has; None: as many rows, in order.
     """
 
     expert_out: torch.Tensor
     weights: torch.Tensor
     ids: torch.Tensor
     places: torch.Tensor | None
+    slots: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -588,7 +607,7 @@ class Products:
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """Of a kernel that adds them."""
+        """Of a kernel that adds them, of rows in order."""
         return self.expert_out, self.weights, self.ids, self.places
 
     @property
@@ -641,6 +660,102 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
     return Products(expert_out, weights, ids, places)
 
 
+def _products_by_library(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Experts) -> Products:
+    """The same by DeepGEMM, in the slots of pairs."""
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    gathered, slots = _gathered(_operand(x, experts.reduction), ids, len(experts.down))
+    hidden = grouped_deep_gemm.product(gathered, experts.gate_up, slots)
+    activated = silu_and_mul(hidden, codes=experts.reduction.quantised)
+    expert_out = grouped_deep_gemm.product(_operand(activated, experts.reduction), experts.down, slots)
+    return Products(expert_out, weights, ids, None, slots.of_pair)
+
+
+def _gathered(x: torch.Tensor | Codes, ids: torch.Tensor, experts: int) -> tuple[Codes, Slots]:
+    """Rows of x in the slots of pairs of ids, packed."""
+    assert isinstance(x, Codes)
+    pairs = ids.numel()
+    groups = Groups.empty(min(pairs, experts) + pairs // LIBRARY_BLOCK_M, experts, LIBRARY_BLOCK_M, ids.device)
+    place(ids, groups, LIBRARY_BLOCK_M)
+    return gather(x, pairs, groups)
+
+
+class LibraryTrial:
+    """So many tokens of a layer, by DeepGEMM and by the tiles here.
+
+    Args:
+        experts: the layer.
+        tokens: how many.
+    """
+
+    def __init__(self, experts: Experts, tokens: int) -> None:
+        problem = ExpertsProblem.of(experts)
+        assert problem is not None
+        self.experts, self.tokens, self.problem = experts, tokens, problem
+        device = experts.down.device
+        draw = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+        scores = torch.rand(tokens, problem.experts, **draw)
+        self.weights, self.ids = (one.contiguous() for one in scores.topk(problem.top_k))
+        self.x = torch.randn(tokens, problem.hidden, **draw).to(problem.dtype)
+
+    def runs(self) -> None:
+        """Have the library compute them once."""
+        _products_by_library(self.x, self.weights, self.ids, self.experts)
+
+    def agrees(self) -> bool:
+        """Whether both give every pair of each product, of operands whose sums show their order, and of the layer, the
+        same bits.
+        """
+        p = self.problem
+        sides = ((2 * p.intermediate, p.hidden, p.top_k), (p.hidden, p.intermediate, 1))
+        if not all(self._agrees(n, k, pairs_of_a_row) for n, k, pairs_of_a_row in sides):
+            return False
+        given = self.x, self.weights, self.ids, self.experts
+        found, expected = _products_by_library(*given), products(*given)
+        assert found.slots is not None
+        return _same_bits(found.expert_out, found.slots, expected.expert_out)
+
+    def _agrees(self, n: int, k: int, pairs_of_a_row: int) -> bool:
+        """The same of one product, whose experts have a matrix of which each begins with other rows."""
+        p, device, pairs = self.problem, self.x.device, self.ids.numel()
+        schedule = next(one for one in _SCALED if one.gate_up.block_m == LIBRARY_BLOCK_M)
+        groups = group(self.ids, p.experts, schedule)
+        form = self.experts.down.format
+        for one in operand_sets(ScaledProblem(n, k, p.dtype, p.device), pairs // pairs_of_a_row, device):
+            codes, scale, weight, weight_scale = one
+            blocks = range(p.experts)
+            of_experts = torch.stack([weight.view(torch.uint8).roll(GROUP * block, 0) for block in blocks])
+            scales = torch.stack([weight_scale.roll(block, 0) for block in blocks])
+            stored = StoredExperts(form, (of_experts.view(weight.dtype), scales), p.dtype)
+            x = Codes(codes, scale, p.dtype)
+            gathered, slots = _gathered(x, self.ids, p.experts)
+            found = grouped_deep_gemm.product(gathered, stored, slots)
+            expected = grouped_gemm(x, stored, None, groups, pairs, p.dtype, schedule.down)
+            if not _same_bits(found, slots.of_pair, expected):
+                return False
+        return True
+
+    def times(self) -> dict[str, float]:
+        """Median microseconds of the layer's sums, without and with the library."""
+        out, given = torch.empty_like(self.x), (self.x, self.weights, self.ids, self.experts)
+        ways = {"without": products, "DeepGEMM": _products_by_library}
+        calls = [[lambda way=way: combine(way(*given), out)] for way in ways.values()]
+        samples = GraphTimer(self.problem.device).time(calls, 1000.0, _REPLAYS)
+        return dict(zip(ways, map(median, samples), strict=True))
+
+
+def _same_bits(rows: torch.Tensor, slots: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the rows of slots [pairs] are those expected [pairs, N], of two bytes an element."""
+    return torch.equal(rows.view(torch.int16)[slots], expected.view(torch.int16))
+
+
+def prepare_library(experts: Experts, max_tokens: int) -> None:
+    """Choose and verify the numbers of tokens, of up to so many in a step, that DeepGEMM computes of such a layer."""
+    x = experts.down.new_empty(0) if isinstance(experts.down, torch.Tensor) else experts.down.tensors[0]
+    most = _BYTES_AT_ONCE // (experts.reduction.top_k * experts.down.shape[1] * experts.reduction.dtype.itemsize)
+    if x.is_cuda:
+        grouped_deep_gemm.prepare(experts, min(max_tokens, most), partial(LibraryTrial, experts))
+
+
 def _matrices_of(many: bool, weight: torch.Tensor | StoredExperts) -> torch.Tensor | StoredExperts:
     """What a product reads: of many pairs, the matrices that stored experts stand for."""
     return weight.matrices() if many and isinstance(weight, StoredExperts) else weight
@@ -652,12 +767,12 @@ def _operand(rows: torch.Tensor, reduction: MoeReduction) -> torch.Tensor | Code
     return rows if how is None else Codes(*quantising.quantise(rows, None, how), rows.dtype)
 
 
-def a_norm_may_add(x: torch.Tensor, reduction: MoeReduction) -> bool:
+def a_norm_may_add(x: torch.Tensor, experts: Experts) -> bool:
     """Whether :func:`add_and_norm` serves for tokens x [tokens, hidden]: there are some, and not so many that they are
-    computed in parts, and a row lies in a norm's tile.
+    computed in parts, or by a library, and a row lies in a norm's tile.
     """
     norm = NormReduction.of_device("cuda", x.shape[1], x.dtype)
-    return 0 < len(x) <= _tokens_at_once(x, reduction) and norm.length <= norm.block
+    return norm.length <= norm.block and list(_parts(x, experts)) == [(len(x), False)]
 
 
 def add_and_norm(
@@ -705,7 +820,7 @@ def combine(of: Products, out: torch.Tensor) -> None:
     launch(
         combine_kernel,
         tokens * triton.cdiv(hidden, _COMBINING.block),
-        (*of.operands, out),
+        (of.expert_out, of.slots, *of.operands[1:], out),
         on=out,
         waits=True,
         LENGTH=hidden,

@@ -521,10 +521,10 @@ def activation_kernel(hidden_ptr, out_ptr, LENGTH: tl.constexpr, ACTIVATION: tl.
 @triton.jit
 def weighted_sum(
     expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, length, offs, mask,
-    TOP_K: tl.constexpr, IS_PART: tl.constexpr,
+    TOP_K: tl.constexpr, IS_PART: tl.constexpr, slots_ptr=None,
 ):  # fmt: skip
     """fp32 of a shape: of a token, or of each [ROWS_PER_PROGRAM, 1], the elements ``offs`` of that shape, of rows of
-    ``length``. What an expert gives that is not here is 0.
+    ``length``. What an expert gives that is not here is 0. With slots the row of pair p is ``slots[p]``.
     """
     acc = tl.zeros(offs.shape, tl.float32)
     for place in tl.static_range(TOP_K):
@@ -533,25 +533,28 @@ def weighted_sum(
         if IS_PART:
             is_here = _expert_of(ids_ptr, places_ptr, pair, IS_PART) >= 0
             weight, used = tl.where(is_here, weight, 0.0), mask & (tl.zeros_like(offs) < is_here.to(tl.int32))
-        expert_out = tl.load(expert_out_ptr + pair * length + offs, mask=used, other=0.0, eviction_policy="evict_first")
+        row = pair if slots_ptr is None else tl.load(slots_ptr + pair).to(tl.int64)
+        expert_out = tl.load(expert_out_ptr + row * length + offs, mask=used, other=0.0, eviction_policy="evict_first")
         acc += weight * expert_out.to(tl.float32)
     return acc
 
 
 @triton.jit
 def combine_kernel(
-    expert_out_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
+    expert_out_ptr, slots_ptr, weights_ptr, ids_ptr, places_ptr, out_ptr,
     LENGTH: tl.constexpr, TOP_K: tl.constexpr, IS_PART: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """expert_out: [tokens, TOP_K, LENGTH], weights and ids: [tokens, TOP_K], out: [tokens, LENGTH]. Programs one after
-    the other read what lies side by side.
+    """expert_out: [tokens, TOP_K, LENGTH], or with slots [tokens, TOP_K] the row of each pair; weights and ids:
+    [tokens, TOP_K], out: [tokens, LENGTH]. Programs one after the other read what lies side by side.
     """
     wait_for_kernel_before(OVERLAPS)
     PARTS: tl.constexpr = (LENGTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     offs = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
     mask = tl.full((BLOCK,), True, tl.int1) if LENGTH % BLOCK == 0 else offs < LENGTH
-    acc = weighted_sum(expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, LENGTH, offs, mask, TOP_K, IS_PART)
+    acc = weighted_sum(
+        expert_out_ptr, weights_ptr, ids_ptr, places_ptr, token, LENGTH, offs, mask, TOP_K, IS_PART, slots_ptr
+    )
     tl.store(out_ptr + token * LENGTH + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -585,3 +588,33 @@ def combine_norm_kernel(
     y = norm_of(x, norm_weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
     if QUANTISE is not None:
         store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, scale_rows, NORM.length, GROUP, QUANTISE)
+
+
+@triton.jit(do_not_specialize=["scale_rows"])
+def gather_kernel(
+    codes_ptr, scale_ptr, stride_scale_row, stride_scale_group, pairs_ptr, stop_ptr, expert_of_block_ptr,
+    gathered_ptr, gathered_scale_ptr, expert_of_slot_ptr, slots_ptr, scale_rows,
+    K: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PAIRS_OF_A_ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Rows of codes [rows, K] in the slots of their pairs [blocks * BLOCK_M], with scales [GROUPS, scale_rows] whose
+    rows lie side by side, the expert of each slot, -1 without a pair, and the slot of each pair. Slots without a pair
+    are not written. A program has ROWS slots of one block.
+    """
+    wait_for_kernel_before(OVERLAPS)
+    slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(expert_of_block_ptr + tl.program_id(0) * ROWS // BLOCK_M)
+    mask = slots < tl.load(stop_ptr + expert, mask=expert >= 0, other=0)
+    pairs = tl.load(pairs_ptr + slots, mask=mask, other=0)
+    tl.store(expert_of_slot_ptr + slots, tl.where(mask, expert, -1))
+    tl.store(slots_ptr + pairs, slots, mask=mask)
+    rows, of_slot = (pairs // PAIRS_OF_A_ROW).to(tl.int64), slots.to(tl.int64)
+    for start in tl.static_range(0, K, BLOCK):
+        offs = (start + tl.arange(0, BLOCK))[None, :]
+        used = mask[:, None] & (offs < K)
+        codes = tl.load(codes_ptr + rows[:, None] * K + offs, mask=used, other=0)
+        tl.store(gathered_ptr + of_slot[:, None] * K + offs, codes, mask=used)
+    groups = tl.arange(0, PADDED_GROUPS)[None, :]
+    used = mask[:, None] & (groups < GROUPS)
+    scale = tl.load(scale_ptr + rows[:, None] * stride_scale_row + groups * stride_scale_group, mask=used, other=0.0)
+    tl.store(gathered_scale_ptr + groups * scale_rows + slots[:, None], scale, mask=used)

@@ -9,6 +9,7 @@ into; a kernel for other numbers might be compiled while requests wait.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -43,22 +44,94 @@ class Operands(Protocol):
         """Median microseconds of ways to multiply so many."""
 
 
-class DeepGemm:
-    """What has been found of every problem in this process."""
+class SizedLibrary:
+    """A library that serves some sizes of problems, and what has been found of them in this process.
+
+    Attributes:
+        group: of operations, as in "ops/scaled_linear": whose files tell what was kept apart.
+    """
+
+    group = "ops/scaled_linear"
 
     def __init__(self) -> None:
-        self._run: Library | None = None
+        self._run: Any = None
         self._version = ""
-        self._serves: dict[ScaledProblem, set[int]] = {}
-        self._seen: dict[ScaledProblem, set[int]] = {}
+        self._serves: dict[Any, set[int]] = {}
+        self._seen: dict[Any, set[int]] = {}
 
-    def use(self, run: Library, version: str) -> None:
+    def use(self, run: Any, version: str) -> None:
         """Have a library, with what tells its versions apart."""
         self._run, self._version = run, version
 
-    def serves(self, problem: ScaledProblem, rows: int) -> bool:
-        """Whether it is to multiply so many rows."""
-        return rows in self._serves.get(problem, ())
+    def serve(self, problem: Any, size: int) -> None:
+        """Have it compute this size."""
+        self._serves.setdefault(problem, set()).add(size)
+
+    def serves(self, problem: Any, size: int) -> bool:
+        """Whether it is to compute this size."""
+        return size in self._serves.get(problem, ())
+
+    def choose(
+        self,
+        problem: Any,
+        sizes: Iterable[int],
+        measured: Callable[[int], dict[str, Any]],
+        loads: Callable[[int], bool],
+    ) -> None:
+        """Choose the sizes that it serves, of those given: at once from disk, or by comparing and measuring.
+
+        Args:
+            problem: what is computed; its text is its name on disk.
+            sizes: of it, the most useful first.
+            measured: whether a size ``serves``, and what else is to be kept of it.
+            loads: has the library load its kernels for a size that is known to serve.
+        """
+        if self._run is None:
+            return
+        seen = self._seen.setdefault(problem, set())
+        asked = [size for size in dict.fromkeys(sizes) if size not in seen]
+        if not asked:
+            return
+        seen.update(asked)
+        stored = autotune_cache.load(self._environment(problem)).get(str(problem), {})
+        started, found = time.monotonic(), {}
+        for size in asked:
+            try:
+                known = stored.get(str(size))
+                if isinstance(known, dict) and isinstance(known.get("serves"), bool):  # what else is there is measured
+                    serves = known["serves"] and loads(size)
+                elif time.monotonic() - started < _SECONDS:
+                    found[str(size)] = measured(size)
+                    serves = found[str(size)]["serves"]
+                else:
+                    continue
+            except torch.OutOfMemoryError:
+                continue
+            except Exception as error:  # it compiles on this machine, by a compiler that may be absent
+                logger.warning("DeepGEMM is left out: %s", reason(error))
+                self._run = None
+                self._serves.clear()
+                return
+            if serves:
+                self.serve(problem, size)
+        if found:
+            autotune_cache.save(self._environment(problem), {str(problem): found})
+        logger.info(
+            "Product %s: DeepGEMM for %d of %d numbers of rows, after %.1f s.",
+            problem,
+            len(self._serves.get(problem, ())),
+            len(asked),
+            time.monotonic() - started,
+        )
+
+    def _environment(self, problem: Any) -> dict[str, str]:
+        return autotune_cache.environment(problem.device, f"DeepGEMM of {self._version}", self.group)
+
+
+class DeepGemm(SizedLibrary):
+    """That of products of matrices; a size is a number of rows."""
+
+    _run: Library | None
 
     def run(
         self,
@@ -76,7 +149,7 @@ class DeepGemm:
     def prepare(
         self, problem: ScaledProblem, rows: Iterable[int], served: Run, operands: Callable[[int], Operands]
     ) -> None:
-        """Choose the numbers of rows that it serves, of those given: at once from disk, or by comparing and measuring.
+        """Choose the numbers of rows that it serves, of those given.
 
         Args:
             problem: which product.
@@ -84,48 +157,15 @@ class DeepGemm:
             served: what multiplies without it, as :meth:`run` does.
             operands: makes those of so many rows.
         """
-        if self._run is None or problem.dtype != torch.bfloat16 or problem.n % _STEP_N:
+        asked = [m for m in dict.fromkeys(rows) if m >= LEAST_M]
+        if problem.dtype != torch.bfloat16 or problem.n % _STEP_N or not asked:
             return
-        seen = self._seen.setdefault(problem, set())
-        asked = [m for m in dict.fromkeys(rows) if m >= LEAST_M and m not in seen]
-        if not asked:
-            return
-        seen.update(asked)
-        stored = autotune_cache.load(self._environment(problem)).get(str(problem), {})
-        started, found, made = time.monotonic(), {}, None
-        for m in asked:
-            try:
-                known = stored.get(str(m))
-                if isinstance(known, dict) and isinstance(known.get("serves"), bool):  # what else is there is measured
-                    serves = known["serves"] and self._loads(problem, m)
-                elif time.monotonic() - started < _SECONDS:
-                    if made is None:
-                        made = operands(max(asked))
-                    found[str(m)] = self._measured(made, m, served)
-                    serves = found[str(m)]["serves"]
-                else:
-                    continue
-            except torch.OutOfMemoryError:
-                continue
-            except Exception as error:  # it compiles on this machine, by a compiler that may be absent
-                logger.warning("DeepGEMM is left out: %s", reason(error))
-                self._run = None
-                self._serves.clear()
-                return
-            if serves:
-                self._serves.setdefault(problem, set()).add(m)
-        if found:
-            autotune_cache.save(self._environment(problem), {str(problem): found})
-        logger.info(
-            "Product %s: DeepGEMM for %d of %d numbers of rows, after %.1f s.",
-            problem,
-            len(self._serves.get(problem, ())),
-            len(asked),
-            time.monotonic() - started,
-        )
+        made = cache(operands)
 
-    def _environment(self, problem: ScaledProblem) -> dict[str, str]:
-        return autotune_cache.environment(problem.device, f"DeepGEMM of {self._version}", "ops/scaled_linear")
+        def measured(m: int) -> dict[str, Any]:
+            return self._measured(made(max(asked)), m, served)
+
+        self.choose(problem, asked, measured, partial(self._loads, problem))
 
     def _loads(self, problem: ScaledProblem, m: int) -> bool:
         """Have it load its kernel for so many rows, of zeros."""
