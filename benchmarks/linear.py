@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,9 +15,10 @@ from rich.console import Console
 from benchmarks import linear_providers, operands
 from benchmarks.linear_providers import Provider
 from benchmarks.linear_summary import print_summary
+from benchmarks.operands import FORMATS, Format
 from benchmarks.record import DATA, Bits, Setting, case_text, write
 from benchmarks.roofline import Ceilings, Work, measure_ceilings
-from benchmarks.shapes import WEIGHT_SHAPES, WeightShape, shapes_of
+from benchmarks.shapes import FP8_SHAPES, WEIGHT_SHAPES, WeightShape, shapes_of
 from benchmarks.spread import Spread
 from benchmarks.sweep import Findings, rate_of
 from vllm_batch_invariant.ops.common.cancelling import cancelling
@@ -45,6 +47,8 @@ class Sweep(Findings):
     device: str = "cuda"
     behind_norm: bool = False
     """Whether a norm makes each call's operand, as in a layer, and its time counts."""
+    form: Format = FORMATS["bf16"]
+    """Of weights."""
     gated: bool = False
     """Whether the activation of a gated layer is behind each matmul, as :func:`.linear_providers.gated` says."""
 
@@ -55,21 +59,26 @@ class Sweep(Findings):
             return
         features = shape.out_features, shape.in_features
         bits = dict(self._bits(shape, rows))
-        copies = copies_beyond_cache(2 * shape.out_features * shape.in_features, self.cache)
-        x, weights = operands.random(max(rows), *features, copies, self.device)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a call may read its weight before the kernel before has ended
+        size = self.form.bytes_per_element
+        copies = copies_beyond_cache(size * shape.out_features * shape.in_features, self.cache)
+        x, weights = operands.random(max(rows), *features, copies, self.device, self.form)
+        sound = {name for name, _ in bits}
+        loaded = {one.name: list(map(one.load, weights)) for one in self.providers if one.name in sound}
+        _wait()
         for m in rows:
-            self._time(self._case(shape, m), Work.of_gemm(m, *features), x[:m], weights, bits)
+            self._time(self._case(shape, m), Work.of_gemm(m, *features, weight_size=size), x[:m], loaded, bits)
 
     def _bits(self, shape: WeightShape, rows: Sequence[int]) -> Iterator[tuple[tuple[str, str], Bits]]:
         """((provider, case), verdict) for the cases that can be timed."""
         most = shape.most_rows
-        x, weight = cancelling(most, shape.out_features, shape.in_features, torch.bfloat16, self.device)
+        x, matrix = cancelling(most, shape.out_features, shape.in_features, torch.bfloat16, self.device)
+        stored = self.form.stored(matrix)
         for provider in self.providers:
             try:
                 if provider.prepare:
-                    provider.prepare(weight, most)
+                    provider.prepare(stored, most)
+                weight = provider.load(stored)
+                _wait()
                 whole = provider.call(x, weight) if provider.promises_bits else None
             except Exception as error:
                 self.failed(f"{provider.name} {self._case(shape, most)} and all others of this weight", error)
@@ -97,7 +106,7 @@ class Sweep(Findings):
         case: str,
         work: Work,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        loaded: dict[str, list[Any]],
         bits: dict[tuple[str, str], Bits],
     ) -> None:
         floor = self.ceilings.floor(work)
@@ -107,6 +116,7 @@ class Sweep(Findings):
             if verdict is None:
                 continue
             try:
+                weights = loaded[provider.name]
                 provider.call(x, weights[0])
             except Exception as error:
                 self.failed(f"{provider.name} {case}", error)
@@ -121,15 +131,21 @@ class Sweep(Findings):
         for name, spread in spreads.items():
             rates = rate_of(work, self.ceilings.bound_by_memory(work), spread)
             rates |= {("roofline", "fraction"): spread.rate(floor)}
-            self.add("linear", name, case, spread, spreads["stock"], rates, ways[name][0])
+            self.add("linear", name, case, spread, spreads.get("stock"), rates, ways[name][0])
 
     def _case(self, shape: WeightShape, m: int) -> str:
         of_call = {"behind": "norm"} if self.behind_norm else {}
-        of_call |= {"act": "silu"} if self.gated else {}
+        of_call |= self.form.keys | ({"act": "silu"} if self.gated else {})
         return case_text(M=m, N=shape.out_features, K=shape.in_features, dtype="bf16", **of_call)
 
 
-def _behind_norm(provider: Provider, scale: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _wait() -> None:
+    """Until all weights are there: a call may read its own before the kernel before it has ended."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _behind_norm(provider: Provider, scale: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor:
     return provider.call(rms_norm(x, scale, _EPS), weight)
 
 
@@ -146,7 +162,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "Exit status: 0 all well, 1 bits differ or a provider failed, 2 nothing was measured.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=DATA / "linear.csv", help="CSV file to replace")
+    parser.add_argument("--out", type=Path, help="CSV file to replace; None: that of the format")
+    stored = "how weights are stored; activations are bf16, and quantising them counts"
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help=stored)
     parser.add_argument("--shapes", nargs="+", metavar="MODEL", help="only models whose name contains one of these")
     parser.add_argument("--rows", nargs="+", type=_row_count, default=ROWS, metavar="M", help="numbers of rows")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new shape after this long")
@@ -162,7 +180,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     activated = "only weights of gate and up, whose products are activated, and count that time"
     parser.add_argument("--gated", action="store_true", help=activated)
     options = parser.parse_args(arguments)
-    options.shapes = shapes_of(options.shapes) if options.shapes else WEIGHT_SHAPES
+    if options.gated and options.format != "bf16":
+        parser.error("--gated is of weights in bf16")
+    options.out = options.out or DATA / ("linear.csv" if options.format == "bf16" else f"linear_{options.format}.csv")
+    shapes = FP8_SHAPES if options.format == "fp8" else WEIGHT_SHAPES
+    options.shapes = shapes_of(options.shapes, shapes) if options.shapes else shapes
     if options.gated:
         options.shapes = [one for one in options.shapes if any(of.projection == "gate_up" for of in one.origins)]
     if not options.shapes:
@@ -170,11 +192,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _load(names: Sequence[str]) -> Iterator[Provider]:
+def _load(names: Sequence[str], form: str) -> Iterator[Provider]:
     for name in linear_providers.NAMES:
         if name == "stock" or name in names:
             try:
-                yield linear_providers.load(name)
+                yield linear_providers.load(name, form)
             except linear_providers.Absent as absent:
                 print(f"{name} is left out: {absent}", file=sys.stderr)
 
@@ -186,29 +208,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("the benchmark of the linear operation needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    timer = GraphTimer()
+    timer, form = GraphTimer(), FORMATS[options.format]
+    ceilings = measure_ceilings(timer)
     sweep = Sweep(
-        providers=tuple(linear_providers.gated(one) if options.gated else one for one in _load(options.providers)),
+        providers=tuple(
+            linear_providers.gated(one) if options.gated else one for one in _load(options.providers, options.format)
+        ),
         rows=sorted(set(options.rows)),
         timer=timer,
-        ceilings=measure_ceilings(timer),
+        ceilings=ceilings.with_arithmetic(form.speed),
         setting=Setting.here(),
         cache=torch.cuda.get_device_properties().L2_cache_size,
         behind_norm=options.behind_norm,
+        form=form,
         gated=options.gated,
     )
-    print(f"{sweep.setting.gpu}, {sweep.setting.versions}\n{sweep.ceilings}", flush=True)
+    print(f"{sweep.setting.gpu}, {sweep.setting.versions}\n{ceilings}", flush=True)
     done = 0
-    try:
-        for shape in options.shapes:
-            if time.monotonic() - started > options.limit_seconds:
-                break
-            print(f"\n{', '.join(map(str, shape.origins))}", flush=True)
+    for shape in options.shapes:
+        if time.monotonic() - started > options.limit_seconds:
+            break
+        print(f"\n{', '.join(map(str, shape.origins))}, after {time.monotonic() - started:.0f} s", flush=True)
+        try:
             sweep.measure(shape)
-            torch.cuda.empty_cache()
-            done += 1
-    finally:
-        write(options.out, sweep.measurements)
+        finally:
+            write(options.out, sweep.measurements)  # also what an interrupted run has
+        torch.cuda.empty_cache()
+        done += 1
     print_summary(sweep.measurements, Console())
     print(f"{done} of {len(options.shapes)} shapes in {time.monotonic() - started:.0f} s, written to {options.out}")
     return sweep.status("BITS DIFFER and FAILED")

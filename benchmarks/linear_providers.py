@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from benchmarks import fp8_products
 from benchmarks.shapes import WEIGHT_SHAPES
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.exact.definition import segments
@@ -22,12 +24,14 @@ class Provider:
     """One way to multiply."""
 
     name: str
-    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    call: Callable[[torch.Tensor, Any], torch.Tensor]
     """x [M, K], weight [N, K] to [M, N]."""
     promises_bits: bool = True
     """Whether a row's bits shall not depend on M."""
-    prepare: Callable[[torch.Tensor, int], None] | None = None
+    prepare: Callable[[Any, int], None] | None = None
     """Called once for a weight and the most rows that it will meet."""
+    load: Callable[[Any], Any] = lambda weight: weight
+    """What is made of a weight once, and given to ``call``."""
 
 
 def _stock() -> Provider:
@@ -100,24 +104,51 @@ def _native() -> Provider:
         raise Absent(f"vLLM's own batch-invariant linear: {error}") from error
 
 
-_LOADERS: dict[str, Callable[[], Provider]] = {
-    "stock": _stock,
-    "ours": _ours,
-    "ours-triton": _ours_triton,
-    "native": _native,
-    "ours-exact": _ours_exact,
-    "ours-tree-2": partial(_ours_tree, 2),
-    "ours-tree-4": partial(_ours_tree, 4),
+def _multiplied(x: torch.Tensor, multiply: fp8_products.Multiply) -> torch.Tensor:
+    return multiply(x)
+
+
+def _stock_fp8() -> Provider:
+    """FlashInfer's kernel up to 31 rows, and DeepGEMM's; weights that an engine would give them."""
+    try:
+        from vllm.utils.deep_gemm import is_deep_gemm_supported
+        from vllm.utils.flashinfer import is_flashinfer_fp8_blockscale_gemm_supported as has_flashinfer
+    except ImportError as error:
+        raise Absent(f"vLLM's products of FP8: {error}") from error
+    if not (has_flashinfer() and is_deep_gemm_supported()):
+        raise Absent("vLLM has no FlashInfer or no DeepGEMM here, or is told not to use them")
+    return Provider("stock", _multiplied, promises_bits=False, load=fp8_products.plain)
+
+
+def _ours_fp8() -> Provider:
+    """As an engine's layers call it: by the tiles, cuBLASLt and DeepGEMM."""
+    return Provider("ours", _multiplied, prepare=fp8_products.prepare, load=fp8_products.ours)
+
+
+_LOADERS: dict[str, dict[str, Callable[[], Provider]]] = {
+    "bf16": {
+        "stock": _stock,
+        "ours": _ours,
+        "ours-triton": _ours_triton,
+        "native": _native,
+        "ours-exact": _ours_exact,
+        "ours-tree-2": partial(_ours_tree, 2),
+        "ours-tree-4": partial(_ours_tree, 4),
+    },
+    "fp8": {"stock": _stock_fp8, "ours": _ours_fp8},
 }
-NAMES = tuple(_LOADERS)
+"""By formats of weights."""
+NAMES = tuple(_LOADERS["bf16"])
 USUAL = tuple(name for name in NAMES if not name.startswith(("ours-exact", "ours-tree")))
 """Who takes part unless told otherwise: exact arithmetic and trees are options of an engine."""
 
 
-def load(name: str) -> Provider:
-    """The provider of one of :data:`NAMES`.
+def load(name: str, form: str = "bf16") -> Provider:
+    """The provider of one of :data:`NAMES`, of weights in a format.
 
     Raises:
-        Absent: it is not part of what is installed.
+        Absent: it is not part of what is installed, or multiplies no such weights.
     """
-    return _LOADERS[name]()
+    if name not in _LOADERS[form]:
+        raise Absent(f"no weights in {form}")
+    return _LOADERS[form][name]()

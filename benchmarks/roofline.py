@@ -1,6 +1,6 @@
 """What the GPU can do at best, and how long a GEMM must take at least."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,9 +26,10 @@ class Work:
     """Floating-point additions and multiplications."""
 
     @classmethod
-    def of_gemm(cls, m: int, n: int, k: int, element_size: int = 2) -> "Work":
-        """[M, K] @ [K, N]."""
-        return cls((m * k + n * k + m * n) * element_size, 2 * m * n * k)
+    def of_gemm(cls, m: int, n: int, k: int, element_size: int = 2, weight_size: int | None = None) -> "Work":
+        """[M, K] @ [K, N], whose elements of the second have another size if one is given."""
+        of_weight = n * k * (element_size if weight_size is None else weight_size)
+        return cls((m * k + m * n) * element_size + of_weight, 2 * m * n * k)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Ceilings:
 
     bytes_per_microsecond: float
     operations_per_microsecond: float
+
+    def with_arithmetic(self, speed: int) -> "Ceilings":
+        """Of tensor cores that are so many times as fast as those measured."""
+        return replace(self, operations_per_microsecond=speed * self.operations_per_microsecond)
 
     def bound_by_memory(self, work: Work) -> bool:
         """Whether moving the bytes takes longer than the arithmetic."""

@@ -1,7 +1,7 @@
 """Weight shapes of the linear layers of real models, whole and under tensor parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this, then cuts it."""
@@ -19,7 +19,8 @@ class Model:
     heads: int
     kv_heads: int
     head_size: int
-    intermediate: int
+    intermediate: int | None
+    """None: experts are in the place of these layers."""
     vocabulary: int
     parallel: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of tensor-parallel workers to consider."""
@@ -28,13 +29,14 @@ class Model:
         """(out_features, in_features) on one of ``workers``, by projection; KV heads are replicated when too few."""
         heads, kv_heads = self.heads // workers, max(1, self.kv_heads // workers)
         padded = -(-self.vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-        return {
+        found = {
             "qkv": ((heads + 2 * kv_heads) * self.head_size, self.hidden),
             "o": (self.hidden, heads * self.head_size),
-            "gate_up": (2 * self.intermediate // workers, self.hidden),
-            "down": (self.hidden, self.intermediate // workers),
-            "lm_head": (padded // workers, self.hidden),
         }
+        if self.intermediate is not None:
+            found["gate_up"] = 2 * self.intermediate // workers, self.hidden
+            found["down"] = self.hidden, self.intermediate // workers
+        return found | {"lm_head": (padded // workers, self.hidden)}
 
 
 @dataclass(frozen=True)
@@ -74,27 +76,37 @@ MODELS = (
     Model("Qwen2.5-0.5B", 896, 14, 2, 64, 4864, 151936, parallel=(1,)),
     Model("Qwen2.5-3B", 2048, 16, 2, 128, 11008, 151936, parallel=(1,)),
 )
+FP8_MODELS = (
+    Model("Qwen3-30B-A3B", 2048, 32, 4, 128, None, 151936, parallel=(1,)),
+    *(replace(model, parallel=(1,)) for model in MODELS if model.name in ("Qwen3-8B", "Qwen3-32B")),
+)
+"""Of checkpoints in FP8 in blocks, whose output heads are not."""
 
 
-def weight_shapes(models: Sequence[Model] = MODELS) -> tuple[WeightShape, ...]:
-    """Every shape once; those of one worker first, then those of more, each in the order of ``models``."""
+def weight_shapes(models: Sequence[Model] = MODELS, without: Sequence[str] = ()) -> tuple[WeightShape, ...]:
+    """Every shape once; those of one worker first, then those of more, each in the order of ``models``.
+
+    Args:
+        without: projections that are left out.
+    """
     origins: dict[tuple[int, int], list[Origin]] = {}
     for workers in sorted({count for model in models for count in model.parallel}):
         for model in models:
             if workers in model.parallel:
                 for projection, features in model.projections(workers).items():
+                    if projection in without:
+                        continue
                     origins.setdefault(features, []).append(Origin(model.name, workers, projection))
     return tuple(WeightShape(*features, tuple(found)) for features, found in origins.items())
 
 
 WEIGHT_SHAPES = weight_shapes()
+FP8_SHAPES = weight_shapes(FP8_MODELS, without=("lm_head",))
 
 
-def shapes_of(names: Sequence[str]) -> tuple[WeightShape, ...]:
-    """The shapes of models whose name contains one of ``names``, in any case of letters."""
+def shapes_of(names: Sequence[str], shapes: Sequence[WeightShape] = WEIGHT_SHAPES) -> tuple[WeightShape, ...]:
+    """Those of models whose name contains one of ``names``, in any case of letters."""
     wanted = [name.lower() for name in names]
     return tuple(
-        shape
-        for shape in WEIGHT_SHAPES
-        if any(name in origin.model.lower() for name in wanted for origin in shape.origins)
+        shape for shape in shapes if any(name in origin.model.lower() for name in wanted for origin in shape.origins)
     )

@@ -8,9 +8,11 @@ import torch
 from rich.console import Console
 
 from benchmarks import linear, linear_providers
+from benchmarks.fp8_products import Weight
 from benchmarks.linear import Sweep
 from benchmarks.linear_providers import Provider
 from benchmarks.linear_summary import print_summary
+from benchmarks.operands import FORMATS
 from benchmarks.record import Setting
 from benchmarks.roofline import Ceilings, Work
 from benchmarks.shapes import Origin, WeightShape
@@ -50,9 +52,12 @@ def refusing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return exact(x, weight)
 
 
-def sweep(*others: Provider, **options: object) -> Sweep:
+STOCK = Provider("stock", exact, promises_bits=False)
+
+
+def sweep(*others: Provider, stock: Provider = STOCK, shape: WeightShape = SHAPE, **options: object) -> Sweep:
     run = Sweep(
-        providers=(Provider("stock", exact, promises_bits=False), *others),
+        providers=(stock, *others),
         rows=(2, 8, 512, 2048),
         timer=SteadyTimer(),
         ceilings=Ceilings(bytes_per_microsecond=1e6, operations_per_microsecond=1e9),
@@ -61,7 +66,7 @@ def sweep(*others: Provider, **options: object) -> Sweep:
         device="cpu",
         **options,
     )
-    run.measure(SHAPE)
+    run.measure(shape)
     return run
 
 
@@ -189,3 +194,41 @@ def test_exact_arithmetic_and_trees_are_measured_where_they_are_asked_for() -> N
         assert name not in linear._parse([]).providers
     x, weight = torch.randn(5, 64), torch.randn(48, 64)
     assert torch.equal(linear_providers.load("ours-tree-4").call(x, weight), ours.linear(x, weight, k_slices=4))
+
+
+def test_codes_of_fp8_are_multiplied_with_those_of_activations_in_bf16() -> None:
+    given = []
+
+    def load(weight: Weight) -> torch.Tensor:
+        given.append(weight)
+        return weight.in_float64
+
+    run = sweep(
+        linear_providers.load("ours", "fp8"),
+        stock=Provider("stock", exact, promises_bits=False, load=load),
+        shape=WeightShape(128, 256, (Origin("small", 1, "lm_head"),)),
+        form=FORMATS["fp8"],
+    )
+    assert run.problems == 0
+    assert verdicts(run, "ours") == {"2": "equal", "8": "equal", "512": "equal"}
+    assert run.measurements[0].case == "M=2 N=128 K=256 dtype=bf16 format=w8a8-fp8-block"
+    bandwidth = next(row.p50 for row in run.measurements if row.metric == "bandwidth")
+    assert bandwidth == pytest.approx((2 * 256 * 2 + 128 * 256 + 2 * 128 * 2) / 1e3)
+    assert len(given) == 2  # that of the bits, and the one that is timed
+    x, weight = torch.randn(3, 256).bfloat16(), Weight.of(torch.randn(128, 256) / 16)
+    y = linear_providers.load("ours", "fp8").load(weight)(x)
+    torch.testing.assert_close(y.double(), x.double() @ weight.in_float64.T, atol=0.2, rtol=0.05)
+
+
+def test_formats_have_shapes_files_and_providers_of_their_own() -> None:
+    options = linear._parse(["--format", "fp8"])
+    assert options.out.name == "linear_fp8.csv"
+    assert linear._parse([]).out.name == "linear.csv"
+    models = {origin.model for shape in options.shapes for origin in shape.origins}
+    assert {"Qwen3-8B", "Qwen3-30B-A3B"} <= models
+    assert "lm_head" not in {origin.projection for shape in options.shapes for origin in shape.origins}
+    assert {(shape.out_features, shape.in_features) for shape in options.shapes} >= {(5120, 2048), (2048, 4096)}
+    with pytest.raises(linear_providers.Absent, match="no weights in fp8"):
+        linear_providers.load("ours-triton", "fp8")
+    with pytest.raises(SystemExit):
+        linear._parse(["--format", "fp8", "--gated"])
