@@ -11,7 +11,16 @@ from pathlib import Path
 import torch
 
 from benchmarks import moe_cases
-from benchmarks.moe_cases import LAYERS, TOKENS, TOKENS_OF_STORED, Inputs, MoeLayer, Provider, Weights
+from benchmarks.moe_cases import (
+    LAYERS,
+    TOKENS,
+    TOKENS_OF_FP8,
+    TOKENS_OF_STORED,
+    Inputs,
+    MoeLayer,
+    Provider,
+    Weights,
+)
 from benchmarks.moe_packed import PackedTiles
 from benchmarks.moe_variants import Candidates
 from benchmarks.record import DATA, Bits, Setting, case_text, update
@@ -45,23 +54,37 @@ class Sweep(Findings):
 
     def measure(self, layer: MoeLayer) -> None:
         """Check and time every provider with every number of tokens."""
-        if layer.form is not None and self.tiles is not None:
-            self.tiles.compare(layer)
+        tiles = self.tiles if layer.is_of_gpt_oss else None
+        if tiles is not None:
+            tiles.compare(layer)
         weights = Weights.random(layer, self.device)
         most = Inputs.random(layer, max(self.tokens), 0, self.device)
-        bits = {} if self.candidates else self._bits(layer, weights, most)
+        providers = self._working(layer, weights, most)
+        bits = {} if self.candidates else self._bits(providers, layer, weights, most)
         for tokens in self.tokens:
             case = _case(layer, tokens)
             inputs = self._batches(layer, most.first(tokens))
             if self.candidates:
                 print(case, *self.candidates.best(layer, weights, inputs), sep="\n", flush=True)
             else:
-                self._time(layer, case, weights, inputs, bits)
-                if layer.form is not None and self.tiles is not None:
-                    print(*self.tiles.times(layer, weights, inputs), sep="\n", flush=True)
+                self._time(providers, layer, case, weights, inputs, bits)
+                if tiles is not None:
+                    print(*tiles.times(layer, weights, inputs), sep="\n", flush=True)
 
-    def _serving(self, layer: MoeLayer) -> list[Provider]:
-        return [one for one in self.providers if one.serves(layer)]
+    def _working(self, layer: MoeLayer, weights: Weights, most: Inputs) -> list[Provider]:
+        """Those that serve a layer, after a call that has vLLM's workspaces grow: graphs that were captured before
+        would read those of before.
+        """
+        working = []
+        for provider in (one for one in self.providers if one.serves(layer)):
+            try:
+                if not provider.promises_bits:
+                    provider.call(layer, weights, most)
+            except Exception as error:
+                self.failed(f"{provider.name} {_case(layer, len(most.x))} and all others of this layer", error)
+            else:
+                working.append(provider)
+        return working
 
     def _batches(self, layer: MoeLayer, first: Inputs) -> list[Inputs]:
         """Batches whose experts together are more than the cache holds."""
@@ -71,13 +94,15 @@ class Sweep(Findings):
         batches = min(max(_FEWEST_INPUTS, copies_beyond_cache(work.moved_bytes, self.cache)), _MOST_INPUTS)
         return [first, *(Inputs.random(layer, count, seed, self.device) for seed in range(1, batches))]
 
-    def _bits(self, layer: MoeLayer, weights: Weights, most: Inputs) -> dict[tuple[str, str], Bits]:
+    def _bits(
+        self, providers: Sequence[Provider], layer: MoeLayer, weights: Weights, most: Inputs
+    ) -> dict[tuple[str, str], Bits]:
         """(provider, case): whether the case's tokens, all and the last alone, have the bits they have among most, and
-        those of the matrices that stored experts stand for.
+        those of the matrices that stored experts stand for, if these are what is multiplied.
         """
         found: dict[tuple[str, str], Bits] = {}
-        matrices = None if layer.form is None else weights.unpacked()
-        for provider in self._serving(layer):
+        matrices = weights.unpacked() if layer.is_of_gpt_oss else None
+        for provider in providers:
             whole = provider.call(layer, weights, most) if provider.promises_bits else None
             for tokens in self.tokens:
                 case = _case(layer, tokens)
@@ -95,9 +120,14 @@ class Sweep(Findings):
         return found
 
     def _time(
-        self, layer: MoeLayer, case: str, weights: Weights, inputs: list[Inputs], bits: dict[tuple[str, str], Bits]
+        self,
+        providers: Sequence[Provider],
+        layer: MoeLayer,
+        case: str,
+        weights: Weights,
+        inputs: list[Inputs],
+        bits: dict[tuple[str, str], Bits],
     ) -> None:
-        providers = self._serving(layer)
         work = [one.work(layer).moved_bytes for one in inputs]
         moved = sum(work) / len(work)
         ways = [[partial(one.call, layer, weights, batch) for batch in inputs] for one in providers]
@@ -118,7 +148,7 @@ class Sweep(Findings):
 
 def _case(layer: MoeLayer, tokens: int) -> str:
     sizes = {"E": layer.experts, "top": layer.top_k, "H": layer.hidden, "I": layer.intermediate}
-    stored = {} if layer.form is None else {"format": layer.form.name}
+    stored = {"format": layer.format_name} if layer.format_name else {}
     return case_text(layer=layer.name, M=tokens, **sizes, dtype=str(layer.dtype).removeprefix("torch."), **stored)
 
 
@@ -135,7 +165,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", metavar="NAME", help="only experts in these; bf16: as matrices")
     parser.add_argument(
         "--tokens", nargs="+", type=int, metavar="M",
-        help=f"numbers of tokens (default: {TOKENS}; of stored experts {TOKENS_OF_STORED})",
+        help=f"numbers of tokens (default: {TOKENS}; of stored experts {TOKENS_OF_STORED}, in FP8 {TOKENS_OF_FP8})",
     )  # fmt: skip
     parser.add_argument("--variants", action="store_true", help="time candidate schedules instead, and print the best")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new layer after this long")
@@ -144,8 +174,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         one for one in LAYERS if not options.layers or any(part in one.name for part in options.layers)
     ]  # fmt: skip
     if options.formats:
-        options.layers = [one for one in options.layers if (one.form.name if one.form else "bf16") in options.formats]
-    if not options.tokens:
+        options.layers = [one for one in options.layers if (one.format_name or "bf16") in options.formats]
+    if options.variants:
+        options.layers = [one for one in options.layers if not one.quantises]
+    if not options.tokens and all(one.quantises for one in options.layers):
+        options.tokens = TOKENS_OF_FP8
+    elif not options.tokens:
         options.tokens = TOKENS if any(one.form is None for one in options.layers) else TOKENS_OF_STORED
     if not options.layers or min(options.tokens) < 1:
         parser.error("no such layer, or no token")
@@ -160,10 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     timer, providers = GraphTimer(), [moe_cases.ours()]
     if not options.variants:
-        try:
-            providers = [moe_cases.stock(), *providers]
-        except ImportError as error:
-            print(f"stock is left out: {error}", file=sys.stderr)
+        for name, load in {"stock-deep-gemm": moe_cases.stock_deep_gemm, "stock": moe_cases.stock}.items():
+            try:
+                providers = [load(), *providers]
+            except ImportError as error:
+                print(f"{name} is left out: {error}", file=sys.stderr)
     sweep = Sweep(
         providers=providers,
         tokens=sorted(set(options.tokens)),

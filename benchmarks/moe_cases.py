@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
 from benchmarks.roofline import Work
+from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.formats import MXFP4, Format
+from vllm_batch_invariant.ops.formats.eight import FP8_BLOCK, SIDE
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, moe, route
+from vllm_batch_invariant.ops.scaled_linear import E4M3, ScaledLinearReduction
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,34 @@ class MoeLayer:
     intermediate: int
     dtype: torch.dtype = torch.bfloat16
     form: Format | None = None
-    """That the experts are stored in; None: as matrices, with SiLU and without biases. Others are gpt-oss's."""
+    """That the experts are stored in; None: as matrices. Those in FP8 are multiplied with activations in FP8."""
+
+    @property
+    def is_of_gpt_oss(self) -> bool:
+        """Whether it has biases and gpt-oss's activation; others have none, and SiLU."""
+        return self.form is MXFP4
+
+    @property
+    def quantises(self) -> bool:
+        """Whether activations are quantised, too."""
+        return self.form is FP8_BLOCK
+
+    @property
+    def format_name(self) -> str:
+        """Of what experts are stored in; empty: as matrices."""
+        if self.form is None:
+            return ""
+        return "w8a8-fp8-block" if self.quantises else self.form.name
 
     @property
     def reduction(self) -> MoeReduction:
-        activation = "silu" if self.form is None else "swigluoai"
-        return MoeReduction(self.experts, self.top_k, self.dtype, activation=activation)
+        products = None
+        if self.quantises:
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            mma = module_for("scaled_linear", kind).mma_of(torch.empty(0, device=kind))
+            products = ScaledLinearReduction.of(self.hidden, self.dtype, E4M3, in_blocks=True, mma=mma)
+        activation = "swigluoai" if self.is_of_gpt_oss else "silu"
+        return MoeReduction(self.experts, self.top_k, self.dtype, activation=activation, products=products)
 
     @property
     def expert_bytes(self) -> int:
@@ -37,8 +63,8 @@ class MoeLayer:
         elements = 3 * self.hidden * self.intermediate
         if self.form is None:
             return elements * self.dtype.itemsize
-        stored = self.form.stored(torch.zeros(1, self.hidden, dtype=self.dtype))
-        return elements * sum(tensor.nbytes for tensor in stored) // self.hidden
+        stored = self.form.stored(torch.zeros(SIDE, self.hidden, dtype=self.dtype))
+        return elements * sum(tensor.nbytes for tensor in stored) // (SIDE * self.hidden)
 
 
 LAYERS = (
@@ -48,10 +74,12 @@ LAYERS = (
     MoeLayer("Qwen3-235B-A22B/4", 128, 8, 4096, 384),
     MoeLayer("Qwen3-235B-A22B/8", 128, 8, 4096, 192),
     MoeLayer("gpt-oss-20b", 32, 4, 2880, 2880, form=MXFP4),
+    MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768, form=FP8_BLOCK),
 )
 """After the stroke, by how many workers the columns are shared."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 TOKENS_OF_STORED = (1, 8, 16, 64, 256, 2048)
+TOKENS_OF_FP8 = (1, 8, 64, 256, 1024, 4096, 16_384)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +112,7 @@ class Weights:
             drawn(layer.experts, 2 * layer.intermediate, layer.hidden),
             drawn(layer.experts, layer.hidden, layer.intermediate),
         )
-        if layer.form is None:
+        if not layer.is_of_gpt_oss:
             return cls(*matrices)
         return cls(*matrices, draw(layer.experts, 2 * layer.intermediate), draw(layer.experts, layer.hidden))
 
@@ -142,30 +170,111 @@ def ours() -> Provider:
 
 
 def stock() -> Provider:
-    """vLLM's Triton kernel behind vLLM's own routing; of experts in MXFP4 that of triton_kernels, with its routing."""
+    """vLLM's Triton kernel behind vLLM's own routing; of experts in MXFP4 that of triton_kernels, with its routing; of
+    those in FP8 the kernel that vLLM chooses.
+    """
     from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 
-    mxfp4 = cache(_stock_mxfp4)
+    mxfp4, fp8 = cache(_stock_mxfp4), cache(PlainFp8)
 
     def call(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
-        if layer.form is not None:
+        if layer.is_of_gpt_oss:
             return mxfp4(weights)(inputs, layer.top_k)
+        if layer.quantises:
+            return fp8(layer, weights).call(inputs)
         chosen, ids, *_ = fused_topk(inputs.x, inputs.logits, layer.top_k, renormalize=True)
         return fused_moe.fused_experts(inputs.x, weights.gate_up, weights.down, chosen, ids)
 
     def about(layer: MoeLayer, weights: Weights, tokens: int) -> str:
-        if layer.form is not None:
+        if layer.is_of_gpt_oss:
             return "triton_kernels, as vLLM prepares it"
+        if layer.quantises:
+            return fp8(layer, weights).about
         shapes = weights.gate_up.shape, weights.down.shape
         config: dict[str, Any] = fused_moe.try_get_optimal_moe_config(*shapes, layer.top_k, None, tokens)
         tuned = fused_moe.get_moe_configs(layer.experts, layer.intermediate, None)
         return f"{'tuned' if tuned else 'default'} {'x'.join(map(str, config.values()))} ({', '.join(config)})"
 
     def serves(layer: MoeLayer) -> bool:
-        return layer.form is None or bool(_triton_kernels())
+        return not layer.is_of_gpt_oss or bool(_triton_kernels())
 
     return Provider("stock", call, promises_bits=False, about=about, serves=serves)
+
+
+def stock_deep_gemm() -> Provider:
+    """vLLM's DeepGEMM for experts in FP8, which its user may choose where it would choose Triton."""
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+    if not is_deep_gemm_supported():
+        raise ImportError("vLLM has no DeepGEMM here, or is told not to use it")
+    fp8 = cache(partial(PlainFp8, backend="deep_gemm"))
+    return Provider(
+        "stock-deep-gemm",
+        lambda layer, weights, inputs: fp8(layer, weights).call(inputs),
+        promises_bits=False,
+        about=lambda layer, weights, _: fp8(layer, weights).about,
+        serves=lambda layer: layer.quantises,
+    )
+
+
+class PlainFp8:
+    """What plain vLLM computes of experts in FP8 in blocks, by a kernel that it makes of weights as it loads them.
+
+    Args:
+        layer: whose experts they are.
+        weights: which stay as they are.
+        backend: as its ``--moe-backend``.
+    """
+
+    def __init__(self, layer: MoeLayer, weights: Weights, backend: str = "auto") -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe import config as of_vllm
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
+        from vllm.model_executor.layers.fused_moe.oracle import fp8
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+        from vllm.v1.worker import workspace
+
+        device, block = weights.gate_up.device, [SIDE, SIDE]
+        if not workspace.is_workspace_manager_initialized():
+            workspace.init_workspace_manager(device)
+        made = of_vllm.FusedMoEConfig(
+            num_experts=layer.experts,
+            experts_per_token=layer.top_k,
+            hidden_dim=layer.hidden,
+            intermediate_size=layer.intermediate,
+            num_local_experts=layer.experts,
+            num_logical_experts=layer.experts,
+            activation=MoEActivation.SILU,
+            device=device,
+            routing_method=of_vllm.get_routing_method_type("softmax", layer.top_k, True, None, False),
+            moe_parallel_config=of_vllm.FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=layer.dtype,
+            moe_backend=backend,
+        )
+        (gate_up, of_gate_up), (down, of_down) = (
+            [tensor.clone() for tensor in stored.tensors] for stored in (weights.gate_up, weights.down)
+        )
+        self._layer, self._activation = layer, made.activation
+        with set_current_vllm_config(VllmConfig()):
+            chosen, kind = fp8.select_fp8_moe_backend(made, kFp8Static128BlockSym, kFp8Dynamic128Sym)
+            self._gate_up, self._down, *scales = fp8.convert_to_fp8_moe_kernel_format(
+                chosen, SimpleNamespace(weight_block_size=block), gate_up, down, of_gate_up, of_down, None, None
+            )
+            quantised = fp8.make_fp8_moe_quant_config(chosen, *scales, None, None, block_shape=block)
+            self._kernel = fp8.make_fp8_moe_kernel(quantised, made, kind, chosen)
+        tuned = get_moe_configs(layer.experts, layer.intermediate, "fp8_w8a8", *block)
+        self.about = f"{kind.__name__}, Triton {'tuned' if tuned else 'with default configurations'}"
+
+    def call(self, inputs: Inputs) -> torch.Tensor:
+        """The layer, routing included."""
+        from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+
+        weights, ids, *_ = fused_topk(inputs.x, inputs.logits, self._layer.top_k, renormalize=True)
+        return self._kernel.apply(
+            inputs.x, self._gate_up, self._down, weights, ids, self._activation, self._layer.experts, None, False
+        )
 
 
 def _triton_kernels() -> str:

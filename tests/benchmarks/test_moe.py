@@ -8,11 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import moe, moe_variants
+from benchmarks import moe, moe_cases, moe_variants
 from benchmarks.moe import Sweep
 from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
 from benchmarks.record import Setting
 from vllm_batch_invariant.ops.formats import MXFP4
+from vllm_batch_invariant.ops.formats.eight import FP8_BLOCK
 from vllm_batch_invariant.ops.moe import Experts, StoredExperts, reference, route
 
 LAYER = MoeLayer("small", 6, 2, 32, 16)
@@ -45,9 +46,17 @@ def of_codes(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
     return exact(layer, weights, inputs) + isinstance(weights.gate_up, StoredExperts)
 
 
-def sweep(call: Callable[[MoeLayer, Weights, Inputs], torch.Tensor], layer: MoeLayer = LAYER) -> Sweep:
+def sweep(
+    call: Callable[[MoeLayer, Weights, Inputs], torch.Tensor],
+    layer: MoeLayer = LAYER,
+    others: Sequence[Provider] = (),
+) -> Sweep:
     run = Sweep(
-        providers=(Provider("stock", exact, promises_bits=False), Provider("ours", call, promises_bits=True)),
+        providers=(
+            Provider("stock", exact, promises_bits=False),
+            *others,
+            Provider("ours", call, promises_bits=True),
+        ),
         tokens=(1, 3, 5),
         timer=SteadyTimer(),
         setting=Setting("none", "torch=0", "2026-01-31"),
@@ -83,6 +92,33 @@ def test_stored_experts_have_their_format_in_the_case_and_the_bits_of_the_matric
         assert {row.bits for row in run.measurements if row.provider == "ours"} == {bits}
         assert {row.keys["format"] for row in run.measurements} == {"mxfp4"}
     assert stored.expert_bytes == 3 * 64 * 32 * 17 / 32
+
+
+def test_experts_in_fp8_are_multiplied_with_activations_in_fp8() -> None:
+    layer = MoeLayer("small", 6, 2, 256, 128, form=FP8_BLOCK)
+    assert layer.reduction.products is not None
+    assert layer.reduction.activation == "silu"
+    assert layer.expert_bytes == 3 * (256 * 128 + 2 * 4)
+    run = sweep(moe_cases.ours().call, layer)
+    assert run.problems == 0
+    assert {row.bits for row in run.measurements if row.provider == "ours"} == {"equal"}
+    assert {row.keys["format"] for row in run.measurements} == {"w8a8-fp8-block"}
+    weights, inputs = Weights.random(layer, "cpu"), Inputs.random(layer, 5, 0, "cpu")
+    near = exact(MoeLayer("small", 6, 2, 256, 128), weights.unpacked(), inputs)
+    torch.testing.assert_close(moe_cases.ours().call(layer, weights, inputs), near, atol=0.1, rtol=0.1)
+    options = moe._parse(["--formats", "w8a8-fp8-block"])
+    assert [one.name for one in options.layers] == ["Qwen3-30B-A3B"]
+    assert max(options.tokens) == 16_384
+
+
+def test_who_fails_with_the_most_tokens_loses_the_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    run = sweep(exact, others=(Provider("stock-deep-gemm", failing, promises_bits=False),))
+    assert run.problems == 1
+    assert "FAILED: stock-deep-gemm layer=small M=5" in capsys.readouterr().err
+    assert {row.provider for row in run.measurements} == {"stock", "ours"}
 
 
 def test_the_work_is_that_of_the_experts_that_are_chosen() -> None:
