@@ -316,6 +316,30 @@ def _slower_triton() -> str:
     return f"{low} to {high} %"
 
 
+def _fp8_accuracy() -> str:
+    """The least and the most of all layers, in per cent."""
+    rows = [row for row in _data("accuracy") if row.keys.get("op") == "fp8-linear"]
+
+    def of_layers(who: str, metric: str, kind: str, m: str) -> str:
+        found = [
+            100 * row.p50
+            for row in rows
+            if (row.provider, row.metric, row.keys["kind"], row.keys["M"]) == (who, metric, kind, m)
+        ]
+        low, high = (f"{end:.1f}" if end else "0" for end in (min(found), max(found)))
+        return low if low == high else f"{low} to {high}"
+
+    head = [
+        "activations",
+        "rows",
+        *(f"{what}: {who}" for what in ("error", "differ") for who in ("plain vLLM", "plugin")),
+    ]
+    cases = dict.fromkeys((row.keys["kind"], row.keys["M"]) for row in rows)
+    columns = [(who, metric) for metric in ("error", "differing") for who in ("stock", "ours")]
+    body = [[kind.replace("-", " "), m, *(f"{of_layers(*of, kind, m)} %" for of in columns)] for kind, m in cases]
+    return _table(head, body)
+
+
 def _is_decode(row: Measurement) -> bool:
     return row.keys["phase"] == "decode"
 
@@ -465,6 +489,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "drafts-ngram": lambda: _drafts("ngram"),
     "drafts-eagle3": lambda: _drafts("eagle3"),
     "linear": _linear,
+    "fp8-accuracy": _fp8_accuracy,
     "attention": _attention,
     "attention-decode-layers": lambda: _attention_of_layers("decode"),
     "attention-prefill-layers": lambda: _attention_of_layers("prefill"),
