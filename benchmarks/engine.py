@@ -213,12 +213,13 @@ class Rows:
             unit: of the samples.
             samples: one or more.
             stock: those of plain vLLM, if there are any.
-            same_bits: whether a request had the bits that it should; None where that was not looked at.
+            same_bits: whether a request had the bits that it should, or of plain vLLM, which promises none, those that
+                it had alone; None where that was not looked at.
         """
         spread = Spread.of(samples if len(samples) > 1 else samples * 2)
         other = None if not stock else Spread.of(stock if len(stock) > 1 else stock * 2)
         ratio = spread.p50 / other.p50 if other and other.p50 else None
-        bits: Bits = "-" if provider == "stock" or same_bits is None else "equal" if same_bits else "differ"
+        bits: Bits = "-" if same_bits is None else "equal" if same_bits else "differ"
         spreads = asdict(spread) | self._setting
         self.found.append(Measurement("engine", provider, case, metric, unit, **spreads, ratio=ratio, bits=bits))
 

@@ -18,7 +18,7 @@ from vllm_batch_invariant import __version__
 
 DATA = Path(__file__).parent / "data"
 Bits = Literal["equal", "differ", "-"]
-"""Whether the bits held what the provider promises; ``-`` where it promises nothing."""
+"""Whether the bits held what ours promises: of another provider it is a control. ``-`` where nobody looked."""
 _DIGITS = 5
 
 

@@ -76,7 +76,8 @@ def measurements(
     for (provider, drafter, drafts), result in results.items():
         stock = results.get(("stock", drafter, drafts))
         of = f"{keys} {case_text(spec=drafter, k=drafts)}".lstrip()
-        add = partial(rows.add, provider, same_bits=result["same_bits"] and result["alone"] == alone)
+        same_bits = None if provider == "stock" else result["same_bits"] and result["alone"] == alone
+        add = partial(rows.add, provider, same_bits=same_bits)
         for place, workload in enumerate(WORKLOADS[workloads_of(drafter, workloads)]):
             other = stock and stock["samples"][place]
             add(f"{workload.case} {of}", workload.metric, workload.unit, result["samples"][place], other)
