@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import moe_cases
 from benchmarks.moe_cases import (
     LAYERS,
+    PROVIDERS,
     TOKENS,
     TOKENS_OF_FP8,
     TOKENS_OF_STORED,
@@ -167,6 +167,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tokens", nargs="+", type=int, metavar="M",
         help=f"numbers of tokens (default: {TOKENS}; of stored experts {TOKENS_OF_STORED}, in FP8 {TOKENS_OF_FP8})",
     )  # fmt: skip
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="whom to measure")
     parser.add_argument("--variants", action="store_true", help="time candidate schedules instead, and print the best")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no new layer after this long")
     options = parser.parse_args(arguments)
@@ -176,6 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.formats:
         options.layers = [one for one in options.layers if (one.format_name or "bf16") in options.formats]
     if options.variants:
+        options.providers = ["ours"]
         options.layers = [one for one in options.layers if not one.quantises]
     if not options.tokens and all(one.quantises for one in options.layers):
         options.tokens = TOKENS_OF_FP8
@@ -192,11 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("the benchmark of mixtures of experts needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    timer, providers = GraphTimer(), [moe_cases.ours()]
-    if not options.variants:
-        for name, load in {"stock-deep-gemm": moe_cases.stock_deep_gemm, "stock": moe_cases.stock}.items():
+    timer, providers = GraphTimer(), []
+    for name, load in PROVIDERS.items():
+        if name in options.providers:
             try:
-                providers = [load(), *providers]
+                providers.append(load())
             except ImportError as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
     sweep = Sweep(

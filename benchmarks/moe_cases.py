@@ -277,6 +277,10 @@ class PlainFp8:
         )
 
 
+PROVIDERS: dict[str, Callable[[], Provider]] = {"stock": stock, "stock-deep-gemm": stock_deep_gemm, "ours": ours}
+"""By their names."""
+
+
 def _triton_kernels() -> str:
     """The module of triton_kernels that multiplies, which vLLM brings; empty where it cannot be had."""
     from vllm.utils.import_utils import get_triton_kernels_version, has_triton_kernels
