@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_batch_invariant.integration.layers import fp8
+from vllm_batch_invariant.integration.layers import deep_gemm, fp8
 from vllm_batch_invariant.ops.common.kv_cache import LARGEST
 from vllm_batch_invariant.ops.quantise.weights import quantise_weight
 from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP
@@ -55,7 +55,7 @@ def prepare(weight: Weight, max_m: int) -> None:
     them.
     """
     if weight.codes.is_cuda:
-        fp8.use_deep_gemm()
+        deep_gemm.use()
     prepare_product(weight.codes, torch.bfloat16, in_blocks=True, max_m=max_m, sizes=GRAPH_SIZES)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from benchmarks.roofline import Work
+from vllm_batch_invariant.integration.layers import deep_gemm
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.formats import MXFP4, Format
 from vllm_batch_invariant.ops.formats.eight import FP8_BLOCK, SIDE
@@ -161,10 +162,17 @@ class Provider:
 
 
 def ours() -> Provider:
-    def call(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
-        chosen = route(inputs.logits, layer.reduction)
+    @cache
+    def experts_of(layer: MoeLayer, weights: Weights) -> Experts:
         biases = weights.gate_up_bias, weights.down_bias
-        return moe(inputs.x, *chosen, Experts(weights.gate_up, weights.down, layer.reduction, *biases))
+        experts = Experts(weights.gate_up, weights.down, layer.reduction, *biases)
+        if layer.quantises and experts.down.device.type == "cuda":  # as an engine does when it loads a layer
+            deep_gemm.use_for_experts()
+            module_for("moe", "cuda").prepare_library(experts, max(TOKENS_OF_FP8))
+        return experts
+
+    def call(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
+        return moe(inputs.x, *route(inputs.logits, layer.reduction), experts_of(layer, weights))
 
     return Provider("ours", call, promises_bits=True)
 
