@@ -1,6 +1,7 @@
 """Times calls on a GPU in CUDA graphs, where neither Python nor a warm cache is part of the result."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -76,6 +77,9 @@ class GraphTimer:
         try:
             for call in calls:
                 call()
-        finally:
-            graph.capture_end()
+        except Exception:
+            with suppress(Exception):  # a capture that an error has ended fails to end, and would hide it
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph
