@@ -60,6 +60,10 @@ class DeepGemm:
         """Whether it is to multiply so many rows."""
         return rows in self._serves.get(problem, ())
 
+    def rows(self, problem: ScaledProblem) -> tuple[int, ...]:
+        """All numbers of rows that it is to multiply."""
+        return tuple(sorted(self._serves.get(problem, ())))
+
     def run(
         self,
         codes: torch.Tensor,
