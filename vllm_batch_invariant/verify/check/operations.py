@@ -520,10 +520,10 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
     """What was compared when the weight was loaded; empty if the mode does not serve it."""
     from ...integration.layers import fp8, int8
 
-    if int8.computes(layer):
-        return "by Triton alone"
     if fp8.computes(layer):
         return _scaled_certificate(like.dtype, layer, bias)
+    if int8.computes(layer):
+        return "by Triton alone"
     if not _is_replaced(layer):
         return ""
     from ...ops.linear import cuda
