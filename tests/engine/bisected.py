@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from tests.engine.adapters import DEVICE, EXPANDS, EXPERT_FAULTS, SHRINKS, plant, plant_in_experts
+from tests.engine.quantisers import step_scaled
 from tests.faults.adding import nudge
 from tests.faults.experts import FAULTS as OF_EXPERTS
 from tests.faults.experts import planted
+from vllm_batch_invariant.integration.layers import fp8
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
 from vllm_batch_invariant.verify.bisect.report import plain
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, tokens
@@ -81,6 +83,57 @@ def injected(llm: Any) -> dict[str, dict[str, Any]]:
         module.forward = fault(module)
         found[name] = plain(CASE, bisect(llm, CASE))
         del module.forward
+    return found
+
+
+def product_in_fp8(layer: Any) -> Any:
+    """Its result is moved in a batch of more rows than the request has."""
+    apply = layer.quant_method.apply
+
+    def moved(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = apply(layer, x, bias)
+        nudge(out, PREFILL)
+        return out
+
+    return moved
+
+
+def scales_in_fp8(layer: Any) -> Any:
+    """What it is given has one scale a step."""
+    apply = layer.quant_method.apply
+
+    def scaled(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        quantise, fp8.quantise = fp8.quantise, step_scaled
+        try:
+            return apply(layer, x, bias)
+        finally:
+            fp8.quantise = quantise
+
+    return scaled
+
+
+FP8_FAULTS = {
+    "a product": ("model.layers.1.mlp.down_proj", product_in_fp8),
+    "scales": ("model.layers.0.self_attn.o_proj", scales_in_fp8),
+}
+
+
+def in_fp8(llm: Any, vocabulary: list[int]) -> dict[str, dict[str, Any]]:
+    """What is found of layers of FP8 without a fault, and with one in the method of this or that layer.
+
+    Args:
+        vocabulary: the first token of requests, and the one behind the last.
+    """
+    others = tuple(tuple(tokens(len(other), 2, range(*vocabulary))) for other in CASE.concurrent)
+    case = replace(CASE, prompt=tuple(tokens(PREFILL, 1, range(*vocabulary))), concurrent=others)
+    found = {"no fault": plain(case, bisect(llm, case))}
+    [model] = llm.apply_model(lambda model: model)
+    for name, (path, fault) in FP8_FAULTS.items():
+        layer = model.get_submodule(path)
+        assert fp8.computes(layer)
+        layer.quant_method.apply = fault(layer)
+        found[name] = plain(case, bisect(llm, case))
+        del layer.quant_method.apply
     return found
 
 

@@ -23,14 +23,16 @@ def one_scale_a_tensor(llm: Any) -> None:
 def one_scale_a_step(llm: Any) -> None:
     """The same of FP8: from now on all rows and groups of a step share the scale of the largest."""
 
-    def of_step(
-        x: torch.Tensor, scale: torch.Tensor | None = None, *, codes: torch.dtype, group: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        made, scales = quantise(x, x.abs().max().float().reshape(1) / 448, codes=codes)
-        groups = -(-x.shape[-1] // group) if group else 0
-        return made, scales[..., None].expand(*scales.shape, groups).contiguous() if group else scales
+    fp8.quantise = step_scaled
 
-    fp8.quantise = of_step
+
+def step_scaled(
+    x: torch.Tensor, scale: torch.Tensor | None = None, *, codes: torch.dtype, group: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of e4m3 with the scale of the largest of all rows."""
+    made, scales = quantise(x, x.abs().max().float().reshape(1) / 448, codes=codes)
+    groups = -(-x.shape[-1] // group) if group else 0
+    return made, scales[..., None].expand(*scales.shape, groups).contiguous() if group else scales
 
 
 def one_scale_of_experts(llm: Any) -> None:

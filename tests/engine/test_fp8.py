@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scripts.parity import Gap, of_trainer, plain_logprobs, rollout
+from tests.engine.bisected import FP8_FAULTS
 from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, UNTRIED_THERE, concurrent_requests, request, run, tokens
 from tests.fp8_checkpoints import FORMS, write
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.hf import check_engine, engine_weights, patch
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -208,6 +210,21 @@ def test_one_scale_of_all_rows_of_a_step_is_found(engines: tuple[Answers, Answer
     for answers in engines:
         alone, _, among_others = answers["one scale"]
         assert alone != among_others
+
+
+def test_a_bisection_names_the_layer_in_fp8_that_has_a_fault(checkpoints: Checkpoints) -> None:
+    """Of its product, and of its quantising: one scale of all rows of a step."""
+    settings = {"model": checkpoints.of(BLOCKS), **LIMITS, **EAGER_ON_GPU}
+    bisected = run(settings, [], "1", bisection=("in_fp8", [VOCABULARY.start, VOCABULARY.stop])).bisected
+    sound = bisected.pop("no fault")
+    assert sound["found"] is None, sound["verdict"]
+    assert sound["coverage"]["compared"] > 80
+    assert bisected.keys() == FP8_FAULTS.keys()
+    for name, (layer, _) in FP8_FAULTS.items():
+        found = bisected[name]["found"]
+        key = found["divergence"]["key"]
+        assert (key["module"], key["operation"], found["output_token"]) == (layer, MODULE_OUTPUT, 0), name
+        assert found["repeats"], name
 
 
 @pytest.mark.exhaustive

@@ -23,6 +23,7 @@ from tests.engine.test_models import MODELS, checkpoint
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.worker import Engine
+from vllm_batch_invariant.verify.quantised_model import quantise
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.engine, pytest.mark.core]
@@ -162,6 +163,20 @@ def test_experts_in_two_stages_give_the_bits_of_one(start: Callable[..., Result]
     several = start(steps=alone_and_among(), model=model)
     assert moved(several) == []
     assert differing(several, start(stages=1, model=model)) == {}
+
+
+@pytest.mark.skipif(ON_GPU, reason="stages of quantised weights are refused on a GPU")
+@pytest.mark.exhaustive
+def test_stages_in_fp8_give_the_bits_of_one(
+    two: Result, start: Callable[..., Result], dense: Path, tmp_path: Path
+) -> None:
+    """Other bits than those of 16 bits, so the comparison can fail."""
+    model = shutil.copytree(dense, tmp_path / "fp8")
+    quantise(model, "w8a8-fp8-block")
+    several = start(model=model)
+    assert moved(several) == []
+    assert differing(several, start(stages=1, model=model)) == {}
+    assert differing(several, two)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -953,11 +953,13 @@ def check_attention(gpu: int, heads: Heads, page: int, **options: object) -> lis
 
 def check_attention_over_codes(gpu: int, heads: Heads, page: int, **codes: bool) -> None:
     """Tensor cores add the same products in a step as over numbers, else no bits would be those of the cache's numbers,
-    and decode's not those of prefill.
+    and decode's not those of prefill. Where operands of tcgen05.mma lie in memory, a pipeline over numbers begins with
+    more products.
     """
     both = ({}, {"in_codes": True, **codes})
     over_numbers, over_codes = (check_attention(gpu, heads, page, **options) for options in both)
-    wanted, found = ([one.dot_operands for one in made] for made in (over_numbers, over_codes))
+    each = (lambda dots: sorted({*dots})) if has_tcgen05(gpu // 10) else list
+    wanted, found = ([each(one.dot_operands) for one in made] for made in (over_numbers, over_codes))
     what = f"attention on sm_{gpu}, {heads}, pages of {page}, multiplies codes in the order of numbers"
     check(f"{what}{[*zip(wanted, found, strict=True)] * (wanted != found)}", wanted == found and all(wanted))
 
@@ -1011,8 +1013,10 @@ def check_some(more: bool) -> None:
     check_attention_over_codes(120, Heads(8, 2, 256, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 64, torch.bfloat16), 64)
     check_attention_over_codes(90, Heads(8, 2, 80, torch.float16), 16)
-    check_attention_over_codes(90, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
-    check_attention_over_codes(120, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
+    for gpu in (89, 90, 100, 120):
+        check_attention_over_codes(gpu, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
+    for gpu in (89, 100):
+        check_attention_over_codes(gpu, Heads(8, 2, 128, torch.bfloat16), 16)
     check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
     check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
     check_attention(90, Heads(16, 1, 512, torch.bfloat16), 64, tail=64)
@@ -1285,6 +1289,7 @@ ATTENTION = {
     name: heads for dtype in (torch.bfloat16, torch.float16, torch.float32) for name, heads in every_size(dtype).items()
 }
 OPTIONS = {f"attention options {size}": Heads(8, 2, size, torch.bfloat16) for size in (64, 128, 256, 512)}
+OVER_CODES = {"attention over e4m3 128": Heads(8, 2, 128, torch.bfloat16)}
 HOPPER = {
     f"Hopper's attention {str(dtype).removeprefix('torch.')} {size}": Heads(8, 2, size, dtype)
     for size in sm90.PREFILL_SCHEDULES
@@ -1311,6 +1316,7 @@ def cells_of(gpu: int) -> list[str]:
         "all_reduce",
         "gradients of attention",
         *OPTIONS,
+        *OVER_CODES,
         "attention float32 256",
         *ATTENTION,
     ]
@@ -1360,7 +1366,7 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
     """Compile what a cell names for a GPU, and look for problems; nothing where its IR has the digest that is known."""
     problems: list[str] = []
     found: list[Compiled] = []
-    attention: list[tuple[Heads, int, list[Compiled]]] = []
+    attention: list[tuple[Heads, int, list[Compiled], bool]] = []
 
     def launch(function: Callable[..., None], *args: object, **options: object) -> list[Compiled]:
         before = len(compiled)
@@ -1374,11 +1380,15 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
     if heads := ATTENTION.get(name):
         by_tma = attends_by_tma(gpu // 10) and heads.dtype.itemsize == 2  # else pages of all sizes are read alike
         for page in (16, 64) if by_tma else (16,):
-            attention.append((heads, page, launch(decode_and_prefill, heads, page)))
+            attention.append((heads, page, launch(decode_and_prefill, heads, page), False))
+    elif heads := OVER_CODES.get(name):
+        for page, of_tokens in itertools.product((16, 64) if attends_by_tma(gpu // 10) else (16,), (False, True)):
+            launched = launch(decode_and_prefill, heads, page, in_codes=True, of_tokens=of_tokens)
+            attention.append((heads, page, launched, True))
     elif heads := OPTIONS.get(name):
         every_option = causal_options(8)
-        attention.append((heads, 16, launch(decode_and_prefill, heads, 16, **every_option)))
-        attention.append((heads, 1, launch(both_directions, heads)))
+        attention.append((heads, 16, launch(decode_and_prefill, heads, 16, **every_option), False))
+        attention.append((heads, 1, launch(both_directions, heads), False))
     elif heads := HOPPER.get(name):
         for page in (16, 32, 64, 128):
             launch(sm90_attention, heads, page)
@@ -1398,8 +1408,8 @@ def compile_cell(gpu: int, name: str, known: str | None = None) -> Cell:
         except Exception as error:  # as above
             problems.append(f"{one.name} does not compile: {reason(error)}")
             found.remove(one)
-    for heads, page, launched in attention:
-        problems += problems_of_attention(gpu, heads, page, [one for one in launched if one in found])
+    for heads, page, launched, in_codes in attention:
+        problems += problems_of_attention(gpu, heads, page, [one for one in launched if one in found], in_codes)
     kernels = [describe(one) for one in found]
     limit = SHARED_MEMORY[gpu]
     problems += [f"{one.name} takes {one.shared} bytes of shared memory" for one in found if one.shared > limit]

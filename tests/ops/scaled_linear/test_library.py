@@ -1,19 +1,25 @@
 """What is asked of cuBLASLt for products of e4m3, when it serves, and what its certificate sees."""
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.ops.conftest import HOPPER
 from tests.ops.quantise.written_out import E4M3, e4m3_product, fma, fp32, hopper_sum
 
 pytest.importorskip("triton")
 
+from vllm_batch_invariant.ops.common.gpu import Gpu
 from vllm_batch_invariant.ops.linear import autotune
 from vllm_batch_invariant.ops.linear.problem import ScaledProblem
+from vllm_batch_invariant.ops.linear.spec import PRODUCT
 from vllm_batch_invariant.ops.scaled_linear import library, scaled_linear
+from vllm_batch_invariant.ops.scaled_linear.deep_gemm import DeepGemm
 from vllm_batch_invariant.ops.scaled_linear.library import Library, operand_sets, run_library
 
 PROBLEM = ScaledProblem(160, 512, torch.bfloat16, device=0)
@@ -104,6 +110,57 @@ def test_what_was_found_is_kept_on_disk(prepared: SimpleNamespace) -> None:
     assert prepared.tuned == [(256, 384)]
     given = operands(256)
     assert_same_bits(other.product(*given, torch.bfloat16), scaled_linear(*given, None, torch.bfloat16))
+
+
+def layer(n: int, k: int, source: Any, bias: bool) -> torch.nn.Module:
+    """Of vLLM's with the plugin's method."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    from vllm_batch_invariant.integration.layers import fp8
+
+    found = ReplicatedLinear.__new__(ReplicatedLinear)
+    torch.nn.Module.__init__(found)
+    _, _, found.weight, scale = operands(8, n, k)
+    setattr(found, source.scale, scale if source.shared == "block" else scale[:, :1].repeat_interleave(128, 0)[:n])
+    found.input_size, found.output_size = k, n
+    found.bias = torch.zeros(n, dtype=torch.bfloat16) if bias else None
+    found.params_dtype, found.quant_method = torch.bfloat16, fp8.method_of(SimpleNamespace(), source)
+    return found
+
+
+def test_the_check_says_what_serves_a_product_of_codes_and_was_compared(
+    prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm_batch_invariant.integration.layers.fp8 import Source
+    from vllm_batch_invariant.ops.scaled_linear import cuda
+    from vllm_batch_invariant.verify.check import operations
+
+    monkeypatch.setattr(library.gemms, "_uses_cublaslt", lambda _: True)
+    monkeypatch.setattr(cuda, "library", prepared.library)
+    like, blocks, channels = torch.empty(0, dtype=torch.bfloat16), Source("block"), Source("channel")
+
+    def said(source: Source = blocks, n: int = 160, bias: bool = False, slices: int = 1) -> str:
+        of_layer = layer(n, 512, source, bias)
+        of_layer.quant_method.k_slices = slices
+        return operations._gpu_certificate(like, of_layer, of_layer.bias, PRODUCT)
+
+    compared = (
+        "compared at 2 values of M up to 384 against Gluon; cuBLASLt serves 2 of 2 buckets of M, "
+        "0 of its algorithms refused"
+    )
+    assert said() == compared
+    found = DeepGemm()
+    found._serves[PROBLEM] = {64, 32, 512}
+    monkeypatch.setattr(library, "deep_gemm", found)
+    deep_gemm = "DeepGEMM serves 3 values of M, 32 to 512, compared against Gluon"
+    assert said() == f"{compared}; {deep_gemm}"
+    for other in ({"source": channels}, {"n": 176}, {"bias": True}, {"slices": 2}):
+        assert said(**other) == "no certificate: by Gluon alone", other
+    prepared.library._tuned[PROBLEM] = {}
+    assert said() == deep_gemm
+    monkeypatch.setattr(Gpu, "of", lambda _: replace(HOPPER, has_wgmma=False))
+    assert said() == "no certificate: by Triton alone"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Products of codes on a GPU, in Triton, and of e4m3 on a Hopper in Gluon."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -9,6 +10,8 @@ from ...errors import NotCovered
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import aligned
+from ..linear.autotune import TunedSchedule
+from ..linear.problem import ScaledProblem
 from .library import library, problem_of
 from .reduction import E4M3, ScaledLinearReduction
 from .schedule import ScaledLinearSchedule, e4m3_schedule, scaled_linear_schedule
@@ -89,13 +92,10 @@ def prepare(
     weight: torch.Tensor, dtype: torch.dtype, in_blocks: bool, has_bias: bool, max_m: int, sizes: Iterable[int]
 ) -> None:
     """See whether cuBLASLt has schedules with the same bits, on a Hopper; no tile here moves a bit."""
-    n, k = weight.shape
-    gpu = Gpu.of(weight.device.index)
-    if weight.dtype != E4M3 or not in_blocks or not gpu.has_wgmma or not weight.is_contiguous():
-        return
-    problem = problem_of(n, k, dtype, weight.device, has_bias)
+    problem = _problem_of(weight, dtype, in_blocks, has_bias)
     if problem is None:
         return
+    (n, k), gpu = weight.shape, Gpu.of(weight.device.index)
 
     def own(
         codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor
@@ -106,3 +106,30 @@ def prepare(
         return sm90_kernel.scaled_gemm_sm90(codes, scale, weight, weight_scale, None, out, tile)
 
     library.prepare(problem, max_m, sizes, own)
+
+
+class Serving(NamedTuple):
+    """What multiplies codes with a weight."""
+
+    tiles: str
+    """The kernels here: in "Gluon" or "Triton"."""
+    tuned: Mapping[int, TunedSchedule]
+    """Where cuBLASLt was compared with them, by the last M of each range."""
+    by_deep_gemm: tuple[int, ...]
+    """Numbers of rows that are DeepGEMM's, which was compared with them there."""
+
+
+def serving(
+    weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype, in_blocks: bool, has_bias: bool
+) -> Serving:
+    """What multiplies with a weight [N, K] for which schedules have been looked for."""
+    in_gluon = weight.dtype == E4M3 and serves(weight[:1], weight, weight_scale, Gpu.of(weight.device.index))
+    problem = _problem_of(weight, dtype, in_blocks, has_bias) if in_gluon else None
+    return Serving("Gluon" if in_gluon else "Triton", *(({}, ()) if problem is None else library.found(problem)))
+
+
+def _problem_of(weight: torch.Tensor, dtype: torch.dtype, in_blocks: bool, has_bias: bool) -> ScaledProblem | None:
+    gpu = Gpu.of(weight.device.index)
+    if weight.dtype != E4M3 or not in_blocks or not gpu.has_wgmma or not weight.is_contiguous():
+        return None
+    return problem_of(*weight.shape, dtype, weight.device, has_bias)

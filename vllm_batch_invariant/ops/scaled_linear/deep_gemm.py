@@ -133,6 +133,10 @@ class DeepGemm(SizedLibrary):
 
     _run: Library | None
 
+    def rows(self, problem: ScaledProblem) -> tuple[int, ...]:
+        """All numbers of rows that it is to multiply."""
+        return tuple(sorted(self._serves.get(problem, ())))
+
     def run(
         self,
         codes: torch.Tensor,

@@ -250,6 +250,11 @@ class Library:
             return None
         return out[:m]
 
+    def found(self, problem: ScaledProblem) -> tuple[dict[int, TunedSchedule], tuple[int, ...]]:
+        """What is tuned of a problem, by M bucket, and the numbers of rows that are DeepGEMM's."""
+        tuned = self._tuned.get(problem)
+        return ({}, ()) if tuned is None else (tuned, deep_gemm.rows(problem))
+
     def prepare(self, problem: ScaledProblem, max_m: int, sizes: Iterable[int], own: Run) -> None:
         """Choose and verify schedules for up to so many rows: at once from disk, or by measuring.
 

@@ -518,6 +518,12 @@ def _is_replaced(layer: torch.nn.Module) -> bool:
 
 def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Tensor | None, spec: "MatmulSpec") -> str:
     """What was compared when the weight was loaded; empty if the mode does not serve it."""
+    from ...integration.layers import fp8, int8
+
+    if fp8.computes(layer):
+        return _scaled_certificate(like.dtype, layer, bias)
+    if int8.computes(layer):
+        return "by Triton alone"
     if not _is_replaced(layer):
         return ""
     from ...ops.linear import cuda
@@ -529,18 +535,35 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
     return describe_entries(cuda.tuned_schedules(problem)) if problem is not None else "by Triton alone"
 
 
-def describe_entries(entries: "Mapping[int, TunedSchedule]") -> str:
+def _scaled_certificate(dtype: torch.dtype, layer: Any, bias: torch.Tensor | None) -> str:
+    """The same of a layer whose weight and activations are FP8."""
+    from ...ops.scaled_linear import cuda
+
+    method = layer.quant_method
+    part = layer.weight.data[:, : layer.weight.shape[1] // method.k_slices]
+    of_weight, in_blocks = getattr(layer, method.source.scale).data, method.source.shared == "block"
+    found = cuda.serving(part, of_weight if in_blocks else of_weight.view(-1), dtype, in_blocks, bias is not None)
+    rows = found.by_deep_gemm
+    said = [describe_entries(found.tuned, found.tiles)] if found.tuned or not rows else []
+    if rows:
+        least, most = rows[0], rows[-1]
+        said.append(f"DeepGEMM serves {len(rows)} values of M, {least} to {most}, compared against {found.tiles}")
+    return "; ".join(said)
+
+
+def describe_entries(entries: "Mapping[int, TunedSchedule]", tiles: str = "Triton") -> str:
     """The certificate of a weight's GEMMs on a GPU in one line.
 
     Args:
         entries: by the last M of each bucket.
+        tiles: the kernels here, against which others are compared.
     """
     if not entries:
-        return "no certificate: by Triton alone"
+        return f"no certificate: by {tiles} alone"
     library = sum(entry.algorithm is not None for entry in entries.values())
     checked = {rows for entry in entries.values() for rows in entry.checked}
     refused = sum(len(entry.refused) for entry in entries.values())
     return (
-        f"compared at {len(checked)} values of M up to {max(checked, default=0)} against Triton; cuBLASLt "
+        f"compared at {len(checked)} values of M up to {max(checked, default=0)} against {tiles}; cuBLASLt "
         f"serves {library} of {len(entries)} buckets of M, {refused} of its algorithms refused"
     )
