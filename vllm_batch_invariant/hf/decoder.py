@@ -4,7 +4,7 @@ A decoder layer hands on its output and the residual apart, because the engine a
 What families differ in lies in their modules: norms of heads, biases, and experts in the place of an MLP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 
 from ..integration.parallel import tensor_tree
 from ..ops.moe import MoeReduction
-from . import adapters, support
+from . import adapters, images, support, vision
 from .activation import elementwise, silu_and_mul
 from .attention import attend
 from .delta_net import delta_net_forward
@@ -22,7 +22,7 @@ from .families import Family
 from .linear import linear
 from .norm import rms_norm
 from .packing import Packed, given_bounds
-from .rotary import cos_sin_cache, rotate, scaling_of
+from .rotary import Angles, rotate, table_of
 from .short_conv import short_conv_forward
 from .state_space import state_space_forward
 
@@ -66,13 +66,29 @@ def model_forward(
     batch = Packed.of(mask.to(given.device), position_ids, bounds)
     hidden = batch.pack(given) if input_ids is None else self.get_input_embeddings()(batch.pack(given))
     support.check_length(batch.positions, self.config.max_position_embeddings)
-    cache = _angles(self.config, hidden) if hasattr(self, "rotary_emb") else None
-    residual = None
-    for layer in self.layers:
-        hidden, residual = layer(hidden, residual, batch, cache)
-    hidden, _ = _part(self, "norm")(hidden, residual)
+    angles = Angles(batch.positions, table_of(self.config, hidden)) if hasattr(self, "rotary_emb") else None
+    hidden = packed_forward(self, hidden, batch, angles)
     output = MoeModelOutputWithPast if hasattr(self.config, "num_experts_per_tok") else BaseModelOutputWithPast
     return output(last_hidden_state=batch.pad(hidden))
+
+
+def packed_forward(
+    self: Any, hidden: torch.Tensor, batch: Packed, angles: Angles | None, added: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """Hidden states [tokens, hidden] behind the last norm, of packed embeddings.
+
+    Args:
+        hidden: [tokens, hidden].
+        batch: which rows belong together.
+        angles: of each token; None where a model has none.
+        added: [tokens, hidden] to the output of each of the first layers (deepstack).
+    """
+    residual = None
+    for number, layer in enumerate(self.layers):
+        hidden, residual = layer(hidden, residual, batch, angles)
+        if number < len(added):
+            hidden = hidden + added[number]
+    return _part(self, "norm")(hidden, residual)[0]
 
 
 def _part(module: torch.nn.Module, name: str) -> Any:
@@ -80,33 +96,24 @@ def _part(module: torch.nn.Module, name: str) -> Any:
     return next((getattr(module, one) for one in (name, *_NAMES.get(name, ())) if hasattr(module, one)), None)
 
 
-def _angles(config: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Those of every position, for the elements of a head that are turned, the first ones."""
-    rope = config.rope_parameters
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turned = int(size * rope.get("partial_rotary_factor", 1.0))
-    positions, base = config.max_position_embeddings, rope["rope_theta"]
-    return cos_sin_cache(turned, positions, base, scaling_of(rope), hidden.dtype, hidden.device)
-
-
 def layer_forward(
-    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: torch.Tensor
+    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, angles: Angles
 ) -> tuple[torch.Tensor, torch.Tensor]:
     norm = _part(self, "input_layernorm")
     hidden, residual = (norm(hidden), hidden) if residual is None else norm(hidden, residual)
     other = _part(self, "linear_attn")
-    mixed = self.self_attn(hidden, batch, cache) if other is None else other(hidden, batch)
+    mixed = self.self_attn(hidden, batch, angles) if other is None else other(hidden, batch)
     hidden, residual = _part(self, "post_attention_layernorm")(mixed, residual)
     return _part(self, "mlp")(hidden), residual
 
 
 def block_forward(
-    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, cache: None
+    self: torch.nn.Module, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Packed, angles: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer of one norm and one mixer."""
     hidden, residual = (self.norm(hidden), hidden) if residual is None else self.norm(hidden, residual)
     if self.block_type == "full_attention":
-        return self.mixer(hidden, batch, cache), residual
+        return self.mixer(hidden, batch, angles), residual
     return self.mixer(hidden, batch) if self.block_type == "linear_attention" else self.mixer(hidden), residual
 
 
@@ -117,7 +124,7 @@ def _project(x: torch.Tensor, *layers: torch.nn.Module, k_slices: int = 1) -> to
 
 
 def attention_forward(
-    self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, cache: torch.Tensor | None
+    self: torch.nn.Module, hidden: torch.Tensor, batch: Packed, angles: Angles | None
 ) -> torch.Tensor:
     projections = self.q_proj, self.k_proj, self.v_proj
     query, key, value = _project(hidden, *projections).split([len(layer.weight) for layer in projections], dim=-1)
@@ -131,8 +138,8 @@ def attention_forward(
         query, gate = query.unflatten(1, (-1, 2)).unbind(2)
     if norms_heads:
         query, key = q_norm(query), k_norm(key)
-    if cache is not None:
-        query, key = rotate(query, key, batch.positions, cache)
+    if angles is not None:
+        query, key = rotate(query, key, angles.rows, angles.table)
     out = attend(query, key, value, batch, self.scaling).flatten(1)
     if has_gate:
         out = out * elementwise("sigmoid", gate.reshape(out.shape))
@@ -226,6 +233,10 @@ def install(model: torch.nn.Module, family: Family) -> None:
     names |= DELTA_NETS_FORWARDS if family.has_delta_nets else {}
     names |= SHORT_CONVS_FORWARDS if family.has_short_convs else {}
     forwards = {family.of_name(name): forward for name, forward in names.items()}
+    if family.tower:
+        forwards[family.of_name("Model")] = packed_forward
+        forwards[family.around] = images.model_forward
+        forwards |= vision.forwards_of(family)
     for name, module in model.named_modules():
         if type(module) in forwards:
             module.forward = MethodType(forwards[type(module)], module)

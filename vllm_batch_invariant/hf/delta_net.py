@@ -9,6 +9,7 @@ import torch
 from ..integration.layers.delta_rule import RECURRENCE
 from ..integration.layers.recurrence import Sizes
 from .activation import elementwise
+from .families import decoder_of
 from .linear import linear
 from .norm import gated_rms_norm
 from .packing import Packed
@@ -31,7 +32,7 @@ def delta_net_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packed
 
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """What an engine says of such layers, by names; nothing where a model has none."""
-    nets = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    nets = [layer.linear_attn for layer in decoder_of(model).layers if hasattr(layer, "linear_attn")]
     return RECURRENCE.reductions_of([sizes_of(net) for net in nets], dtype)
 
 

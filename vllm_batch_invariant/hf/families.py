@@ -26,6 +26,9 @@ class Family:
             rotary embedding, or an MLP without a gate.
         has_short_convs: whether layers may be short convolutions with gates.
         of_text: of classes whose names say that they are of text.
+        head: what the name of the class with the output head ends with.
+        tower: the class of the encoder of images, of which the text model is a part beside it; "" where there is none.
+        others: classes with names of their own, each with its name here before it.
         devices: types of those on which it was compared with an engine.
         fixed: fields of the configuration that vLLM's model does not read, with what it computes instead.
     """
@@ -38,6 +41,9 @@ class Family:
     has_state_spaces: bool = False
     has_short_convs: bool = False
     of_text: tuple[str, ...] = ()
+    head: str = "ForCausalLM"
+    tower: str = ""
+    others: tuple[tuple[str, str], ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     fixed: tuple[tuple[str, Any], ...] = ()
 
@@ -52,8 +58,14 @@ class Family:
         return import_module(f"transformers.models.{self.package}.modeling_{self.package}")
 
     def of_name(self, name: str) -> type[torch.nn.Module]:
-        """Its class of a name without the prefix, such as "DecoderLayer"."""
-        return getattr(self.module, f"{self.prefix}{'Text' if name in self.of_text else ''}{name}")
+        """Its class of a name without the prefix, such as "DecoderLayer"; of a part of text where it has others."""
+        whole = dict(self.others).get(name, f"{self.prefix}{'Text' if name in self.of_text else ''}{name}")
+        return getattr(self.module, whole)
+
+    @property
+    def around(self) -> type[torch.nn.Module]:
+        """The class of what has the text model, and the encoder of images beside it."""
+        return getattr(self.module, f"{self.prefix}Model")
 
 
 FAMILIES = (
@@ -83,11 +95,27 @@ FAMILIES = (
         has_short_convs=True,
         fixed=(("tie_word_embeddings", True),),
     ),
+    Family(
+        "qwen2_5_vl",
+        "Qwen2_5_VL",
+        biased=_QKV,
+        of_text=("Model",),
+        head="ForConditionalGeneration",
+        tower="Qwen2_5_VisionTransformerPretrainedModel",
+        others=(("MLP", "Qwen2MLP"),),
+        devices=("cpu",),
+    ),
 )
 
 
 def family_of(model: torch.nn.Module) -> Family | None:
-    """The family whose causal language model this is, not one derived from it; None for any other."""
+    """The family whose model with an output head this is, not one derived from it; None for any other."""
     name = type(model).__name__
-    found = next((family for family in FAMILIES if name == f"{family.prefix}ForCausalLM"), None)
-    return found if found is not None and type(model) is found.of_name("ForCausalLM") else None
+    found = next((family for family in FAMILIES if name == f"{family.prefix}{family.head}"), None)
+    return found if found is not None and type(model) is found.of_name(found.head) else None
+
+
+def decoder_of(model: torch.nn.Module) -> Any:
+    """The text model of a model of a family."""
+    inside: Any = model.model
+    return getattr(inside, "language_model", inside)

@@ -13,6 +13,7 @@ from ..integration.layers.fp8 import Source
 from ..integration.parallel import tensor_tree
 from ..ops.quantise.weights import quantise_weight
 from . import adapters
+from .families import decoder_of
 
 QUANTIZATIONS = {f"fp8_per_{shared}": Source(shared) for shared in ("block", "channel", "tensor")}
 """By vLLM's names of what it quantises while it loads weights."""
@@ -27,7 +28,7 @@ Layers = dict[str, list[torch.nn.Linear]]
 def layers_of(model: torch.nn.Module) -> Layers:
     """A dense model's linear layers but its output head, by the engine's names."""
     found = {}
-    for number, layer in enumerate(model.model.layers):
+    for number, layer in enumerate(decoder_of(model).layers):
         for name, parts in _MATMULS:
             inside = layer.get_submodule(name.partition(".")[0])
             found[f"model.layers.{number}.{name}"] = [adapters.base_of(getattr(inside, part)) for part in parts]
@@ -88,7 +89,7 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
 
 def _is_dense(model: torch.nn.Module) -> bool:
     """Whether every layer is attention and an MLP."""
-    layers = model.model.layers
+    layers = decoder_of(model).layers
     return all(hasattr(layer, "self_attn") and hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers)
 
 

@@ -1,6 +1,7 @@
 """Puts the engine's operations into a Hugging Face model."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -8,9 +9,14 @@ from ..errors import NotCovered
 from . import adapters, support
 
 
-def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: Sequence[str] = ()) -> torch.nn.Module:
-    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE, Qwen3.5 (as text), Nemotron-H or LFM2
-    (without experts), the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
+def patch(
+    model: torch.nn.Module,
+    quantization: str | None = None,
+    unquantised: Sequence[str] = (),
+    image_processor: Any = None,
+) -> torch.nn.Module:
+    """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE, Qwen3.5 (as text), Nemotron-H, LFM2 (without
+    experts) or Qwen2.5-VL, the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
 
     The model keeps its parameters and its call: ``model(input_ids, attention_mask=...)`` takes batches that are padded
     on either side, or packed by position_ids, cu_seq_lens_q or seq_idx, and a token's logits depend on the tokens of
@@ -25,12 +31,17 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
     bits of an engine that serves their files (``--enable-lora``, and of experts ``--enable-mixed-moe-lora-format``).
     Disabled they add nothing, as in a request without an adapter; merged, the weights are what they then are.
 
+    A model of images takes ``pixel_values`` and ``image_grid_thw`` as Transformers has them. Its encoder has to be
+    frozen where gradients are computed, and its pixels are normalised again as the engine does it, for which
+    ``image_processor`` is asked.
+
     Args:
         model: that is neither sharded nor quantised; or PEFT's around one.
         quantization: None, "fp8_per_block", "fp8_per_channel" or "fp8_per_tensor": what the engine was started with as
             ``--quantization``, or the like of its checkpoint, where activations have no given scale.
         unquantised: names of linear layers that are not in FP8 there (``modules_to_not_convert``, ``ignore``). The
             output head and embeddings never are.
+        image_processor: of Transformers', which makes the pixels of a model that sees images.
 
     Returns:
         The same model.
@@ -41,7 +52,7 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
     """
     support.check_packages()
     family = support.check(model)
-    from . import decoder, fp8
+    from . import decoder, fp8, pixels
 
     decoder_model = adapters.unwrapped(model)
     if quantization is not None and next(adapters.layers_of(decoder_model), None):
@@ -50,6 +61,12 @@ def patch(model: torch.nn.Module, quantization: str | None = None, unquantised: 
             "no engine has both",
             "train all weights, or without quantization",
         )
+    if family.tower:
+        if quantization is not None:
+            raise NotCovered(
+                f"quantization {quantization!r} in a trainer of images", "no engine was compared", "leave it out"
+            )
+        decoder_model.model.pixel_norm = None if image_processor is None else pixels.PixelNorm(image_processor)
     fp8.install(decoder_model, quantization, unquantised)
     decoder.install(decoder_model, family)
     return model

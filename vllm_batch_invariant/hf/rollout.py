@@ -14,6 +14,7 @@ from ..integration.parallel import tensor_tree
 from ..integration.reviews import patch_points
 from ..provenance import EXACT, OF_ADAPTERS, OF_EXPERTS, Environment, environment_here, flat, versions
 from . import adapters, delta_net, fp8, short_conv, state_space
+from .families import decoder_of
 
 _OF_NO_LOGPROB = ("logprobs_mode", "model_runner")
 """Settings of an engine that :func:`..hf.token_logprobs` is told of, or that decide none of its bits."""
@@ -83,7 +84,7 @@ def _refusal(theirs: str, ours: str, remedy: str) -> NotCovered:
 
 def _environment(model: torch.nn.Module, dtype: torch.dtype) -> Environment:
     """Of this process, as an engine describes its own."""
-    device, config = devices.get(next(model.parameters()).device.type), model.config
+    device, config = devices.get(next(model.parameters()).device.type), decoder_of(model).config
     chosen, name = envs.ATTENTION.read(), str(dtype).removeprefix("torch.")
     implementation = device.ops.attention if chosen == "auto" else chosen
     assert implementation is not None  # a model is patched on a CPU or a GPU

@@ -8,13 +8,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..aten import batch_invariant_mode
 from ..integration.reviews import patch_points
+from ..ops.norm_rotary import Sections
+
+
+class Angles(NamedTuple):
+    """What each token's heads are turned by."""
+
+    rows: torch.Tensor
+    """[tokens] int64, in the table."""
+    table: torch.Tensor
+    """[rows, width] cosines, then sines, as of :func:`cos_sin_cache`."""
+
+    @classmethod
+    def picked(cls, table: torch.Tensor, positions: torch.Tensor, sections: Sections) -> "Angles":
+        """Those of tokens with three positions [3, tokens], of which each frequency has its own: copied, so that each
+        token has a row.
+        """
+        of_frequencies = positions[sections.rows(positions.device)].T
+        halves = [half.gather(0, of_frequencies) for half in table.chunk(2, dim=-1)]
+        return cls(torch.arange(positions.shape[1], device=positions.device), torch.cat(halves, dim=-1))
 
 
 def rotate(
@@ -58,6 +77,17 @@ def scaling_of(rope: Mapping[str, Any]) -> Llama3Scaling | None:
     if rope["rope_type"] == "default":
         return None
     return Llama3Scaling(**{field.name: rope[field.name] for field in fields(Llama3Scaling)})
+
+
+def table_of(config: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """:func:`cos_sin_cache` of a text model's configuration: of the elements of a head that are turned, the first
+    ones.
+    """
+    rope = config.rope_parameters
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = int(size * rope.get("partial_rotary_factor", 1.0))
+    positions, base = config.max_position_embeddings, rope["rope_theta"]
+    return cos_sin_cache(turned, positions, base, scaling_of(rope), hidden.dtype, hidden.device)
 
 
 @lru_cache(maxsize=8)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..integration.layers.short_conv import reductions_of
+from .families import decoder_of
 from .linear import linear
 from .packing import Packed
 from .recurrence import convolve
@@ -19,4 +20,5 @@ def short_conv_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Packe
 
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """What an engine says of such layers, by names; nothing where a model has none."""
-    return reductions_of({layer.conv.conv_kernel_size for layer in model.model.layers if hasattr(layer, "conv")}, dtype)
+    layers = decoder_of(model).layers
+    return reductions_of({layer.conv.conv_kernel_size for layer in layers if hasattr(layer, "conv")}, dtype)

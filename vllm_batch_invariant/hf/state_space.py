@@ -9,6 +9,7 @@ import torch
 from ..integration.layers.mamba2 import RECURRENCE
 from ..integration.layers.recurrence import Sizes
 from .activation import elementwise
+from .families import decoder_of
 from .linear import linear
 from .norm import gated_rms_norm
 from .packing import Packed
@@ -31,7 +32,7 @@ def state_space_forward(self: torch.nn.Module, hidden: torch.Tensor, batch: Pack
 
 def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """What an engine says of such layers, by names; nothing where a model has none."""
-    mixers = [layer.mixer for layer in model.model.layers if hasattr(getattr(layer, "mixer", None), "A_log")]
+    mixers = [layer.mixer for layer in decoder_of(model).layers if hasattr(getattr(layer, "mixer", None), "A_log")]
     return RECURRENCE.reductions_of([sizes_of(mixer) for mixer in mixers], dtype)
 
 

@@ -12,7 +12,7 @@ from ..integration.parallel.tensor_tree import k_slices
 from ..integration.reviews import patch_points
 from ..ops.attention.params import DTYPES
 from . import adapters
-from .families import FAMILIES, Family, family_of
+from .families import FAMILIES, Family, decoder_of, family_of
 
 _DEVICES = ("cpu", "cuda")
 _HARMLESS = ("num_items_in_batch", "return_dict", "max_length_q", "max_length_k")
@@ -60,13 +60,20 @@ def check(model: torch.nn.Module) -> Family:
         raise NotCovered(
             f"a trainer's {type(model).__name__}",
             "the order of its operations in vLLM is not known here",
-            f"use a {', '.join(family.prefix for family in FAMILIES)} model for causal language modelling",
+            f"use a {', '.join(family.prefix for family in FAMILIES)} model with its output head",
         )
-    _check_config(model.config, family)
+    _check_config(decoder_of(model).config, family)
+    if family.tower:
+        from . import vision
+
+        _check_whole(model.config)
+        vision.check(model.model.visual, model.config, family)
     _check_modules(model, family)
     adapters.check(model, configs)
     weights = [(name, weight) for name, weight in model.named_parameters() if not name.endswith(_OF_RULES)]
     _check_dtypes([weight for name, weight in weights if not adapters.is_adapters_own(name)])
+    if family.tower and weights[0][1].dtype == torch.float16:
+        raise NotCovered("images in fp16 in a trainer", "the engine refuses them", "load the model in bf16 or fp32")
     _check_devices([weight for _, weight in weights])
     check_environment(family, weights[0][1].device.type)
     patch_points.check_version(weights[0][1].device.type)
@@ -79,10 +86,11 @@ def check_environment(family: Family, device_type: str) -> None:
     Raises:
         NotCovered: a tree of tensor-parallel workers, exact arithmetic or a device, where a trainer has none.
     """
-    if k_slices() > 1 and (device_type != "cpu" or family.has_experts or family.keeps_states):
+    has_tree = device_type == "cpu" and not (family.has_experts or family.keeps_states or family.tower)
+    if k_slices() > 1 and not has_tree:
         raise NotCovered(
             f"{envs.TP_TREE.name}={k_slices()} in a trainer's {family.prefix} on device '{device_type}'",
-            "a trainer has such a tree on a CPU only, and none of experts or layers with states",
+            "a trainer has such a tree on a CPU only, and none of experts, layers with states or encoders",
             "leave it out, and roll out with --tensor-parallel-size 1",
         )
     if family.keeps_states and device_type != "cpu":
@@ -117,7 +125,7 @@ def _check_is_not_wrapped(model: torch.nn.Module) -> None:
 def _check_modules(model: torch.nn.Module, family: Family) -> None:
     from transformers.activations import ACT2FN
 
-    names = ["ForCausalLM", "Model", "Attention", "MLP", "RMSNorm"]
+    names = [family.head, "Model", "Attention", "MLP", "RMSNorm"]
     names += ["Block", "Mamba2Mixer"] if family.has_state_spaces else ["DecoderLayer", "RotaryEmbedding"]
     names += ["SparseMoeBlock", "Experts", "TopKRouter"] if family.has_experts else []
     names += ["GatedDeltaNet", "RMSNormGated"] if family.has_delta_nets else []
@@ -125,8 +133,9 @@ def _check_modules(model: torch.nn.Module, family: Family) -> None:
     known = {family.of_name(name) for name in names}
     known |= {torch.nn.Conv1d} if family.keeps_states else set()
     known |= {family.module.Zamba2RMSNormGated, type(ACT2FN["relu2"])} if family.has_state_spaces else set()
+    known |= {family.around} if family.tower else set()
     known |= {type(ACT2FN["silu"]), torch.nn.ModuleList, torch.nn.Embedding, torch.nn.Linear}
-    within: tuple[str, ...] = ()
+    within: tuple[str, ...] = ("model.visual",) if family.tower else ()
     for name, module in model.named_modules():
         if name.startswith(within):
             continue
@@ -153,7 +162,7 @@ def _check_adapted(name: str, layer: Any, family: Family) -> None:
             raise NotCovered(f"{problem} at {name} in a trainer", "no engine has it", remedy)
     elif type(layer.base_layer) is not torch.nn.Linear:
         raise NotCovered(f"an adapter of a {type(layer.base_layer).__name__} at {name}", "it has no patch", remedy)
-    if family.keeps_states or ".layers." not in name:
+    if family.keeps_states or family.tower or ".layers." not in name:
         raise NotCovered(f"a trainer's adapter at {name} of a {family.prefix}", "no engine was compared", remedy)
 
 
@@ -199,6 +208,22 @@ def _check_config(config: Any, family: Family) -> None:
         if is_found:
             raise NotCovered(
                 f"{what} in a trainer", "the bits have not been compared with vLLM's", "use a configuration without it"
+            )
+
+
+def _check_whole(config: Any) -> None:
+    """Whether the configuration around a text model's and an encoder's asks for nothing else."""
+    rope = config.text_config.rope_parameters
+    found = {
+        "a text model without sections of positions": "mrope_section" not in rope or rope["rope_type"] != "default",
+        "quantised weights": getattr(config, "quantization_config", None) is not None,
+        "hidden states as a result": config.output_hidden_states,
+        "attention weights as a result": getattr(config, "output_attentions", False),
+    }
+    for what, is_found in found.items():
+        if is_found:
+            raise NotCovered(
+                f"{what} in a trainer of images", "the bits have not been compared with vLLM's", "use another model"
             )
 
 

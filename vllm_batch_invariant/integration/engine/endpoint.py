@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import envs
 from ...provenance import OF_EXPERTS, Environment, environment_here, versions
-from ..reviews import patch_points, schemes
+from ..reviews import encoding, patch_points, schemes
 
 METHOD = "batch_invariant_declaration"
 """For ``collective_rpc`` of an engine whose mode is on."""
@@ -112,6 +112,12 @@ def model_of(model: Any) -> dict[str, Any]:
     return {"class": model.architecture, "configuration": configuration}
 
 
+def _normalises(model: Any) -> bool:
+    """Whether workers normalise the pixels of a model, where vLLM has that for its class."""
+    can = getattr(getattr(model, "_model_info", None), "supports_mm_device_do_normalize", False)
+    return not can or bool(getattr(model.multimodal_config, "mm_device_do_normalize", True))
+
+
 def settings(config: Any, device: Any) -> dict[str, str]:
     """Settings of vLLM's that decide bits, from its configuration and the record of its device."""
     model = config.model_config
@@ -134,6 +140,8 @@ def settings(config: Any, device: Any) -> dict[str, str]:
         found["hf_config_path"] = sha256(configuration.encode()).hexdigest()[:16]
     if schemes.makes_int8_experts(model, getattr(config, "quant_config", None)):  # of which no reduction tells
         found["quantization"] = "int8 experts"
+    if encoding.encoded(model) and not _normalises(model):  # by the processor's operations then, which round otherwise
+        found["mm_device_do_normalize"] = "False"
     if (pooler := getattr(model, "pooler_config", None)) is not None:
         chosen = {"convert": model.convert_type} | {name: value for name, value in asdict(pooler).items() if value}
         found["pooler_config"] = json.dumps(chosen, sort_keys=True, default=repr)

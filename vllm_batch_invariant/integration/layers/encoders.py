@@ -104,10 +104,10 @@ def _forward(
     flat = [one.reshape(batch * rows, -1, size) for one in (query, key, value)]
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
-    return _attend(flat, cu_seqlens, float(self.scale)).reshape(query.shape)
+    return attend_within(flat, cu_seqlens, float(self.scale)).reshape(query.shape)
 
 
-def _attend(qkv: Sequence[torch.Tensor], starts: torch.Tensor, scale: float) -> torch.Tensor:
+def attend_within(qkv: Sequence[torch.Tensor], starts: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of each row over the keys of its sequence.
 
     Args:
@@ -169,10 +169,10 @@ def attend_in_transformers(
     flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
     if attention_mask is None:
         starts = torch.arange(0, (items + 1) * rows, rows, dtype=torch.int32, device=query.device)
-        return _attend(flat, starts, scaling).view(items, rows, heads, size), None
+        return attend_within(flat, starts, scaling).view(items, rows, heads, size), None
     seen, starts = _seen_rows(attention_mask)
     out = query.new_zeros(items * rows, heads, size)
-    out[seen] = _attend([one[seen] for one in flat], starts, scaling)
+    out[seen] = attend_within([one[seen] for one in flat], starts, scaling)
     return out.view(items, rows, heads, size), None
 
 
