@@ -13,7 +13,7 @@ from tests.engine import images
 from tests.hf.models import padded
 from vllm_batch_invariant.verify.harness.requests import tokens
 
-MODELS = {"Qwen2.5-VL": images.qwen2_5_vl}
+MODELS = {"Qwen2.5-VL": images.qwen2_5_vl, "Qwen3-VL": images.qwen3_vl}
 """Configurations of two layers, and of encoders with three blocks."""
 WORDS = range(5, 3999)
 """Tokens that are no picture's."""

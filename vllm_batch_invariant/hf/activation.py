@@ -16,8 +16,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def elementwise(name: str, x: torch.Tensor) -> torch.Tensor:
-    """:func:`..ops.pointwise.elementwise` of x, on a CPU: "silu", "sigmoid" or "exp". PyTorch's own have other bits,
-    and in the last elements of a thread yet others.
+    """:func:`..ops.pointwise.elementwise` of x, on a CPU: "silu", "sigmoid", "exp", "gelu" or "gelu of tanh". PyTorch's
+    own have other bits, and in the last elements of a thread yet others.
     """
     return _Elementwise.apply(x, name)
 
@@ -33,10 +33,19 @@ def _sigmoid_slope(x: torch.Tensor) -> torch.Tensor:
     return share * (1.0 - share)
 
 
+_GELU = {"gelu": "none", "gelu of tanh": "tanh"}
+"""PyTorch's names of approximations."""
+
+
+def _gelu_slope(approximate: str, x: torch.Tensor) -> torch.Tensor:
+    return pointwise.elementwise("gelu_backward", torch.ones_like(x), x, options={"approximate": approximate})
+
+
 _SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_slope,
     "sigmoid": _sigmoid_slope,
     "exp": partial(pointwise.elementwise, "exp"),
+    **{name: partial(_gelu_slope, approximate) for name, approximate in _GELU.items()},
 }
 
 
@@ -58,6 +67,8 @@ class _Elementwise(torch.autograd.Function):
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, name: str) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
+        if name in _GELU:
+            return pointwise.elementwise("gelu", x, options={"approximate": _GELU[name]})
         return pointwise.elementwise(name, x)
 
     @staticmethod

@@ -105,6 +105,14 @@ FAMILIES = (
         others=(("MLP", "Qwen2MLP"),),
         devices=("cpu",),
     ),
+    Family(
+        "qwen3_vl",
+        "Qwen3VL",
+        of_text=("Model", "Attention", "MLP", "RMSNorm", "DecoderLayer", "RotaryEmbedding"),
+        head="ForConditionalGeneration",
+        tower="Qwen3VLVisionModel",
+        devices=("cpu",),
+    ),
 )
 
 

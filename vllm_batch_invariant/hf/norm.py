@@ -1,4 +1,4 @@
-"""RMSNorm of the engine's layers, with gradients that are computed in fp32 and rounded once."""
+"""RMSNorm and LayerNorm of the engine's layers, with gradients that are computed in fp32 and rounded once."""
 
 from typing import cast
 
@@ -25,6 +25,11 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """As :func:`vllm_batch_invariant.ops.norm.gated_rms_norm` with SiLU of the gate, on a CPU."""
     return _GatedNorm.apply(x, weight, eps, gate, norm_before_gate)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """PyTorch's, which takes rows one by one on a CPU, and which vLLM calls."""
+    return _LayerNorm.apply(x, weight, bias, eps)
 
 
 def _multiplied(weight: torch.Tensor, adds_one: bool) -> torch.Tensor:
@@ -102,3 +107,26 @@ class _GatedNorm(torch.autograd.Function):
         of_weight = reduce.sum((of_normed * normalised).flatten(0, -1 - weight.dim()), 0)
         of_gate = of_opened * silu_slope(gates)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None, of_gate.to(gate.dtype), None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wide, of_out = x.float(), grad.float()
+        centred = wide - reduce.mean(wide, -1, keepdim=True)
+        deviation = (reduce.mean(centred * centred, -1, keepdim=True) + ctx.eps).sqrt()
+        normalised, of_normalised = centred / deviation, of_out * weight.float()
+        along = reduce.mean(of_normalised * normalised, -1, keepdim=True)
+        of_x = (of_normalised - reduce.mean(of_normalised, -1, keepdim=True) - normalised * along) / deviation
+        of_weight, of_bias = reduce.sum(of_out * normalised, 0), reduce.sum(of_out, 0)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype), None

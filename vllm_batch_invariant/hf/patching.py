@@ -16,7 +16,8 @@ def patch(
     image_processor: Any = None,
 ) -> torch.nn.Module:
     """Give a Llama, Qwen2, Qwen3 or Qwen3-MoE, and on a CPU an OLMoE, Qwen3.5 (as text), Nemotron-H, LFM2 (without
-    experts) or Qwen2.5-VL, the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with gradients.
+    experts), Qwen2.5-VL or Qwen3-VL, the forward pass of vLLM under ``VLLM_BATCH_INVARIANT=1``, bit for bit, with
+    gradients.
 
     The model keeps its parameters and its call: ``model(input_ids, attention_mask=...)`` takes batches that are padded
     on either side, or packed by position_ids, cu_seq_lens_q or seq_idx, and a token's logits depend on the tokens of

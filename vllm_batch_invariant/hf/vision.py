@@ -12,9 +12,11 @@ import torch
 
 from ..errors import NotCovered
 from ..integration.layers.encoders import HEAD_SIZES, attend_within
+from ..ops import reduce
 from .activation import elementwise, silu_and_mul
 from .families import Family
 from .linear import linear
+from .norm import layer_norm
 from .rotary import cos_sin_cache
 
 _POSITIONS, _BASE = 8192, 10000.0
@@ -110,6 +112,51 @@ def windows_tower_forward(self: Any, hidden_states: torch.Tensor, grid_thw: torc
     return _output(self, "BaseModelOutputWithPooling", last_hidden_state=hidden, pooler_output=merged)
 
 
+def stacked_tower_forward(self: Any, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **_: Any) -> Any:
+    """Qwen3-VL's: patches see all of their image, and some blocks give something to the first layers of the text model,
+    too (DeepStack, arXiv:2406.04334).
+
+    Args:
+        hidden_states: [patches, channels * size], what the engine's encoder is given.
+        grid_thw: [images, 3].
+    """
+    merge, grids = self.spatial_merge_size, grids_of(grid_thw)
+    size = self.config.hidden_size // self.config.num_heads
+    hidden = self.patch_embed(hidden_states)
+    side = int(self.config.num_position_embeddings**0.5)
+    hidden = hidden + torch.cat([_interpolated(self.pos_embed.weight, grid, side, merge) for grid in grids])
+    cos, sin = _angles(grids, size, merge, hidden)
+    rows = Rows(cos, sin, _starts(torch.tensor([height * width for height, width in grids]), hidden.device))
+    stacked = []
+    for number, block in enumerate(self.blocks):
+        hidden = block(hidden, rows)
+        if number in self.deepstack_visual_indexes:
+            merger = self.deepstack_merger_list[self.deepstack_visual_indexes.index(number)]
+            stacked.append(merger(hidden))
+    return _output(
+        self,
+        "BaseModelOutputWithDeepstackFeatures",
+        last_hidden_state=hidden,
+        pooler_output=self.merger(hidden),
+        deepstack_features=stacked,
+    )
+
+
+def _interpolated(weight: torch.Tensor, grid: tuple[int, int], side: int, merge: int) -> torch.Tensor:
+    """[patches, hidden] of an image: each patch's position between four of a square of so many, as vLLM has it."""
+    places = [torch.linspace(0, side - 1, length, device=weight.device) for length in grid]
+    row, column = torch.meshgrid(*places, indexing="ij")
+    row, column = _merged(row, merge), _merged(column, merge)
+    first, left = row.long(), column.long()
+    last, right = ((place + 1).clamp(max=side - 1) for place in (first, left))
+    down, across = row - first, column - left
+    both = down * across
+    shares = torch.stack([1 - down - (across - both), across - both, down - both, both])
+    at = torch.stack([first * side + left, first * side + right, last * side + left, last * side + right])
+    embedded = torch.nn.functional.embedding(at, weight) * shares.to(weight.dtype)[..., None]
+    return reduce.sum(embedded, 0)
+
+
 def patch_embed_forward(self: Any, pixels: torch.Tensor) -> torch.Tensor:
     """A convolution whose windows are whole patches is a matmul."""
     return linear(pixels.to(self.proj.weight.dtype), self.proj.weight.flatten(1), biases=(self.proj.bias,))
@@ -119,6 +166,11 @@ def adding_block_forward(self: Any, hidden: torch.Tensor, rows: Rows) -> torch.T
     """The sum with what attention gave enters the second norm unrounded."""
     normed, summed = self.norm2(self.attn(self.norm1(hidden), rows), hidden)
     return summed + self.mlp(normed)
+
+
+def block_forward(self: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    hidden = hidden + self.attn(self.norm1(hidden), rows)
+    return hidden + self.mlp(self.norm2(hidden))
 
 
 def attention_forward(self: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -148,6 +200,23 @@ def merger_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return linear(elementwise("gelu", inner), second.weight, biases=(second.bias,))
 
 
+def gelu_mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    inner = linear(x, self.linear_fc1.weight, biases=(self.linear_fc1.bias,))
+    return linear(elementwise("gelu of tanh", inner), self.linear_fc2.weight, biases=(self.linear_fc2.bias,))
+
+
+def normed_merger_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The norm is of a patch, or where it is the later one, of those that are merged."""
+    x = x.reshape(-1, self.hidden_size) if self.use_postshuffle_norm else x
+    normed = self.norm(x).reshape(-1, self.hidden_size)
+    inner = linear(normed, self.linear_fc1.weight, biases=(self.linear_fc1.bias,))
+    return linear(elementwise("gelu", inner), self.linear_fc2.weight, biases=(self.linear_fc2.bias,))
+
+
+def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer_norm(x, self.weight, self.bias, self.eps)
+
+
 _QWEN2_5: dict[str, Callable[..., Any]] = {
     "Qwen2_5_VisionTransformerPretrainedModel": windows_tower_forward,
     "Qwen2_5_VisionPatchEmbed": patch_embed_forward,
@@ -156,15 +225,36 @@ _QWEN2_5: dict[str, Callable[..., Any]] = {
     "Qwen2_5_VLMLP": gated_mlp_forward,
     "Qwen2_5_VLPatchMerger": merger_forward,
 }
-_FORWARDS = {"Qwen2_5_VL": _QWEN2_5}
-"""By the prefix of the family, and the name of the class."""
-_ROTARY = {"Qwen2_5_VL": "Qwen2_5_VLVisionRotaryEmbedding"}
-"""The class of which nothing is called."""
+_QWEN3: dict[str, Callable[..., Any]] = {
+    "Qwen3VLVisionModel": stacked_tower_forward,
+    "Qwen3VLVisionPatchEmbed": patch_embed_forward,
+    "Qwen3VLVisionBlock": block_forward,
+    "Qwen3VLVisionAttention": attention_forward,
+    "Qwen3VLVisionMLP": gelu_mlp_forward,
+    "Qwen3VLVisionPatchMerger": normed_merger_forward,
+}
+
+
+class _Encoder(NamedTuple):
+    forwards: dict[str, Callable[..., Any]]
+    """By the names of classes of the family's module."""
+    activation: str
+    """Of its MLPs, by Transformers' name."""
+    others: tuple[str, ...]
+    """Classes that are not called, or patched as parts of the text model."""
+
+
+_ENCODERS = {
+    "Qwen2_5_VL": _Encoder(_QWEN2_5, "silu", ("Qwen2_5_VLVisionRotaryEmbedding", "Qwen2_5_VLRMSNorm")),
+    "Qwen3VL": _Encoder(_QWEN3, "gelu_pytorch_tanh", ("Qwen3VLVisionRotaryEmbedding",)),
+}
+"""By the prefix of the family."""
 
 
 def forwards_of(family: Family) -> dict[type[torch.nn.Module], Callable[..., Any]]:
     """The forward methods of an encoder's modules, by their classes."""
-    return {getattr(family.module, name): forward for name, forward in _FORWARDS[family.prefix].items()}
+    found = {getattr(family.module, name): of for name, of in _ENCODERS[family.prefix].forwards.items()}
+    return found | {torch.nn.LayerNorm: layer_norm_forward}
 
 
 def check(tower: Any, config: Any, family: Family) -> None:
@@ -180,10 +270,10 @@ def check(tower: Any, config: Any, family: Family) -> None:
     """
     from transformers.activations import ACT2FN
 
-    vision = tower.config
+    vision, encoder = tower.config, _ENCODERS[family.prefix]
     size = vision.hidden_size // vision.num_heads
     found = {
-        f"the activation {vision.hidden_act} of an encoder": vision.hidden_act != "silu",
+        f"the activation {vision.hidden_act} of an encoder": vision.hidden_act != encoder.activation,
         f"an encoder with heads of {size}": size not in HEAD_SIZES,
         "an encoder with another rotary embedding": (getattr(vision, "rope_parameters", None) or {}).get(
             "rope_theta", _BASE
@@ -196,8 +286,8 @@ def check(tower: Any, config: Any, family: Family) -> None:
             raise NotCovered(
                 f"{what} in a trainer", "the bits have not been compared with vLLM's", "use a configuration without it"
             )
-    known = {*forwards_of(family), family.of_name("RMSNorm"), getattr(family.module, _ROTARY[family.prefix])}
-    known |= {type(ACT2FN[vision.hidden_act]), torch.nn.GELU, torch.nn.Conv3d, torch.nn.Linear}
+    known = {*forwards_of(family), *(getattr(family.module, name) for name in encoder.others)}
+    known |= {type(ACT2FN[vision.hidden_act]), torch.nn.GELU, torch.nn.Conv3d, torch.nn.Linear, torch.nn.Embedding}
     known |= {torch.nn.ModuleList, torch.nn.Sequential}
     for name, module in tower.named_modules(prefix="model.visual"):
         if type(module) not in known:
