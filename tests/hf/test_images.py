@@ -17,7 +17,8 @@ from tests.hf.pictures import MODELS, PROMPTS, Checkpoint, of_images, opened, pa
 from tests.hf.test_gradients import RELATIVE_ERROR, plain
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch, token_logprobs
+from vllm_batch_invariant.hf import patch, token_logprobs, vision
+from vllm_batch_invariant.ops.attention_backward import attention_backward
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="trainers of images were compared on a CPU alone")
 
@@ -35,9 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkp
 
 
 def patched(of: Checkpoint) -> Any:
-    trainer = patch(of.load(), image_processor=of.processor)
-    trainer.model.visual.requires_grad_(False)
-    return trainer
+    return patch(of.load(), image_processor=of.processor)
 
 
 def gradients(
@@ -50,28 +49,37 @@ def gradients(
     return {name: weight.grad.clone() for name, weight in trainer.named_parameters() if weight.grad is not None}
 
 
+def error_of(found: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(
-    name: str, dtype: torch.dtype, checkpoint: Callable[..., Checkpoint]
+    name: str, dtype: torch.dtype, checkpoint: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = checkpoint(name, dtype)
-    seen = of.pixels(*SEQUENCES)
-    stock = of.load().requires_grad_(True)
+    seen, stock = of.pixels(*SEQUENCES), of.load()
     theirs = gradients(stock, seen, plain)
     expected = gradients(stock.double(), seen | {"pixel_values": seen["pixel_values"].double()}, plain)
     ours = gradients(patched(of), seen)
-    assert {name for name in expected if "visual" not in name} == set(ours)
+    assert {name for name, _ in stock.named_parameters()} == set(ours)
     for weight, found in ours.items():
-        reference = expected[weight]
-        error, of_stock = (
-            float((one.double() - reference).norm() / reference.norm()) for one in (found, theirs[weight])
-        )
+        error, of_stock = (error_of(one, expected[weight]) for one in (found, theirs[weight]))
         assert error <= min(RELATIVE_ERROR[dtype], OF_STOCK[dtype] * of_stock), (weight, error, of_stock)
+    monkeypatch.setattr(vision, "attention_backward", causal)
+    faulty, weight = gradients(patched(of), seen), "model.visual.blocks.0.attn.qkv.weight"
+    assert error_of(faulty[weight], expected[weight]) > 2 * RELATIVE_ERROR[dtype]
+
+
+def causal(*given: Any, **named: Any) -> Any:
+    return attention_backward(*given, **named | {"causal": True})
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padding_and_packing_move_no_bit_of_any_gradient(name: str, checkpoint: Callable[..., Checkpoint]) -> None:
+def test_padding_packing_and_checkpointing_move_no_bit_of_any_gradient(
+    name: str, checkpoint: Callable[..., Checkpoint]
+) -> None:
     of = checkpoint(name)
     trainer, seen = patched(of), of.pixels(*SEQUENCES)
     expected = gradients(trainer, seen)
@@ -82,8 +90,27 @@ def test_padding_and_packing_move_no_bit_of_any_gradient(name: str, checkpoint: 
     shares = SHARES[(MASK[:, 1:] * MASK[:, :-1]).bool()]
     (token_logprobs(logits[0, :-1], tokens[0, 1:])[within] * shares).sum().backward()
     for weight, found in trainer.named_parameters():
-        if weight in expected:
-            assert_same_bits(found.grad, expected[weight], weight)
+        assert_same_bits(found.grad, expected[weight], weight)
+    trainer.train()
+    trainer.gradient_checkpointing_enable()
+    for weight, again in gradients(trainer, seen).items():
+        assert_same_bits(again, expected[weight], weight)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_encoder_gets_no_gradient_and_changes_no_other(
+    name: str, checkpoint: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = checkpoint(name)
+    trainer, seen = patched(of), of.pixels(*SEQUENCES)
+    expected = gradients(trainer, seen)
+    trainer.model.visual.requires_grad_(False)
+    trainer.zero_grad(set_to_none=True)
+    monkeypatch.setattr(vision, "attention_backward", None)
+    found = gradients(trainer, seen)
+    assert set(found) == {weight for weight in expected if not weight.startswith("model.visual.")}
+    for weight, gradient in found.items():
+        assert_same_bits(gradient, expected[weight], weight)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -134,8 +161,6 @@ def test_calls_without_a_proof_are_refused(checkpoint: Callable[..., Checkpoint]
     refuses(lambda: trainer(drawn, attention_mask=MASK, **seen), "image tokens that are not those")
     embedded = trainer.get_input_embeddings()(TOKENS)
     refuses(lambda: trainer(inputs_embeds=embedded, attention_mask=MASK), "inputs_embeds in a trainer of images")
-    trainer.model.visual.requires_grad_(True)
-    refuses(lambda: trainer(TOKENS, attention_mask=MASK, **seen), "gradients of an encoder")
     without = patch(of.load())
     refuses(lambda: without(TOKENS, attention_mask=MASK, **seen), "without an image processor")
 

@@ -106,13 +106,7 @@ def _features(self: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tenso
             "call patch(model, image_processor=processor.image_processor)",
         )
     is_trained = any(weight.requires_grad for weight in self.visual.parameters())
-    if is_trained and torch.is_grad_enabled():
-        raise NotCovered(
-            "gradients of an encoder of images",
-            "a trainer's encoder has a forward pass alone",
-            "freeze it: model.model.visual.requires_grad_(False)",
-        )
-    with torch.no_grad():
+    with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
         found = self.visual(norm(pixel_values), grid_thw=image_grid_thw)
     return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
 

@@ -32,9 +32,8 @@ def patch(
     bits of an engine that serves their files (``--enable-lora``, and of experts ``--enable-mixed-moe-lora-format``).
     Disabled they add nothing, as in a request without an adapter; merged, the weights are what they then are.
 
-    A model of images takes ``pixel_values`` and ``image_grid_thw`` as Transformers has them. Its encoder has to be
-    frozen where gradients are computed, and its pixels are normalised again as the engine does it, for which
-    ``image_processor`` is asked.
+    A model of images takes ``pixel_values`` and ``image_grid_thw`` as Transformers has them. Pixels are normalised
+    again as the engine does it, for which ``image_processor`` is asked.
 
     Args:
         model: that is neither sharded nor quantised; or PEFT's around one.

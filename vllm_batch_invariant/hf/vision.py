@@ -1,4 +1,4 @@
-"""The encoders of images of Qwen-VL, by the engine's operations in the engine's order.
+"""The encoders of images of Qwen-VL, by the engine's operations in the engine's order, with gradients.
 
 Patches of all images lie one after the other, those that are merged into one token together. Attention sees both
 directions of an image, or of a window of one, and every other layer computes row by row.
@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..errors import NotCovered
 from ..integration.layers.encoders import HEAD_SIZES, attend_within
 from ..ops import reduce
+from ..ops.attention_backward import attention_backward
 from .activation import elementwise, silu_and_mul
 from .families import Family
 from .linear import linear
@@ -154,7 +156,7 @@ def _interpolated(weight: torch.Tensor, grid: tuple[int, int], side: int, merge:
     shares = torch.stack([1 - down - (across - both), across - both, down - both, both])
     at = torch.stack([first * side + left, first * side + right, last * side + left, last * side + right])
     embedded = torch.nn.functional.embedding(at, weight) * shares.to(weight.dtype)[..., None]
-    return reduce.sum(embedded, 0)
+    return _Sum.apply(embedded)
 
 
 def patch_embed_forward(self: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -176,16 +178,9 @@ def block_forward(self: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
 def attention_forward(self: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
     qkv = linear(hidden, self.qkv.weight, biases=(self.qkv.bias,)).unflatten(-1, (3, self.num_heads, -1))
     query, key, value = qkv.unbind(1)
-    query, key = (_turned(x, rows) for x in (query, key))
-    out = attend_within([query, key, value], rows.starts, self.scaling)
+    query, key = (_Rotation.apply(x, rows.cos, rows.sin) for x in (query, key))
+    out = _Attention.apply(query, key, value, rows.starts, self.scaling)
     return linear(out.flatten(1), self.proj.weight, biases=(self.proj.bias,))
-
-
-def _turned(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Heads [rows, heads, head_size], in their dtype as vLLM's encoders on a CPU do it."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = rows.cos[:, None], rows.sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def gated_mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -215,6 +210,66 @@ def normed_merger_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class _Rotation(torch.autograd.Function):
+    """Heads [rows, heads, head_size] turned, in their dtype as vLLM's encoders on a CPU do it; the gradient is turned
+    back in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = (x.float()[:, None] for x in ctx.saved_tensors)
+        first, second = grad.float().chunk(2, dim=-1)
+        return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(grad.dtype), None, None
+
+
+class _Attention(torch.autograd.Function):
+    """Of each row to all rows of its sequence. The gradient is that of the exact function, as that of causal ones."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, starts)
+        ctx.scale = scale
+        return attend_within([query, key, value], starts, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, starts = ctx.saved_tensors
+        grads = attention_backward(grad, query, key, value, starts.tolist(), scale=ctx.scale, causal=False)
+        return *grads, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """[...] of [N, ...]."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(x)
+        return reduce.sum(x, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        return grad.expand(ctx.count, *grad.shape)
 
 
 _QWEN2_5: dict[str, Callable[..., Any]] = {

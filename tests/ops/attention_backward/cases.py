@@ -24,7 +24,9 @@ def draw(
     return tensors, [0, *accumulate(lengths)]
 
 
-def errors(found: Gradients, tensors: list[torch.Tensor], cu_seqlens: list[int], scale: float) -> list[float]:
+def errors(
+    found: Gradients, tensors: list[torch.Tensor], cu_seqlens: list[int], scale: float, causal: bool = True
+) -> list[float]:
     """|gradient - reference| / |reference| in norms, of query, key and value, against float64."""
-    exact = reference.attention_backward(*tensors, cu_seqlens, scale)
+    exact = reference.attention_backward(*tensors, cu_seqlens, scale, causal)
     return [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]

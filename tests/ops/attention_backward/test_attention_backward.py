@@ -26,6 +26,21 @@ def test_gradients_are_near_the_exact_ones(dtype: torch.dtype, heads: int, kv_he
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(2, 2, 72), (6, 2, 80)])
+def test_those_of_keys_of_both_directions_are_near_the_exact_ones(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int
+) -> None:
+    tensors, cu_seqlens = draw(LENGTHS, heads, kv_heads, size, dtype)
+    found = attention_backward(*tensors, cu_seqlens, scale=SCALE, causal=False)
+    assert max(errors(found, tensors, cu_seqlens, SCALE, causal=False)) < TOLERANCE[dtype]
+    assert min(errors(found, tensors, cu_seqlens, SCALE)) > 0.1, "causal ones are others"
+    rows = slice(*cu_seqlens[2:4])
+    alone = attention_backward(*(tensor[rows] for tensor in tensors), [0, LENGTHS[2]], scale=SCALE, causal=False)
+    for one, whole in zip(alone, found, strict=True):
+        assert_same_bits(one, whole[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sequences_gradients_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
     tensors, cu_seqlens = draw(LENGTHS, 6, 2, 64, dtype)
     together = attention_backward(*tensors, cu_seqlens, scale=SCALE)

@@ -1,4 +1,4 @@
-"""Gradients of causal attention over whole sequences that lie one after the other.
+"""Gradients of attention over whole sequences that lie one after the other.
 
     p = softmax(scale * q k^T),  dp = do v^T,  delta = sum(p * dp),  ds = scale * p * (dp - delta)
     dq = ds k,  dk = ds^T q,  dv = p^T do
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...errors import NotCovered
 from ..dispatch import implementation
 from .reduction import AttentionBackwardReduction
 
@@ -25,6 +26,7 @@ def attention_backward(
     cu_seqlens: Sequence[int],
     *,
     scale: float,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value.
 
@@ -37,13 +39,14 @@ def attention_backward(
         value: as ``key``.
         cu_seqlens: the first token of each sequence, ascending from 0, and the number of tokens.
         scale: factor of the scores.
+        causal: whether a query sees no key after itself; else it sees all of its sequence.
 
     Returns:
         Three tensors like query, key and value, each rounded once.
 
     Raises:
         ValueError: shapes, dtypes or sequences that do not fit.
-        NotCovered: a device without an implementation.
+        NotCovered: a device without an implementation, and keys of both directions on another device than a CPU.
     """
     tensors = (grad, query, key, value)
     fits = (
@@ -60,5 +63,14 @@ def attention_backward(
     bounds = list(cu_seqlens)
     if bounds[:1] != [0] or bounds != sorted(bounds) or bounds[-1] != len(query):
         raise ValueError(f"sequences of {len(query)} tokens cannot begin at {bounds}")
-    module = implementation("attention_backward", *(tensor.detach() for tensor in tensors))
-    return module.attention_backward(*(tensor.detach() for tensor in tensors), bounds, scale)
+    given = [tensor.detach() for tensor in tensors]
+    module = implementation("attention_backward", *given)
+    if causal:
+        return module.attention_backward(*given, bounds, scale)
+    if not query.is_cpu:
+        raise NotCovered(
+            f"gradients of attention to keys of both directions on device '{query.device.type}'",
+            "its kernels compute those of causal attention alone",
+            "train on a CPU, or freeze what attends so",
+        )
+    return module.attention_backward(*given, bounds, scale, causal=False)

@@ -14,7 +14,13 @@ from .reduction import AttentionBackwardReduction
 
 @torch.no_grad()
 def attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int], scale: float
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: list[int],
+    scale: float,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the operation's package."""
     reduction = AttentionBackwardReduction.of_device("cpu", query.shape[-1], query.dtype)
@@ -24,6 +30,7 @@ def attention_backward(
         _of_sequence(
             *(tensor[rows] for tensor in (grad, query, key, value)),
             scale,
+            causal,
             reduction,
             *(tensor[rows] for tensor in grads),
         )
@@ -36,6 +43,7 @@ def _of_sequence(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
+    causal: bool,
     reduction: AttentionBackwardReduction,
     of_query: torch.Tensor,
     of_key: torch.Tensor,
@@ -49,16 +57,18 @@ def _of_sequence(
     for start in range(0, length, reduction.block_m):
         stop = min(start + reduction.block_m, length)
         q, do = (_of_heads(tensor[start:stop], kv_heads, reduction) for tensor in (query, grad))
-        k, v = keys[:, :stop], values[:, :stop]
+        seen = stop if causal else length
+        k, v = keys[:, :seen], values[:, :seen]
         scores = accumulate_batch(q, k.transpose(1, 2)).mul_(scale)  # [kv_heads, group * queries, keys]
-        later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1).repeat(group, 1)
-        scores[:, :, start:].masked_fill_(later, -torch.inf)
+        if causal:
+            later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1).repeat(group, 1)
+            scores[:, :, start:].masked_fill_(later, -torch.inf)
         p = softmax(scores)
         ds = accumulate_batch(do, v.transpose(1, 2))  # dp, until delta is taken off
         ds = ds.sub_(row_sum(p * ds, -1, keepdim=True)).mul_(p).mul_(scale)
         of_query[start:stop] = accumulate_batch(ds, k).unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-        all_of_key[:, :stop] += accumulate_batch(ds.transpose(1, 2), q)
-        all_of_value[:, :stop] += accumulate_batch(p.transpose(1, 2), do)
+        all_of_key[:, :seen] += accumulate_batch(ds.transpose(1, 2), q)
+        all_of_value[:, :seen] += accumulate_batch(p.transpose(1, 2), do)
     of_key.copy_(all_of_key.transpose(0, 1))
     of_value.copy_(all_of_value.transpose(0, 1))
 

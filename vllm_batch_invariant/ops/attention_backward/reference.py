@@ -13,6 +13,7 @@ def attention_backward(
     value: torch.Tensor,
     cu_seqlens: Sequence[int],
     scale: float,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the operation's package; the results are float64."""
     tensors = [tensor.double() for tensor in (query, key, value)]
@@ -23,7 +24,7 @@ def attention_backward(
         with torch.enable_grad():
             q, k, v = (part.transpose(0, 1) for part in parts)  # [heads, length, head_size]
             k, v = (part.repeat_interleave(queries_per_kv, dim=0) for part in (k, v))
-            hidden = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
+            hidden = torch.full((stop - start, stop - start), causal, device=q.device).triu(1)
             weights = (scale * (q @ k.transpose(1, 2))).masked_fill(hidden, -torch.inf).softmax(-1)
             found = torch.autograd.grad((weights @ v).transpose(0, 1), parts, grad[start:stop].double())
         for whole, part in zip(grads, found, strict=True):
