@@ -17,7 +17,8 @@ from tests.hf.pictures import MODELS, PROMPTS, Checkpoint, of_images, opened, pa
 from tests.hf.test_gradients import RELATIVE_ERROR, plain
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch, token_logprobs, vision
+from vllm_batch_invariant.hf import patch, support, token_logprobs, vision
+from vllm_batch_invariant.hf.families import FAMILIES
 from vllm_batch_invariant.ops.attention_backward import attention_backward
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="trainers of images were compared on a CPU alone")
@@ -161,6 +162,7 @@ def test_calls_without_a_proof_are_refused(checkpoint: Callable[..., Checkpoint]
     refuses(lambda: trainer(drawn, attention_mask=MASK, **seen), "image tokens that are not those")
     embedded = trainer.get_input_embeddings()(TOKENS)
     refuses(lambda: trainer(inputs_embeds=embedded, attention_mask=MASK), "inputs_embeds in a trainer of images")
+    refuses(lambda: trainer.generate(TOKENS, max_new_tokens=2, **seen), "in a trainer")
     without = patch(of.load())
     refuses(lambda: without(TOKENS, attention_mask=MASK, **seen), "without an image processor")
 
@@ -178,6 +180,10 @@ def test_models_without_a_proof_are_refused(
     other.model.visual.blocks[1].mlp.up_proj = SimpleLinear(160, 320)
     refuses(lambda: patch(other), r"SimpleLinear at model\.visual\.blocks\.1\.mlp\.up_proj")
     refuses(lambda: patch(of.load().model.visual), "a trainer's Qwen2_5_VisionTransformerPretrainedModel")
+    for family in FAMILIES:
+        if family.tower:
+            said = f"a trainer's {family.prefix} on device 'cuda'"
+            refuses(lambda family=family: support.check_environment(family, "cuda"), said)
     monkeypatch.setenv(TP_TREE.name, "2")
     refuses(lambda: patch(of.load()), "TP_TREE=2 in a trainer's Qwen2_5_VL")
 
@@ -189,6 +195,7 @@ class SimpleLinear(torch.nn.Linear):
 def test_pixels_without_normalisation_stay_bytes() -> None:
     from vllm_batch_invariant.hf.pixels import PixelNorm
 
-    norm = PixelNorm(SimpleNamespace(do_normalize=False, do_rescale=False))
+    processor = SimpleNamespace(image_processor=SimpleNamespace(do_normalize=False, do_rescale=False))
+    norm = PixelNorm(processor)
     given = torch.arange(12, dtype=torch.uint8).view(2, 6)
     assert torch.equal(norm(given), given.float())

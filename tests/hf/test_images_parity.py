@@ -104,7 +104,7 @@ def _patched(rollout: Rollout) -> Any:
 
 @pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
 def test_logprobs_about_images_have_the_rollouts_bits_however_a_batch_is_padded_or_packed(
-    name: str, rolled: Callable[..., Rollout]
+    name: str, rolled: Callable[..., Rollout], threads: Callable[[int], None]
 ) -> None:
     rollout = rolled(name)
     trainer, samples = _patched(rollout), rollout.samples
@@ -112,7 +112,9 @@ def test_logprobs_about_images_have_the_rollouts_bits_however_a_batch_is_padded_
     by_processors = [one | {"engine": one["engine"] | {"mm_device_do_normalize": "False"}} for one in rollout.declared]
     with pytest.raises(NotCovered, match=r"mm_device_do_normalize False beside a trainer with .* unset"):
         check_engine(trainer, by_processors)
-    assert rollout.differing(trainer) == [0] * len(samples)
+    for count in (1, 2):
+        threads(count)
+        assert rollout.differing(trainer) == [0] * len(samples)
     for way, (tokens, mask) in ways(samples).items():
         found = _of_trainer(trainer, rollout.checkpoint, samples, tokens, mask)
         for number, (ours, sample) in enumerate(zip(found, samples, strict=True)):

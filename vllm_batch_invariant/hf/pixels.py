@@ -13,7 +13,7 @@ _OFF = 0.05
 
 
 class PixelNorm:
-    """How bytes become the encoder's numbers, of an image processor of Transformers'.
+    """How bytes become the encoder's numbers, of an image processor of Transformers', or a processor that has one.
 
     Attributes:
         mean: of each channel, of numbers from 0 to 1.
@@ -22,6 +22,7 @@ class PixelNorm:
     """
 
     def __init__(self, image_processor: Any) -> None:
+        image_processor = getattr(image_processor, "image_processor", image_processor)
         normalises, rescales = image_processor.do_normalize, image_processor.do_rescale
         self.mean = list(image_processor.image_mean) if normalises else [0.0] * 3
         self.std = list(image_processor.image_std) if normalises else [1.0] * 3
