@@ -7,7 +7,7 @@ follows from its own patches and its grid, or from its own sound, whatever it sh
 """
 
 from collections.abc import Sequence
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -103,8 +103,16 @@ def _forward(
     batch, rows, size = query.shape[0], query.shape[1], self.head_size
     flat = [one.reshape(batch * rows, -1, size) for one in (query, key, value)]
     if cu_seqlens is None:
-        cu_seqlens = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
+        cu_seqlens = _starts_of(batch, rows, query.device)
     return _attend(flat, cu_seqlens, float(self.scale)).reshape(query.shape)
+
+
+@lru_cache(maxsize=2)
+def _starts_of(items: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Where items of as many rows each begin: the same tensor for every layer of a tower, since a plan is kept beside
+    it (:func:`_plan_of`).
+    """
+    return torch.arange(0, (items + 1) * rows, rows, dtype=torch.int32, device=device)
 
 
 def _attend(qkv: Sequence[torch.Tensor], starts: torch.Tensor, scale: float) -> torch.Tensor:
@@ -168,7 +176,7 @@ def attend_in_transformers(
     items, heads, rows, size = query.shape
     flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
     if attention_mask is None:
-        starts = torch.arange(0, (items + 1) * rows, rows, dtype=torch.int32, device=query.device)
+        starts = _starts_of(items, rows, query.device)
         return _attend(flat, starts, scaling).view(items, rows, heads, size), None
     seen, starts = _seen_rows(attention_mask)
     out = query.new_zeros(items * rows, heads, size)
