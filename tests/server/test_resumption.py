@@ -214,6 +214,8 @@ def test_tokens_that_a_grammar_does_not_accept_end_their_request_alone(resuming:
 LONG = 300
 KILLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
+    "seeded": FORMS["seeded"],
+    "min_p": {"temperature": 1.0, "seed": 6, "extra_body": {"min_p": 0.02}},
     "penalties": SHORT["penalties"],
     "samples": {"temperature": 1.0, "seed": 11, "n": 3},
     "named sample": {"temperature": 1.0, "seed": 11, "extra_body": {"vllm_xargs": {"sample_id": 4}}},
