@@ -206,8 +206,11 @@ def _other_parallelism(config: Config) -> str | None:
 
 
 def _several_nodes(config: Config) -> str | None:
-    nodes = getattr(config.parallel_config, "nnodes", 1)
-    return _when(nodes > 1, f"{nodes} nodes")
+    parallel = config.parallel_config
+    nodes = getattr(parallel, "nnodes", 1)
+    processes = parallel.distributed_executor_backend == "mp" and parallel.data_parallel_size == 1
+    ran = config.device_config.device_type == "cpu" and nodes == 2 and processes
+    return _when(nodes > 1 and not ran, f"{nodes} nodes")
 
 
 def _ray(config: Config) -> str | None:
@@ -1329,6 +1332,11 @@ COVERED = (
         "the same bits for these models but Qwen3-MoE, with vLLM 0.33, one worker and its second model runner",
     ),
     Feature(
+        "Two nodes",
+        "on CPUs with vLLM 0.32, for tensor parallelism and for stages (`--nnodes 2`); run in two network namespaces "
+        "of one machine: the bits are those of one node",
+    ),
+    Feature(
         "Pipeline parallelism",
         "2 stages of a dense model on GPUs with vLLM 0.33; 2 and 4 on a CPU, also with tensor parallelism: the bits "
         "are those of one stage",
@@ -1477,8 +1485,8 @@ REFUSED = (
         _other_parallelism,
     ),
     Feature(
-        "Several nodes",
-        "workers of several machines have not been run with the mode",
+        "Several nodes, but of two on CPUs for the workers of one engine (`--nnodes 2`)",
+        "workers of more machines, and on GPUs, have not been run with the mode",
         "leave --nnodes out",
         _several_nodes,
     ),
