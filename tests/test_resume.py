@@ -222,6 +222,17 @@ def test_a_client_may_take_the_witness_alone(client: Any, known: dict[str, str] 
         assert resume.identity(client.with_options(base_url=urls[2]), resume.WITNESS_ALONE) == {"witness": "1-b"}
 
 
+@pytest.mark.parametrize("equal_in", [(), "witness", ("fingerprint",)])
+def test_what_servers_have_equal_is_one_of_two(client: Any, equal_in: Any) -> None:
+    with pytest.raises(ValueError, match="equal_in is IDENTITY or WITNESS_ALONE"):
+        next(resume.stream(client, ["http://localhost:1"], equal_in=equal_in, **PROMPT))
+
+
+def test_a_client_has_to_know_all_that_is_to_be_equal(client: Any) -> None:
+    with pytest.raises(ValueError, match="known has no fingerprint"):
+        next(resume.stream(client, ["http://localhost:1"], {"witness": SAME["witness"]}, **PROMPT))
+
+
 def test_a_server_without_a_witness_is_refused_by_who_takes_it_alone(client: Any) -> None:
     with served(Fake(says=SAME | {"witness": ""})) as urls, pytest.raises(resume.NotResumed, match="tells no witness"):
         list(resume.stream(client, urls, equal_in=resume.WITNESS_ALONE, **PROMPT))

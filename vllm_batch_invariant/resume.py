@@ -76,12 +76,17 @@ def stream(
         request (``n``) may come in another order.
 
     Raises:
+        ValueError: another ``equal_in``, or a ``known`` without its fields.
         NotResumed: a request that cannot go on elsewhere, before anything is sent; no server is left that says the same
             of itself; or what came does not tell the tokens of the answer.
         openai.APIStatusError: a server refuses the request.
     """
     import openai
 
+    if tuple(equal_in) not in (IDENTITY, WITNESS_ALONE):
+        raise ValueError(f"equal_in is IDENTITY or WITNESS_ALONE, not {equal_in!r}")
+    if known is not None and (missing := [name for name in equal_in if not known.get(name)]):
+        raise ValueError(f"known has no {' and no '.join(missing)}: ask identity() with what has to be equal")
     answer = Answer.of(asked)
     servers = [client.with_options(base_url=url, max_retries=0) for url in base_urls]
     lost: list[str] = []

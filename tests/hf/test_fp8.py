@@ -168,6 +168,12 @@ def test_what_an_engine_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     )
     of_experts = partial(model, of=Qwen3MoeConfig, **EXPERTS | IN_BLOCKS)
     refuses(lambda: patch(of_experts(moe_intermediate_size=128), "fp8_per_channel"), "experts.*pass fp8_per_block")
+    one = of_experts(moe_intermediate_size=128, num_hidden_layers=3, hidden_size=256, intermediate_size=256)
+    refuses(
+        lambda: patch(one, "fp8_per_block", ["model.layers.1.mlp.experts"]),
+        "experts of some layers of a trainer in FP8 .*: model.layers.1.mlp.experts, model.layers.2.mlp.experts",
+    )
+    patch(one, "fp8_per_block", ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts", "model.layers.2.mlp.gate"])
     refuses(lambda: patch(of_experts(moe_intermediate_size=192), "fp8_per_block"), "192 inputs of the experts of model")
     if DEVICE == "cpu":
         monkeypatch.setenv(envs.TP_TREE.name, "2")

@@ -9,8 +9,16 @@ from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.engine.endpoint import METHOD
 from vllm_batch_invariant.integration.parallel import nodes
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.provenance import EXACT
 
-SAID = {"mode": True, "versions": {"torch": "2"}, "engine": {"dtype": "bf16"}, "device": {"name": "A"}}
+OF_ALL = {"attention": {"splits": 256}, "experts 1": {"top_k": 2}}
+SAID = {
+    "mode": True,
+    "versions": {"torch": "2"},
+    "engine": {"dtype": "bf16"},
+    "device": {"name": "A"},
+    "reductions": OF_ALL,
+}
 
 
 def executor(*found: dict[str, Any]) -> Any:
@@ -27,11 +35,18 @@ def test_workers_of_one_kind_start_also_on_other_processors() -> None:
     nodes.check(executor(SAID, SAID, SAID | {"device": {"name": "B"}}))
 
 
+def test_stages_may_have_layers_of_their_own() -> None:
+    of_stage = {"attention": OF_ALL["attention"], "experts 1": {"top_k": 4}, "linear (layer 9)": {"n": 5}}
+    nodes.check(executor(SAID, SAID | {"reductions": of_stage}))
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
         (SAID | {"versions": {"torch": "3"}}, "with unlike versions"),
         (SAID | {"engine": {"dtype": "fp32"}}, "with unlike engine"),
+        (SAID | {"reductions": OF_ALL | {"attention": {"splits": 512}}}, "with unlike reductions"),
+        (SAID | {"reductions": OF_ALL | {EXACT: {"format": "x"}}}, "with unlike reductions"),
         (SAID | {"mode": None, "engine": {}}, "with unlike mode and engine"),
         ({}, "do not all say that the mode is on"),
     ],

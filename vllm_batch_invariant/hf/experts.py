@@ -49,7 +49,12 @@ def experts(
 
     Returns:
         [tokens, hidden] of x's dtype.
+
+    Raises:
+        ValueError: adapters with ``fp8``.
     """
+    if fp8 is not None and matrices:
+        raise ValueError("experts in FP8 have no adapters")
     weights, ids = _Route.apply(logits, reduction)
     return _Experts.apply(x, weights, ids, gate_up, down, reduction, fp8, *matrices)
 

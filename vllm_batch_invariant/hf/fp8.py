@@ -94,6 +94,12 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
         left -= {name}
         if module.fp8 is not None:
             _check_experts(name, module)
+    if len({module.fp8 for module in experts.values()}) > 1:
+        raise NotCovered(
+            "experts of some layers of a trainer in FP8 and of others not",
+            "an engine says of no layer which it has",
+            f"leave the experts of all layers unquantised, or of none: {', '.join(experts)}",
+        )
     for name, parts in layers_of(model).items():
         within = name.rpartition(".")[0]
         names = [f"{within}.{part}" for part in _parts(name)]

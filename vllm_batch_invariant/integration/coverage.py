@@ -210,6 +210,7 @@ def _several_nodes(config: Config) -> str | None:
     nodes = getattr(parallel, "nnodes", 1)
     processes = parallel.distributed_executor_backend == "mp" and parallel.data_parallel_size == 1
     ran = config.device_config.device_type == "cpu" and nodes == 2 and processes
+    ran = ran and patch_points.installed_version().startswith(RAN.on_two_nodes)
     return _when(nodes > 1 and not ran, f"{nodes} nodes")
 
 

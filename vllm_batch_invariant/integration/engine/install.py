@@ -80,7 +80,8 @@ def _refuse_other_servers() -> None:
 
     @wraps(create)
     def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False, **named: Any) -> Any:
-        if headless and not getattr(self, "node_rank", 0):  # of another node workers alone are started so
+        of_workers = getattr(self, "nnodes", 1) > 1 and getattr(self, "node_rank", 0) > 0
+        if headless and not of_workers:  # of another node workers alone are started so
             raise NotCovered(
                 "an engine without its server (--headless)",
                 "a server that is started elsewhere need not give seeds, end answers and tell a fingerprint as the "

@@ -145,7 +145,9 @@ def _plan_of(call: PagedAttention, starts: torch.Tensor, implementation: str) ->
     kept, key = beside(starts), (_version(starts), len(call.query), shape)
     if kept.plan is None or kept.plan[0] != key or torch.cuda.is_current_stream_capturing():
         call.check()
-        kept.plan = key, plan_alone(call, kernels_of_packed(shape, starts.device))
+        plan = plan_alone(call, kernels_of_packed(shape, starts.device))
+        kept.plan = key, plan
+        return plan
     return kept.plan[1]
 
 

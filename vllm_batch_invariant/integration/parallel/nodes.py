@@ -4,11 +4,17 @@ from functools import wraps
 from typing import Any
 
 from ...errors import NotCovered
+from ...provenance import EXACT, OF_EXPERTS
 from ..engine.endpoint import METHOD
 from ..reviews import patch_points
 
 _ALIKE = ("mode", "versions", "engine")
 """Fields of what a worker says of itself; its device may be another one, which the fingerprint tells."""
+
+
+def _reductions(said: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """What a worker says of them, of those known: layers of other stages may have others, and experts' are numbered."""
+    return {name: of for name, of in said["reductions"].items() if name in known and not name.startswith(OF_EXPERTS)}
 
 
 def install() -> None:
@@ -40,7 +46,12 @@ def check(executor: Any) -> None:
             "set VLLM_BATCH_INVARIANT=1 on every node, with the same packages",
         ) from error
     for other in others:
-        if unlike := [name for name in _ALIKE if other[name] != first[name]]:
+        unlike = [name for name in _ALIKE if other[name] != first[name]]
+        shared = {*first["reductions"]} & {*other["reductions"]}
+        same = _reductions(first, shared) == _reductions(other, shared)
+        if not same or (EXACT in first["reductions"]) != (EXACT in other["reductions"]):
+            unlike.append("reductions")
+        if unlike:
             raise NotCovered(
                 f"workers of several nodes with unlike {' and '.join(unlike)}",
                 "which of them computes a part would decide bits that no fingerprint tells",
