@@ -27,7 +27,7 @@ from tests.engine.engines import (
     some_exhaustive,
 )
 from tests.engine.engines import tokens as drawn_tokens
-from tests.faults.fuzz import OF_IMAGES
+from tests.faults.fuzz import OF_IMAGES, PROCESSOR
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.answers import RequestSpec
 from vllm_batch_invariant.verify.check.engine import ImagesRun
@@ -173,12 +173,14 @@ def by_tools(engine: Engine, settings: Settings = FUZZED) -> tuple[dict[str, str
     seeing = {number: one for number, one in drawn.items() if one.kind in drawing.kinds and one.images}
     schedule = draw_schedule("images 1", settings, seeing, drawing, 6)
     fuzzed, checked = {}, {}
-    for fault in ("", *OF_IMAGES):
+    for fault in ("", *OF_IMAGES, PROCESSOR):
         engine.call("tests.faults.fuzz:inject", fault)
-        fuzzed[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
+        if fault != PROCESSOR:
+            fuzzed[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
         results = CheckResults("1", cases_of_images(CHECK))
         checking = ImagesRun(engine, "as served", CHECK, results, lambda now: None)
         checking.again()
+        checking.processed()
         checking.beside_images()
         checking.from_encoded()
         checked[fault] = results

@@ -10,13 +10,18 @@ import pytest
 
 from tests.verify.commands import ended
 from vllm_batch_invariant.verify.answers import RequestSpec, url_of
+from vllm_batch_invariant.verify.check.engine import MADE, ImagesRun
+from vllm_batch_invariant.verify.check.guarantees import PROCESSED
+from vllm_batch_invariant.verify.check.presets import QUICK
+from vllm_batch_invariant.verify.check.report import summary
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.fuzz.options import NONE, TEXT_ONLY, Place
 from vllm_batch_invariant.verify.fuzz.schedule import Schedule, Settings, draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.harness import images
 from vllm_batch_invariant.verify.harness.load import Kind, plan_of
 from vllm_batch_invariant.verify.harness.requests import Accepts
-from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.outcome import NoTestError, Outcome, Status
 from vllm_batch_invariant.verify.receipt import engine as receipt_engine
 from vllm_batch_invariant.verify.receipt.record import EngineInfo, Environment, Model
 
@@ -139,6 +144,62 @@ def test_a_load_beside_images_has_others_and_the_same(tmp_path: Path) -> None:
     assert [part["type"] for part in content] == ["image_url", "text"]
     assert content[0]["image_url"]["url"] == url_of(str(file))
     assert url_of(str(file)).startswith("data:image/png;base64,")
+
+
+class Processing:
+    """An engine that makes tensors of items and does nothing else.
+
+    Args:
+        fault: the size of images follows from how many there are.
+        most: images of a request.
+    """
+
+    def __init__(self, fault: bool = False, most: int = 2) -> None:
+        kinds = {"image": ABOUT["kinds"]["image"] | {"most": most}}
+        self.info = {"context": 1024, "vocabulary": 4096, "most_logprobs": -1, "tokenizer": False}
+        self.info |= {"images": {"kinds": kinds, "whole": False}}
+        self.fault, self.asked = fault, list[list[images.Item]]()
+
+    def call(self, function: str, requests: list[list[images.Item]]) -> list[list[list[str]]]:
+        assert function == MADE
+        self.asked += requests
+        return [
+            [
+                ["grid [3] int64", f"pixels {one['size']} {one['seed']} {len(items) if self.fault else 1}"]
+                for one in items
+            ]
+            for items in requests
+        ]
+
+
+def processed(engine: Processing) -> CheckResults:
+    """What a check finds in what an engine makes of items."""
+    results = CheckResults("1", [PROCESSED])
+    ImagesRun(engine, "as served", QUICK, results, lambda now: None).processed()
+    return results
+
+
+def test_a_check_compares_what_a_processor_makes_of_an_item_first_and_last_among_others() -> None:
+    engine = Processing()
+    results = processed(engine)
+    assert results.status == Status.REPRODUCIBLE
+    target = {"kind": "image", "size": [84, 140], "seed": images.DIFFERENT, "at": 0}
+    among = [items for items in engine.asked if target in items]
+    assert {(items.index(target), len(items)) for items in among} == {(0, 1), (0, 2), (1, 2)}
+
+
+def test_a_processor_that_looks_at_how_many_items_there_are_is_found() -> None:
+    results = processed(Processing(fault=True))
+    assert results.status == Status.DIVERGED
+    [case] = results.cases
+    found = "tensor 1, image of 28x28 as 1 of 2: pixels [28, 28] 5 2 instead of pixels [28, 28] 5 1"
+    assert case.difference == found
+    assert summary(results).startswith("1: breaks batch (from tensor 1 on)")
+
+
+def test_a_processor_of_one_item_a_request_is_not_compared() -> None:
+    [case] = processed(Processing(most=1)).cases
+    assert (case.outcome, case.required) == (Outcome.NOT_TESTED, False)
 
 
 def test_an_image_that_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

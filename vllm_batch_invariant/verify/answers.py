@@ -68,7 +68,7 @@ class Answer:
 
     Attributes:
         bits: of the logprobs at each position; of a pooling model of each value, or of each row if there are rows.
-        dtype: of a pooling model's values, as PyTorch calls it; empty for text.
+        dtype: of a pooling model's values, as PyTorch calls it; :data:`DIGESTS` of tensors; empty for text.
         shape: of these values.
     """
 
@@ -96,9 +96,16 @@ class Answer:
         bits = tuple(raw[start : start + size] for start in range(0, len(raw), size or 1))
         return cls("", (), bits, dtype, tuple(shape))
 
+    @classmethod
+    def of_tensors(cls, described: Sequence[str]) -> "Answer":
+        """What a processor made of an item: each tensor's name, shape, dtype and digest."""
+        return cls("", (), tuple(one.encode() for one in described), DIGESTS, (len(described),))
+
     @property
     def unit(self) -> str:
-        """What a position counts: "token", "value" or "row"."""
+        """What a position counts: "token", "value", "row" or "tensor"."""
+        if self.dtype == DIGESTS:
+            return "tensor"
         return "token" if not self.dtype else "row" if len(self.shape) > 1 else "value"
 
     def values(self, position: int) -> tuple[float, ...]:
@@ -106,6 +113,8 @@ class Answer:
         return values_of(self.bits[position], self.dtype) if position < len(self.bits) else ()
 
 
+DIGESTS = "digests"
+"""Stands for a dtype of answers that are tensors, of which digests are compared."""
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a value, by dtype."""
 _PACKED = {"float32": "f", "float64": "d", "float16": "e"}
@@ -189,7 +198,7 @@ class AnswerComparison:
     logprob_positions: dict[int, int]
     unit: str = "token"
     """What a position counts: "token"; of a pooling model, whose vectors are the logprob sequences here, "value" or
-    "row".
+    "row"; of what a processor made, "tensor".
     """
 
     @property
@@ -277,6 +286,8 @@ def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
 
 def _divergence(reference: Answer, answer: Answer, sample: int, position: int) -> Divergence:
     def token(side: Answer) -> str:
+        if side.unit == "tensor":
+            return side.bits[position].decode() if position < len(side.bits) else "none"
         if side.dtype:
             return vector_at(side, position, reference if side is answer else answer)
         return side.tokens[position] if position < len(side.tokens) else "<end>"
