@@ -336,7 +336,7 @@ PROMPT = (
 )
 GENERATE = "generate"
 """The task of a model that generates."""
-OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "image")
+OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "image", "audio")
 """Fields of a request that only a model has which generates."""
 OF_POOLING = ("dimensions", "activation", "truncate")
 """Those that only a model has which pools."""
@@ -344,16 +344,22 @@ NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serv
 
 
 @cache
-def url_of(file: str) -> str:
-    """An image in a file as an address that has all of it."""
+def url_of(kind: str, file: str) -> str:
+    """A file with an image or a sound, by its kind, as an address that has all of it."""
     path = Path(file)
-    kind = path.suffix.lower().lstrip(".").replace("jpg", "jpeg")
-    return url_with(path.read_bytes(), kind)
+    suffix = path.suffix.lower().lstrip(".").replace("jpg", "jpeg")
+    return url_with(path.read_bytes(), f"{kind}/{suffix}")
 
 
-def url_with(image: bytes, kind: str) -> str:
-    """An address that has all of an image of a kind, such as "png"."""
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+def url_with(held: bytes, media: str) -> str:
+    """An address that has all of a file of a type, such as "image/png"."""
+    return f"data:{media};base64,{base64.b64encode(held).decode()}"
+
+
+def _part(url: str) -> dict[str, Any]:
+    """What a chat has of an image or a sound at an address of :func:`url_with`."""
+    name = f"{url.removeprefix('data:').partition('/')[0]}_url"
+    return {"type": name, name: {"url": url}}
 
 
 @dataclass(frozen=True)
@@ -366,6 +372,7 @@ class RequestSpec:
         activation: whether a pooling model normalises an embedding, or makes classes of logits; None for its own way.
         truncate: tokens of a pooling model's prompt at most; None for all.
         image: files of images that stand before the prompt.
+        audio: files of sounds that do so behind these.
         adapters: folders of LoRA adapters, of which the request has the first.
     """
 
@@ -381,6 +388,7 @@ class RequestSpec:
     activation: bool | None = None
     truncate: int | None = None
     image: tuple[str, ...] = ()
+    audio: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
 
     @property
@@ -389,11 +397,16 @@ class RequestSpec:
         return self.task != GENERATE
 
     @property
+    def items(self) -> tuple[tuple[str, str], ...]:
+        """Kind and file of what stands before the prompt."""
+        return (*(("image", file) for file in self.image), *(("audio", file) for file in self.audio))
+
+    @property
     def asked(self) -> dict[str, Any]:
         """What the task of the request has, by name."""
         others = OF_TEXT if self.pools else OF_POOLING
         asked = {name: value for name, value in vars(self).items() if name not in others}
-        for name in ("image", "adapters"):
+        for name in ("image", "audio", "adapters"):
             if not getattr(self, name):
                 asked.pop(name, None)
         return asked
@@ -410,20 +423,19 @@ class RequestSpec:
         extra = {"return_tokens_as_token_ids": True, "ignore_eos": self.ignore_eos}
         asked = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
         return (
-            self.prompt_body(model, self.prompt, tuple(map(url_of, self.image)))
+            self.prompt_body(model, self.prompt, [url_of(*one) for one in self.items])
             | logprobs
             | asked
             | {"extra_body": extra}
         )
 
-    def prompt_body(self, model: str, prompt: str, images: Sequence[str] = ()) -> dict[str, Any]:
+    def prompt_body(self, model: str, prompt: str, items: Sequence[str] = ()) -> dict[str, Any]:
         """The arguments that hold the model and a prompt, for the target request and for a concurrent one.
 
         Args:
-            images: addresses of those before it, in a chat.
+            items: addresses of images and sounds before it, in a chat.
         """
-        seen = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-        content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
+        content = [*map(_part, items), {"type": "text", "text": prompt}] if items else prompt
         text = {"messages": [{"role": "user", "content": content}]} if self.chat else {"prompt": prompt}
         return text | {"model": model}
 
