@@ -1308,7 +1308,8 @@ COVERED = (
         "Encoders",
         "BERT, RoBERTa, XLM-RoBERTa, ModernBERT that embed or classify texts, pairs of them (`/score`, `/rerank`) or "
         "tokens; Gemma 3 and Qwen3 with bidirectional attention that embed, as EmbeddingGemma: by one "
-        "worker on a CPU with vLLM 0.32 and on one GPU with 0.33",
+        "worker on a CPU with vLLM 0.32 and on one GPU with 0.33; linear layers of sentence-transformers behind a "
+        "pooler, on a CPU",
     ),
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
