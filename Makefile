@@ -5,7 +5,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 RUN = $(VENV)/bin/python -m
 DEMO_MODEL = .cache/smollm2
 
-.PHONY: demo fleet-demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann test-witnesses
+.PHONY: demo fleet-demo on-policy test test-all test-engines test-others test-interpreted lint install clean site test-site test-npu test-patch-points test-versions test-triton test-npu-fake-cann test-witnesses test-fleet
 install: $(VENV)/installed-$(DEVICE)
 
 $(VENV)/installed-%: pyproject.toml requirements/overrides-cpu.txt scripts/install.sh
@@ -42,6 +42,11 @@ $(VENV)/installed-on-policy: $(VENV)/installed-$(DEVICE)
 QUANTIZATION ?=
 on-policy: $(VENV)/installed-on-policy
 	$(RUN) examples.grpo.runs $(if $(QUANTIZATION),--quantization $(QUANTIZATION))
+
+# Replicas of a small model behind real Ray Serve, killed, added and made wrong: adds Ray to the environment; a quarter of an
+# hour on two cores.
+test-fleet: $(VENV)/installed-fleet
+	$(RUN) pytest --exhaustive tests/server/test_fleet.py tests/docs/test_deploy.py --durations=25
 
 lint: install
 	$(RUN) ruff check .

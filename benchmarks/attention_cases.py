@@ -131,12 +131,15 @@ LAYERS = (
     Shape("mistral-7b", 32, 8, 128, windows=(4096,)),
     Shape("gpt-oss-20b", 64, 8, 64, windows=(128,), sinks=True),
     Shape("gemma-3-12b", 16, 8, 256, windows=(1024,)),
+    Shape("gemma-4-31b-global", 32, 4, 512),
+    Shape("phi-3-mini", 32, 32, 96),
     Shape("qwen3-vl-tower", 16, 16, 72, encodes=True),
     Shape("qwen2.5-vl-tower", 16, 16, 80, encodes=True),
     Shape("internvl-tower", 16, 16, 64, encodes=True),
     Shape("glm-4v-tower", 12, 12, 128, encodes=True),
+    Shape("eva-clip-e-tower", 16, 16, 112, encodes=True),
 )
-"""Shapes of which some layers, or all, add something to plain causal attention."""
+"""Shapes of which some layers, or all, add something to plain causal attention, or have heads of other sizes."""
 
 
 def shape_name(keys: Mapping[str, str]) -> str:
@@ -147,11 +150,13 @@ def shape_name(keys: Mapping[str, str]) -> str:
 
 
 def _layers(shape: Shape) -> Iterator[Case]:
-    """Steps of layers with a window, and of the others where these have sinks or large heads; of encoders their own."""
+    """Steps of layers with a window, and of the others where these have sinks, or heads of other sizes than
+    :data:`SHAPES`; of encoders their own.
+    """
     if shape.encodes:
         yield from (Case(shape, "encode", (Request(tokens, tokens),) * count) for count, tokens in _PACKED)
         return
-    plain = (None,) if shape.sinks or shape.head_size > 128 else ()
+    plain = (None,) if shape.sinks or shape.head_size not in {one.head_size for one in SHAPES} else ()
     for window in (*plain, *shape.windows):
         for batch, context in _OF_LAYERS:
             yield Case(shape, "decode", (Request(1, context),) * batch, window=window)

@@ -103,6 +103,7 @@ def run(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         tokens.append(tokens_per_step(counted, drafts(llm)))
         of = f"{plan['provider']}, " if "provider" in plan else ""
         print(f"  {of}{workload.case}: {min(of_workload):.4g} to {max(of_workload):.4g} {workload.unit}", flush=True)
+        known["memory"] = memory_used() - before
         yield known | {"accepted": tokens_per_step((0.0, 0.0), drafts(llm))}
 
 

@@ -316,6 +316,15 @@ def _slower_triton() -> str:
     return f"{low} to {high} %"
 
 
+def _linear_fp8() -> str:
+    rows = _data("linear_fp8")
+    body = []
+    for low, high in ((1, 64), (128, 128), (256, 8192)):
+        found = _ratios([row for row in rows if low <= int(row.keys["M"]) <= high], "ours")
+        body.append([f"{low} to {high}" if low != high else str(low), *_mean_and_worst(found).split(", ")])
+    return _table(["rows M", "mean", "worst"], body)
+
+
 def _fp8_accuracy() -> str:
     """The least and the most of all layers, in per cent."""
     rows = [row for row in _data("accuracy") if row.keys.get("op") == "fp8-linear"]
@@ -449,6 +458,19 @@ def _experts(gpu: str) -> str:
     return _table(head, [[m, *(_bold(by[m, shape]) if by.get((m, shape)) else "" for shape in shapes)] for m in tokens])
 
 
+def _experts_fp8() -> str:
+    """By tokens: the time of plain vLLM's choice, and what others take of it."""
+    rows = [row for row in _data("moe") if row.keys.get("format") == "w8a8-fp8-block" and row.metric == "time"]
+    by = {(row.provider, row.keys["M"]): row for row in rows}
+    head = ["tokens", "plain vLLM, Triton", "plain vLLM, DeepGEMM", "the plugin"]
+    body = []
+    for m in sorted({m for _, m in by}, key=int):
+        others = [by.get((who, m)) for who in ("stock-deep-gemm", "ours")]
+        cells = (_bold(one.ratio) if one and one.ratio else "" for one in others)
+        body.append([m, f"{by['stock', m].p50:.0f} us", *cells])
+    return _table(head, body)
+
+
 def _collectives() -> str:
     rows = [row for row in _data("collectives") if row.metric == "time"]
     by = {(row.provider, row.keys["op"], int(row.keys["bytes"])): row for row in rows}
@@ -489,6 +511,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "drafts-ngram": lambda: _drafts("ngram"),
     "drafts-eagle3": lambda: _drafts("eagle3"),
     "linear": _linear,
+    "linear-fp8": _linear_fp8,
     "fp8-accuracy": _fp8_accuracy,
     "attention": _attention,
     "attention-decode-layers": lambda: _attention_of_layers("decode"),
@@ -498,6 +521,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attention-fp8-mean": lambda: f"{geometric_mean(_ratios(_data('attention_fp8'), 'ours-triton')):.2f}",
     "moe-h200": lambda: _experts("H200"),
     "moe-h100": lambda: _experts("H100"),
+    "moe-fp8": _experts_fp8,
     "collectives": _collectives,
     "cost-token": lambda: _costs(engine(gpu="H100"), workload="tpot"),
     "cost-prompts": lambda: _costs(engine(gpu="H100"), workload="throughput"),

@@ -13,6 +13,7 @@ from scripts.fleet import load
 from scripts.fleet.demo import is_one_fleet, lines
 from scripts.fleet.load import Found, Load, Pace, mixture, targets
 from scripts.fleet.replicas import PROCESS, REPLICA
+from scripts.fleet.scale import is_one_set
 from vllm_batch_invariant.integration.engine.endpoint import PATH
 
 LOGPROB = -0.25
@@ -73,6 +74,18 @@ def test_a_lost_request_is_sent_again() -> None:
 )
 def test_one_bit_of_a_logprob_or_another_witness_or_none_is_no_fleet(answer: Callable) -> None:
     assert not is_one_fleet(found_of(answer))
+
+
+@pytest.mark.parametrize(
+    ("later", "witness", "same"),
+    [(LOGPROB, "w", True), (LOGPROB + 2**-54, "w", False), (LOGPROB, "v", False), (LOGPROB, "", False)],
+)
+def test_a_replica_that_comes_later_has_the_bits_of_the_first(later: float, witness: str, same: bool) -> None:
+    stages = [
+        found_of(router({"one": LOGPROB, "two": LOGPROB})),
+        found_of(router({"three": later, "four": later}, witnesses=(witness, witness))),
+    ]
+    assert is_one_set(stages) is same
 
 
 def test_a_replica_that_answered_nothing_is_no_fleet() -> None:

@@ -34,6 +34,7 @@ class Fake:
         how: it hangs up, has an error in the place of a part, or ends as if all had come.
         status: of every answer.
         parsed: what a chat's parts are.
+        prompt: the tokens of every prompt.
     """
 
     says: dict[str, Any] = field(default_factory=lambda: dict(SAME))
@@ -41,6 +42,7 @@ class Fake:
     how: str = "hangs up"
     status: int = 200
     parsed: str = "content"
+    prompt: tuple[int, ...] = (1, 2, 3)
     heard: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -53,7 +55,8 @@ class Fake:
         offsets = [0] * n
         if chat:
             for index in range(n):
-                yield {"choices": [{"index": index, "delta": {"role": "assistant", "content": ""}}]}
+                role = {"index": index, "delta": {"role": "assistant", "content": ""}}
+                yield {"prompt_token_ids": self.prompt, "choices": [role]}
         for place in range(len(before), LENGTH):
             for index in range(n):
                 token = token_at(seed + index, place)
@@ -66,6 +69,7 @@ class Fake:
                 else:
                     listed = {"tokens": [text], "token_logprobs": [-token / 256], "top_logprobs": [{text: -1.0}]}
                     choice |= {"text": text, "logprobs": listed | {"text_offset": [offsets[index]]}}
+                    choice["prompt_token_ids"] = self.prompt if place == len(before) else None
                     offsets[index] += len(text)
                 yield {"choices": [choice]}
         if asked.get("stream_options"):
@@ -204,6 +208,47 @@ def test_a_client_that_knows_what_it_wants_takes_no_other_server(client: Any) ->
         assert len(list(resume.stream(client, urls, SAME, **PROMPT))) == LENGTH
         with pytest.raises(resume.NotResumed, match="its witness is 1-c"):
             list(resume.stream(client, urls[:1], SAME, **PROMPT))
+
+
+@pytest.mark.parametrize("known", [None, {"witness": SAME["witness"]}, SAME])
+def test_a_client_may_take_the_witness_alone(client: Any, known: dict[str, str] | None) -> None:
+    updated, other = SAME | {"fingerprint": "vllm-2-batch-invariant-c"}, SAME | {"witness": "1-c"}
+    with served(Fake(breaks=3), Fake(says=other), Fake(says=updated)) as urls:
+        unbroken = parts_of(resume.stream(client, urls[2:], **PROMPT))
+        got = resume.stream(client, urls, known, equal_in=resume.WITNESS_ALONE, **PROMPT)
+        assert parts_of(got) == unbroken
+        with pytest.raises(resume.NotResumed, match="its witness is 1-c instead of 1-b"):
+            list(resume.stream(client, urls[:2], known, equal_in=resume.WITNESS_ALONE, **PROMPT))
+        assert resume.identity(client.with_options(base_url=urls[2]), resume.WITNESS_ALONE) == {"witness": "1-b"}
+
+
+@pytest.mark.parametrize("equal_in", [(), "witness", ("fingerprint",)])
+def test_what_servers_have_equal_is_one_of_two(client: Any, equal_in: Any) -> None:
+    with pytest.raises(ValueError, match="equal_in is IDENTITY or WITNESS_ALONE"):
+        next(resume.stream(client, ["http://localhost:1"], equal_in=equal_in, **PROMPT))
+
+
+def test_a_client_has_to_know_all_that_is_to_be_equal(client: Any) -> None:
+    with pytest.raises(ValueError, match="known has no fingerprint"):
+        next(resume.stream(client, ["http://localhost:1"], {"witness": SAME["witness"]}, **PROMPT))
+
+
+def test_a_server_without_a_witness_is_refused_by_who_takes_it_alone(client: Any) -> None:
+    with served(Fake(says=SAME | {"witness": ""})) as urls, pytest.raises(resume.NotResumed, match="tells no witness"):
+        list(resume.stream(client, urls, equal_in=resume.WITNESS_ALONE, **PROMPT))
+
+
+@pytest.mark.parametrize("request_", [PROMPT, CHAT])
+@pytest.mark.parametrize("equal_in", [resume.IDENTITY, resume.WITNESS_ALONE])
+def test_a_server_that_makes_other_tokens_of_the_prompt_is_passed_over(
+    client: Any, request_: dict[str, Any], equal_in: tuple[str, ...]
+) -> None:
+    """No witness sees a tokenizer or a chat template, and a template may name the day."""
+    with served(Fake(breaks=3), Fake(prompt=(1, 2, 4)), Fake()) as urls:
+        unbroken = parts_of(resume.stream(client, urls[2:], **request_))
+        assert parts_of(resume.stream(client, urls, equal_in=equal_in, **request_)) == unbroken
+        with pytest.raises(resume.NotResumed, match="it makes other tokens of the prompt"):
+            list(resume.stream(client, urls[:2], equal_in=equal_in, **request_))
 
 
 @pytest.mark.parametrize(

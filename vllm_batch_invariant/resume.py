@@ -8,7 +8,8 @@
         print(chunk.choices[0].text, end="")
 
 The request is sent again with the tokens that have come (:data:`TOKENS`), to the next server that says of itself what
-the first one said: the same fingerprint, and the same witness. It needs the package ``openai``, and vLLM neither here.
+the first one said: the same fingerprint, and the same witness. With ``equal_in=resume.WITNESS_ALONE`` the witness is
+enough. It needs the package ``openai``, and vLLM neither here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ TOKENS = "resumed_token_ids"
 PATH = "/batch_invariant"
 """Of the route, under the base URL, by which a server says what it is."""
 IDENTITY = ("fingerprint", "witness")
-"""The fields of its answer in which two servers must be equal."""
+"""The fields of its answer in which two servers must be equal: they promise each other the same bits."""
+WITNESS_ALONE = ("witness",)
+"""Those of a client to whom the same bits as far as seen are enough, as across an update that keeps them."""
 _REFUSED = {
     "echo": "the prompt would come again",
     "tools": "a parser of tools does not see what came before the break",
@@ -43,12 +46,18 @@ class NotResumed(RuntimeError):
     """An answer that cannot go on at another server; the text is one line."""
 
 
-class _EndedEarly(Exception):
-    """A stream that ends as if all had come."""
+class _Left(Exception):
+    """A server does not go on with the answer, for the next one to do it; the text says why."""
 
 
 def stream(
-    client: Any, base_urls: Sequence[str], known: Mapping[str, str] | None = None, /, **asked: Any
+    client: Any,
+    base_urls: Sequence[str],
+    known: Mapping[str, str] | None = None,
+    /,
+    *,
+    equal_in: Sequence[str] = IDENTITY,
+    **asked: Any,
 ) -> Iterator[Any]:
     """Stream an answer, from the first server on; where one goes away the next equal one goes on.
 
@@ -56,6 +65,8 @@ def stream(
         client: ``openai.OpenAI``; its key and timeouts hold for all servers.
         base_urls: of the servers, the first of which begins.
         known: what a server has to say of itself, as :func:`identity` gives it; by default what the first one says.
+        equal_in: what of it two servers must have equal: :data:`IDENTITY`, or :data:`WITNESS_ALONE`. Either way a
+            server that makes other tokens of the prompt is passed over, too.
         asked: arguments of ``client.completions.create`` or, with ``messages``, of ``client.chat.completions.create``,
             but ``stream``. One prompt; ``n`` and everything else that decides tokens as usual. With a temperature it
             has a seed.
@@ -65,18 +76,23 @@ def stream(
         request (``n``) may come in another order.
 
     Raises:
+        ValueError: another ``equal_in``, or a ``known`` without its fields.
         NotResumed: a request that cannot go on elsewhere, before anything is sent; no server is left that says the same
             of itself; or what came does not tell the tokens of the answer.
         openai.APIStatusError: a server refuses the request.
     """
     import openai
 
+    if tuple(equal_in) not in (IDENTITY, WITNESS_ALONE):
+        raise ValueError(f"equal_in is IDENTITY or WITNESS_ALONE, not {equal_in!r}")
+    if known is not None and (missing := [name for name in equal_in if not known.get(name)]):
+        raise ValueError(f"known has no {' and no '.join(missing)}: ask identity() with what has to be equal")
     answer = Answer.of(asked)
     servers = [client.with_options(base_url=url, max_retries=0) for url in base_urls]
     lost: list[str] = []
     for server in servers:
         try:
-            found = identity(server)
+            found = identity(server, equal_in)
             known = known or found
             if problem := _differing(known, found):
                 lost.append(f"{server.base_url}: {problem}")
@@ -87,7 +103,7 @@ def stream(
                     for chunk in chunks:
                         yield from answer.take(part, chunk)
                 if answer.is_open(part):
-                    raise _EndedEarly("the stream ended early")
+                    raise _Left("the stream ended early")
             yield from answer.last()
             return
         except openai.APIStatusError as error:
@@ -101,11 +117,12 @@ def stream(
     raise NotResumed(f"no server goes on with the answer: {'; '.join(lost) or 'none was named'}")
 
 
-def identity(server: Any) -> dict[str, str]:
-    """What a server says of itself, of :data:`IDENTITY`; to be kept by who wants the same bits later.
+def identity(server: Any, fields: Sequence[str] = IDENTITY) -> dict[str, str]:
+    """What a server says of itself; to be kept by who wants the same bits later.
 
     Args:
         server: ``openai.OpenAI``.
+        fields: of it, :data:`IDENTITY` or :data:`WITNESS_ALONE`.
 
     Raises:
         NotResumed: it says nothing, so that nobody knows which server has the same bits.
@@ -116,7 +133,7 @@ def identity(server: Any) -> dict[str, str]:
         said = server.get(PATH, cast_to=object)
     except openai.NotFoundError as error:
         raise NotResumed(f"{server.base_url} has no {PATH}: batch-invariant mode is off there") from error
-    found = {name: said.get(name) for name in IDENTITY}
+    found = {name: said.get(name) for name in fields}
     if missing := [name for name, value in found.items() if not value]:
         raise NotResumed(f"{server.base_url} tells no {' and no '.join(missing)}, so no server is known to be equal")
     return found
@@ -124,12 +141,12 @@ def identity(server: Any) -> dict[str, str]:
 
 def _is_lost(error: Exception) -> bool:
     """Whether a connection broke while chunks came: openai hands on the error of whichever HTTP library it has."""
-    return isinstance(error, _EndedEarly) or any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    return isinstance(error, _Left) or any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def _differing(known: Mapping[str, str], found: Mapping[str, str]) -> str:
     return " and ".join(
-        f"its {name} is {found[name]} instead of {known[name]}" for name in IDENTITY if found[name] != known[name]
+        f"its {name} is {value} instead of {known[name]}" for name, value in found.items() if value != known[name]
     )
 
 
@@ -170,6 +187,8 @@ class Answer:
     """The last chunk of a stream that tells its usage."""
     id: str = ""
     """Of the first chunk, which all have."""
+    prompt: list[int] | None = None
+    """The tokens that the first server has made of the prompt."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> "Answer":
@@ -237,6 +256,7 @@ class Answer:
 
         Raises:
             NotResumed: it does not tell the tokens, or what a parser makes of the rest is not all content.
+            _Left: another prompt came before it.
         """
         self.id = chunk.id = self.id or chunk.id
         if not chunk.choices:
@@ -246,6 +266,12 @@ class Answer:
         is_rest = part.sample is not None
         choice.index = part.sample if is_rest else choice.index
         sample, tokens = self.samples[choice.index], getattr(choice, "token_ids", None)
+        prompt = getattr(chunk if self.is_chat else choice, "prompt_token_ids", None)
+        self.prompt = self.prompt or prompt
+        if prompt and prompt != self.prompt:
+            raise _Left("it makes other tokens of the prompt")
+        if prompt and is_rest and not self.is_chat:
+            choice.prompt_token_ids = None  # it has come
         if tokens is None and choice.finish_reason:
             raise NotResumed("the server tells no token ids, so no other could go on with its answer")
         if tokens is None and is_rest:

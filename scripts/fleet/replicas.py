@@ -29,6 +29,8 @@ SHARED_MEMORY = 256 << 20
 """Bytes of Ray's object store, through which no answer goes."""
 CACHE = 8 << 30
 """Bytes of keys and values on a GPU: said beforehand, because a replica measures while a killed one's are let go."""
+ONGOING = 2
+"""Requests in flight for each replica, where their number follows the load."""
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -64,22 +66,41 @@ def started() -> Iterator[str]:
 
 
 @contextmanager
-def served(folder: Path, replicas: int, variables: Mapping[str, str]) -> Iterator[None]:
+def served(
+    folder: Path, replicas: int, variables: Mapping[str, str], at_most: int | None = None, waits: float = 5
+) -> Iterator[None]:
     """An application, until the end of the context.
 
     Args:
         folder: of the model.
         replicas: how many, whatever happens to one of them.
         variables: of the environment of each replica.
+        at_most: so many where more requests come than :data:`ONGOING` for each; None: the number is fixed.
+        waits: seconds of a load before there is a replica more; there is one less after twice as many.
     """
     from ray import serve
 
-    serve.run(_application(folder, replicas, variables))
+    number: dict[str, Any] = {"num_replicas": replicas, "autoscaling_config": None}
+    if at_most is not None:
+        bounds = {"min_replicas": replicas, "initial_replicas": replicas, "max_replicas": at_most}
+        times = {"metrics_interval_s": 1, "look_back_period_s": waits}
+        delays = {"upscale_delay_s": waits, "downscale_delay_s": 2 * waits}
+        number = {"autoscaling_config": {"target_ongoing_requests": ONGOING} | bounds | times | delays}
+    serve.run(_application(folder, number, variables))
     yield
     serve.delete("default")
 
 
-def _application(folder: Path, replicas: int, variables: Mapping[str, str]) -> Any:
+def running() -> int:
+    """Replicas that run, as Ray Serve has it."""
+    from ray import serve
+
+    deployments = serve.status().applications["default"].deployments
+    [model] = [one for name, one in deployments.items() if name.endswith(f":{MODEL}")]
+    return model.replica_states.get("RUNNING", 0)
+
+
+def _application(folder: Path, number: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
     import torch
     from ray.serve.llm import LLMConfig, build_openai_app
 
@@ -97,7 +118,7 @@ def _application(folder: Path, replicas: int, variables: Mapping[str, str]) -> A
         accelerator_config={"kind": "gpu" if on_gpus else "cpu"},
         server_cls=NamedServer,
         callback_config={"callback_class": Offline if on_gpus else OneCore},
-        deployment_config={"num_replicas": replicas, "autoscaling_config": None, "health_check_period_s": 2},
+        deployment_config={"health_check_period_s": 2} | number,
         runtime_env={"env_vars": environment},
         log_engine_metrics=False,
         engine_kwargs=engine,

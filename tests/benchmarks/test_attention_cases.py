@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.attention_cases import CASES, LAYER_CASES, LAYERS, SHAPES, Case, Request, cases_of, shape_name
 from benchmarks.roofline import Work
+from scripts import attention_heads
 from tests.benchmarks.attention_fakes import DECODE, MIXED, PREFILL, SMALL
 
 
@@ -55,6 +56,12 @@ def test_every_shape_has_every_kind_of_case_and_no_cache_is_too_large() -> None:
     [largest] = cases_of(["llama-70b-tp8 batch=256 context=131072"])
     assert largest.cache_bytes == 256 * 131072 * 2 * 128 * 2
     assert not cases_of(["qwen3-8b batch=256 context=131072"])
+
+
+def test_heads_of_every_size_that_the_page_on_gpus_has_are_measured_but_those_of_latent_attention() -> None:
+    assert {shape.head_size for shape in (*SHAPES, *LAYERS)} == set(attention_heads.SIZES)
+    of_size = {case.phase for case in LAYER_CASES if case.shape.head_size in (96, 512)}
+    assert of_size == {"decode", "prefill", "chunk"}
 
 
 def test_cases_are_found_by_all_words_of_one_filter() -> None:

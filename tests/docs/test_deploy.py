@@ -178,9 +178,19 @@ def test_every_stack_has_replicas_on_one_kind_of_gpu() -> None:
         assert pod["enableServiceLinks"] is False
     [[term]] = [terms["matchExpressions"] for terms in OF_THE_STACK["nodeSelectorTerms"]]
     assert term == {"key": kind[0], "operator": "In", "values": [kind[1]]}
-    replicas = RAY_MODEL["deployment_config"]["num_replicas"]
-    assert min(replicas, worker["replicas"], OF_THE_STACK["replicaCount"]) > 1
-    assert RAY["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == replicas, "one GPU a pod"
+    fewest = RAY_MODEL["deployment_config"]["autoscaling_config"]["min_replicas"]
+    assert min(fewest, worker["replicas"], OF_THE_STACK["replicaCount"]) > 1
+
+
+def test_rays_pods_come_and_go_with_its_replicas_and_answers_may_end() -> None:
+    number = RAY_MODEL["deployment_config"]["autoscaling_config"]
+    [group] = RAY["rayClusterConfig"]["workerGroupSpecs"]
+    assert RAY["rayClusterConfig"]["enableInTreeAutoscaling"] is True
+    assert "num_replicas" not in RAY_MODEL["deployment_config"]
+    assert group["replicas"] == number["initial_replicas"] == number["min_replicas"], "one GPU a pod"
+    assert (group["minReplicas"], group["maxReplicas"]) == (number["min_replicas"], number["max_replicas"])
+    assert number["max_replicas"] > number["min_replicas"]
+    assert RAY_MODEL["deployment_config"]["graceful_shutdown_timeout_s"] >= 300
 
 
 def test_the_pool_and_its_route_have_the_pods_and_the_port_of_the_deployment() -> None:
@@ -208,11 +218,15 @@ def test_ray_takes_the_application_and_reads_the_variables_of_its_nodes() -> Non
     from ray.llm._internal.serve import constants as of_llm
     from ray.llm._internal.serve.core.ingress.builder import LLMServingArgs
     from ray.serve._private import constants as of_serve
+    from ray.serve.config import AutoscalingConfig
     from ray.serve.schema import ServeDeploySchema
 
     assert ServeDeploySchema.model_validate(yaml.safe_load(RAY["serveConfigV2"])).applications[0].name == "llm"
     [model] = LLMServingArgs.model_validate(RAY_APPLICATION["args"]).llm_configs
     assert model.get_engine_config().placement_bundles[0]["GPU"] == 1
+    number = model.deployment_config["autoscaling_config"]
+    assert number.keys() <= AutoscalingConfig.model_fields.keys()
+    assert AutoscalingConfig(**number).max_replicas == number["max_replicas"]
     for pod in ray_pods():
         for variable in pod["containers"][0]["env"]:
             assert any(hasattr(module, variable["name"]) for module in (of_llm, of_serve))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import check_triton, marks
+from scripts import attention_heads, check_triton, marks
 from scripts.check_triton import (
     BEGIN,
     END,
@@ -23,6 +23,21 @@ from vllm_batch_invariant.ops.common.nvidia_gpus import COMPILED_FOR
 
 def test_the_table_is_that_of_the_file() -> None:
     assert marks.between(PAGE.read_text(), BEGIN, END).strip() == page_table(read_table())
+
+
+def test_the_table_of_heads_is_that_of_the_schedules() -> None:
+    inside = marks.between(PAGE.read_text(), attention_heads.BEGIN, attention_heads.END)
+    assert inside.strip() == attention_heads.table()
+
+
+def test_a_hopper_has_kernels_of_its_own_for_some_heads_and_a_gpu_with_two_instructions_large_blocks() -> None:
+    of = attention_heads.kernels_of
+    assert [of(size, (9, 0))[0] for size in (64, 96, 128, 256, 512)] == [
+        "Gluon", "Triton, 16 rows", "Gluon", "Gluon", "Triton, 16 rows"
+    ]  # fmt: skip
+    assert of(72, (9, 0)) == ("", "", "Gluon")
+    assert of(128, (10, 0))[0] == "Triton, 64 rows"
+    assert of(*attention_heads.LATENT[:1], (9, 0), attention_heads.LATENT[1])[0] == "Triton, 16 rows"
 
 
 def test_no_cell_but_those_that_the_page_names_has_a_problem_and_that_is_spills_in_loops() -> None:

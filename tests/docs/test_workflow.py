@@ -41,7 +41,7 @@ def recipe(target: str) -> list[str]:
 
 def test_every_command_is_one_of_the_makefile_or_a_script_that_is_there() -> None:
     found = list(commands(WORKFLOW))
-    assert len(set(found)) == 8
+    assert len(set(found)) == 9
     assert [problem for command in found for problem in of_command(command)] == []
 
 
@@ -68,8 +68,17 @@ def test_every_part_of_make_test_runs_with_every_python() -> None:
     assert [shlex.split(half)[2] for half in halves] == [engines.command[-1], rest.command[-1]]
     parts = {part.command[-1] if part.command[0] == "make" else f"test-{part.command[-1]}" for part in others}
     runs = {shlex.split(command)[1] for command in commands(WORKFLOW)}
-    against_the_last_release = {"test-witnesses"}
-    assert runs == {"install", lint.command[-1], "test-engines", "test-others"} | parts | against_the_last_release
+    alone = {"test-witnesses", "test-fleet"}  # against the last release; with Ray
+    assert runs == {"install", lint.command[-1], "test-engines", "test-others"} | parts | alone
+
+
+def test_the_fleet_is_tested_where_ray_is_and_in_full() -> None:
+    """Its tests are skipped without Ray, and are exhaustive: an ordinary run says nothing of them."""
+    assert re.search(r"^test-fleet: \$\(VENV\)/installed-fleet$", MAKEFILE, re.MULTILINE)
+    [words] = [shlex.split(command) for command in recipe("test-fleet")]
+    assert words[:2] == ["pytest", "--exhaustive"]
+    assert "tests/server/test_fleet.py" in words
+    assert re.findall(r"^ray\[serve\]==", (ROOT / "requirements" / "fleet.txt").read_text(), re.MULTILINE)
 
 
 def test_a_run_reads_the_checkout_and_ends() -> None:

@@ -13,6 +13,7 @@ from tests.engine.quantisers import step_scaled
 from tests.faults.adding import nudge
 from tests.faults.experts import FAULTS as OF_EXPERTS
 from tests.faults.experts import planted
+from tests.faults.fuzz import inject
 from vllm_batch_invariant.integration.layers import fp8
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
 from vllm_batch_invariant.verify.bisect.report import plain
@@ -83,6 +84,32 @@ def injected(llm: Any) -> dict[str, dict[str, Any]]:
         module.forward = fault(module)
         found[name] = plain(CASE, bisect(llm, CASE))
         del module.forward
+    return found
+
+
+PICTURE = {"kind": "image", "size": [96, 160], "seed": 1, "at": 4}
+WITH_ITEMS = Case(
+    tuple(tokens(12, 1)),
+    tuple(tuple(tokens(5 + i, 2)) for i in range(4)),
+    2,
+    max_tokens=2,
+    items=(PICTURE,),
+    others_items=((PICTURE | {"seed": 2},), (), (PICTURE | {"size": [64, 64]}, PICTURE | {"seed": 3}), ()),
+)
+"""A request with a picture beside four, of which two have some."""
+OF_DECODER = "language_model.model.layers.1.mlp.down_proj"
+
+
+def with_items(llm: Any) -> dict[str, dict[str, Any]]:
+    """What is found of requests with pictures without a fault, with one in the encoder and with one in the decoder."""
+    found = {"": plain(WITH_ITEMS, bisect(llm, WITH_ITEMS))}
+    inject(llm, "tower")
+    found["tower"] = plain(WITH_ITEMS, bisect(llm, WITH_ITEMS))
+    inject(llm, "")
+    [layer] = llm.apply_model(lambda model: model.get_submodule(OF_DECODER))
+    layer.forward = down_proj(layer)
+    found[OF_DECODER] = plain(WITH_ITEMS, bisect(llm, WITH_ITEMS))
+    del layer.forward
     return found
 
 

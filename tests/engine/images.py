@@ -232,6 +232,14 @@ def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.Pretrain
     return made
 
 
+def chat_template(kind: str, written: str) -> str:
+    """One that writes the message of a chat, and something in the place of items of a kind."""
+    seen = "{% if part.type == '" + kind + "' %} " + written + " "
+    parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    text = "{{ messages[0].content }}"
+    return "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
+
+
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
     made = multimodal.model(config, dtype)
@@ -269,10 +277,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         named = {"image_token": special[IMAGE], "fake_image_token": special[START], "global_image_token": special[END]}
     if of_gemma:
         named |= {"audio_token": special[4004], "boa_token": special[4005], "eoa_token": special[4006]}
-    seen = "{% if part.type == 'image' %}" + f" {SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]} "
-    parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    text = "{{ messages[0].content }}"
-    template = "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
+    template = chat_template("image", f"{SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]}")
     settings = {"extra_special_tokens": named, "chat_template": template}
     save_tokenizer(folder, words, list(special.values()), settings, list(LINES.values()))
     patch = patch_of(config)

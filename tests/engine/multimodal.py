@@ -1,5 +1,6 @@
 """Tiny multimodal models of random weights."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import transformers
 
 from tests.engine.gemma4 import config_around
 from tests.fakes import num2words, torchvision
-from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT
+from tests.faults.fuzz import PROCESSOR
+from vllm_batch_invariant.verify.check.guarantees import AGAIN, ENCODED, KEPT, PROCESSED
 from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.harness.drive import describe, drive, finished
 from vllm_batch_invariant.verify.outcome import Outcome
@@ -170,10 +172,18 @@ def answers(llm: Any, prompts: list[list[int]], with_picture: list[int] | None =
 
 
 def assert_a_check_finds_the_faulty_tower(checked: dict[str, CheckResults]) -> None:
-    """Of results by the fault of an engine, "" for none: items in one call break with the fault "tower" alone."""
+    """Of results by the fault of an engine, "" for none: items in one call break with the fault "tower" alone, and what
+    is made of an item beside others with "processor" alone, of which a tensor is named.
+    """
     outcomes = {
         fault: {case.name: case.outcome for case in results.cases if case.outcome is not Outcome.NOT_TESTED}
         for fault, results in checked.items()
     }
-    assert outcomes[""] == dict.fromkeys((AGAIN[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), checked[""].gaps
+    assert outcomes[""] == dict.fromkeys((AGAIN[1], PROCESSED[1], ENCODED[1], KEPT[1]), Outcome.HOLDS), checked[""].gaps
     assert outcomes["tower"][ENCODED[1]] is Outcome.BREAKS
+    assert outcomes["tower"][PROCESSED[1]] is Outcome.HOLDS
+    if PROCESSOR not in checked:
+        return
+    assert outcomes[PROCESSOR][PROCESSED[1]] is Outcome.BREAKS
+    [case] = [case for case in checked[PROCESSOR].cases if case.name == PROCESSED[1]]
+    assert re.match(r"tensor \d+, \w+ of [\dx]+ as \d of \d: \w+ \[", case.difference), case.difference

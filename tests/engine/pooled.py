@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.verify.harness.drive import drive, finished
 from vllm_batch_invariant.verify.harness.worker_main import preemptions
 
@@ -52,6 +53,24 @@ def sent_together(
     given = [done[str(number)] for number in range(len(asked))]
     counts = {"cached": [output.num_cached_tokens for output in given], "largest": max(map(len, steps))}
     return given, counts | {"preemptions": preemptions(llm) - before}
+
+
+def products(llm: Any, request: dict[str, Any]) -> list[list[int]]:
+    """K and N of the matmuls of a request that the mode's linear layers compute in fp32, and whose rows are its own."""
+    found, served = list[list[int]](), module_for("linear", llm.llm_engine.vllm_config.device_config.device_type)
+    mm = served.mm
+
+    def told(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if a.dtype == torch.float32 and len(a) == 1:
+            found.append([*b.shape])
+        return mm(a, b, bias)
+
+    served.mm = told
+    try:
+        pooled(llm, [request], "cache")
+    finally:
+        served.mm = mm
+    return found
 
 
 def as_vllm_resumes(llm: Any, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:

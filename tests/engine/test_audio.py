@@ -4,8 +4,9 @@ others with other audio, from the caches, in chunks and after preemption; and is
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_o
 from tests.engine.test_images import by_tools, exact, text
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.answers import RequestSpec
 from vllm_batch_invariant.verify.check.results import CheckResults
+from vllm_batch_invariant.verify.harness.images import file_of
+from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.reproduce import offline
+from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -378,6 +384,28 @@ def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzze
     found = served(name)
     assert found.fuzzed[""] == ""
     multimodal.assert_a_check_finds_the_faulty_tower(found.checked)
+
+
+def test_answers_about_a_sound_are_reproduced_beside_others(engine_of: Starts, tmp_path: Path) -> None:
+    """With a sampler that looks at a request's place they are not. What is encoded is kept from one to the next."""
+    files = [tmp_path / "first.wav", tmp_path / "second.wav"]
+    for file, seed in zip(files, (1, 2), strict=True):
+        file.write_bytes(file_of({"kind": "audio", "size": [SECOND], "seed": seed})[0])
+    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, audio=(str(files[0]),))
+    asked = {"samples": 12, "concurrency": 8, "seed": 0}
+
+    def found(spec: RequestSpec) -> ReproduceResult:
+        told = engine.call(offline.RUN, asked | {"spec": vars(spec)})
+        return ReproduceResult.of("offline", *offline.run_of(told), engine.info)
+
+    with engine_of("qwen3-asr", "1")[0] as engine:
+        first, second = found(spec), found(replace(spec, audio=(str(files[1]),)))
+        engine.call("tests.faults.fuzz:inject", "sampler")
+        faulty = found(spec)
+    assert [one.status for one in (first, second)] == [Status.REPRODUCIBLE] * 2
+    assert first.run.failed_others == 0, first.run.failure
+    assert first.answers[0] != second.answers[0], "the model does not listen"
+    assert faulty.status == Status.DIVERGED
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

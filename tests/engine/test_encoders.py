@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine.engines import OF_DEVICE, SETTINGS, Engine, arguments_of, some_exhaustive, tokens
 from vllm_batch_invariant.integration.coverage import RAN
@@ -54,6 +56,16 @@ def of_mean(model: Any, ids: torch.Tensor, wanted: dict[str, Any]) -> torch.Tens
     return _embedding(model(input_ids=ids).last_hidden_state[0].mean(0), wanted)
 
 
+def of_dense(model: Any, ids: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
+    """The mean through the layers that are in folders of the model's checkpoint."""
+    row = model(input_ids=ids).last_hidden_state[0].mean(0)
+    for folder, layer in zip(sorted(Path(model.name_or_path).glob("*_Dense")), DENSE, strict=True):
+        tensors = load_file(folder / "model.safetensors")
+        bias = tensors["linear.bias"].double() if layer.bias else 0
+        row = getattr(torch.nn, layer.activation)()(tensors["linear.weight"].double() @ row + bias)
+    return _embedding(row, wanted)
+
+
 def of_last(model: Any, ids: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
     return _embedding(model(input_ids=ids).last_hidden_state[0, -1], wanted)
 
@@ -75,6 +87,15 @@ def of_tokens(model: Any, ids: torch.Tensor, wanted: dict[str, Any]) -> torch.Te
 
 
 @dataclass(frozen=True)
+class Dense:
+    """A linear layer that sentence-transformers has behind a pooler, of so many outputs."""
+
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True)
 class Case:
     """A model.
 
@@ -83,12 +104,14 @@ class Case:
         wanted: what requests ask for.
         given: what Transformers gives, but for activations of classes.
         settings: of the engine.
+        dense: layers behind the pooler.
     """
 
     model: Model
     wanted: tuple[dict[str, Any], ...]
     given: Given
     settings: dict[str, Any] = field(default_factory=dict)
+    dense: tuple[Dense, ...] = ()
 
 
 SECOND = 20
@@ -126,7 +149,7 @@ def roberta(kind: str, **changes: Any) -> Model:
 
 
 def gemma() -> torch.nn.Module:
-    """As EmbeddingGemma without the matmuls that sentence-transformers has behind it."""
+    """As EmbeddingGemma without the linear layers that sentence-transformers has behind it."""
     config = transformers.Gemma3TextConfig(
         **SIZES, **GQA, query_pre_attn_scalar=64, sliding_window=64, use_bidirectional_attention=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
@@ -137,6 +160,10 @@ def gemma() -> torch.nn.Module:
 def qwen3() -> torch.nn.Module:
     return transformers.Qwen3Model(transformers.Qwen3Config(**SIZES, **GQA, is_causal=False))
 
+
+DENSE = (Dense(1536, bias=False, activation="Identity"), Dense(384, bias=True, activation="Tanh"))
+"""As EmbeddingGemma has them, but for a bias and an activation, as others do."""
+BEHIND = "EmbeddingGemma with layers behind its pooler"
 
 CASES = {
     "BERT": Case(bert("BertModel"), EMBEDDINGS, of_first),
@@ -165,6 +192,7 @@ CASES = {
     ),
     "ModernBERT of tokens": Case(modern("ModernBertForTokenClassification", num_labels=5), TOKEN_CLASSES, of_tokens),
     "EmbeddingGemma": Case(gemma, EMBEDDINGS[:2], of_mean, MEAN),
+    BEHIND: Case(gemma, EMBEDDINGS[:2], of_dense, MEAN, DENSE),
     "Qwen3 that is not causal": Case(
         qwen3,
         EMBEDDINGS,
@@ -221,6 +249,7 @@ def given_by(case: Case, folder: Path, shared: Path, flag: str, dtype: str = "fl
             if weight.dim() == 1:
                 weight.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(folder)
+    save_dense(case.dense, folder)
     for file in shared.glob("tokenizer*"):
         shutil.copy(file, folder)
     limits = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "dtype": dtype}
@@ -231,8 +260,28 @@ def given_by(case: Case, folder: Path, shared: Path, flag: str, dtype: str = "fl
             name: (engine.call("tests.engine.pooled:pooled", requests, "cache"), where)
             for name, (requests, where) in runs(case).items()
         }
+        multiplied = engine.call("tests.engine.pooled:products", targets(case)[0]) if case.dense else []
     assert flag == "0" or found["before 40"][0]["largest"] > 1
-    return {name: done["given"][where] for name, (done, where) in found.items()}
+    return {name: done["given"][where] for name, (done, where) in found.items()} | {"multiplied": multiplied}
+
+
+def save_dense(layers: tuple[Dense, ...], folder: Path) -> None:
+    """Layers behind the pooler, in the form of sentence-transformers."""
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    inputs = SIZES["hidden_size"]
+    for number, layer in enumerate(layers, 1):
+        linear = torch.nn.Linear(inputs, layer.outputs, layer.bias)
+        held = {f"linear.{name}": weight.data for name, weight in linear.named_parameters()}
+        about = {"in_features": inputs, "out_features": layer.outputs, "bias": layer.bias}
+        about["activation_function"] = f"torch.nn.modules.{layer.activation}"
+        (into := folder / f"{number}_Dense").mkdir()
+        (into / "config.json").write_text(json.dumps(about))
+        save_file(held, into / "model.safetensors")
+        kind = "sentence_transformers.models.Dense"
+        modules.append({"idx": number, "name": str(number), "path": into.name, "type": kind})
+        inputs = layer.outputs
+    if layers:
+        (folder / "modules.json").write_text(json.dumps(modules))
 
 
 def moved(found: dict[str, list[Any]]) -> list[str]:
@@ -270,6 +319,15 @@ def test_a_request_has_the_same_bits_in_any_company_and_is_near_float64(
             assert got.shape == expected.shape
             error = (got - expected).norm() / expected.norm()
             assert error < TOLERANCE, f"{length} tokens, {wanted}: {error:.1e}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flag", ["0", "1"])
+def test_layers_behind_a_pooler_are_matmuls_of_the_mode(flag: str, tmp_path: Path, checkpoint: Path) -> None:
+    found = given_by(CASES[BEHIND], tmp_path, checkpoint, flag, "bfloat16")
+    sizes = [SIZES["hidden_size"], *(layer.outputs for layer in DENSE)]
+    assert found["multiplied"] == ([list(pair) for pair in pairwise(sizes)] if flag == "1" else [])
+    assert flag == "0" or moved(found) == []
 
 
 @pytest.mark.exhaustive

@@ -4,13 +4,16 @@ in chunks and from a warm prefix cache; and when weights are replaced, those of 
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.test_experts import OF_TWO_WORKERS
-from tests.engine.test_fp8 import BLOCKS, CHUNK, SHAPE, Answers, Checkpoints, asked_of
+from tests.engine.test_fp8 import BLOCKS, CHUNK, SHAPE, Answers, Checkpoints, asked_of, compare_with_a_trainer
+from vllm_batch_invariant.hf import engine_weights
 from vllm_batch_invariant.integration.reviews import patch_points
 
 pytestmark = [
@@ -60,6 +63,19 @@ def test_codes_and_scales_that_come_again_serve(engines: tuple[Answers, Answers]
     first, other = engines
     assert first[f"{way} other"][0] == other["fresh"][0] != first["fresh"][0]
     assert first[f"{way} back"][0] == first["fresh"][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has run this trainer")
+def test_a_trainer_has_the_logprobs_of_both_engines_and_the_codes_of_a_checkpoint(
+    engines: tuple[Answers, Answers], checkpoints: Checkpoints
+) -> None:
+    for seed, answers in enumerate(engines):
+        trainer = compare_with_a_trainer(answers, checkpoints.of("plain", seed), "fp8_per_block")
+        stored = load_file(Path(checkpoints.of(BLOCKS, seed)) / "model.safetensors")
+        made = dict(engine_weights(trainer))
+        assert made.keys() == stored.keys()
+        for name, tensor in made.items():
+            assert torch.equal(tensor.view(torch.uint8), stored[name].view(torch.uint8)), name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs keep what they captured")

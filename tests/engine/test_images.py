@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.engine import images, kept_states, multimodal
+from tests.engine.bisected import OF_DECODER
 from tests.engine.engines import (
     CHECK,
     OF_DEVICE,
@@ -27,9 +28,11 @@ from tests.engine.engines import (
     some_exhaustive,
 )
 from tests.engine.engines import tokens as drawn_tokens
-from tests.faults.fuzz import OF_IMAGES
+from tests.faults.fuzz import OF_IMAGES, PROCESSOR
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.answers import RequestSpec
+from vllm_batch_invariant.verify.bisect.engine import ENGINE_ARGUMENTS
+from vllm_batch_invariant.verify.bisect.recording import ITEM
 from vllm_batch_invariant.verify.check.engine import ImagesRun
 from vllm_batch_invariant.verify.check.guarantees import cases_of_images
 from vllm_batch_invariant.verify.check.results import CheckResults
@@ -173,12 +176,14 @@ def by_tools(engine: Engine, settings: Settings = FUZZED) -> tuple[dict[str, str
     seeing = {number: one for number, one in drawn.items() if one.kind in drawing.kinds and one.images}
     schedule = draw_schedule("images 1", settings, seeing, drawing, 6)
     fuzzed, checked = {}, {}
-    for fault in ("", *OF_IMAGES):
+    for fault in ("", *OF_IMAGES, PROCESSOR):
         engine.call("tests.faults.fuzz:inject", fault)
-        fuzzed[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
+        if fault != PROCESSOR:
+            fuzzed[fault] = Trial(engine, Row("checkpoint", "1", "", 0)).fuzz(schedule)[1]
         results = CheckResults("1", cases_of_images(CHECK))
         checking = ImagesRun(engine, "as served", CHECK, results, lambda now: None)
         checking.again()
+        checking.processed()
         checking.beside_images()
         checking.from_encoded()
         checked[fault] = results
@@ -334,6 +339,22 @@ def test_bits_stay_in_bf16(name: str, served: Callable[..., Served]) -> None:
     found = served(name, dtype="bfloat16")
     assert {run: differing for run in RUNS if "alone" not in run and (differing := found.differing(run))} == {}
     assert found.moved == []
+
+
+@pytest.mark.exhaustive
+def test_a_bisection_names_an_encoder_that_looks_at_its_call_and_an_operation_of_the_decoder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    images.save(images.qwen3_vl(), torch.float32, folder)
+    arguments = [*arguments_of(LIMITS | OF_DEVICE | {"dtype": "float32"}), *ENGINE_ARGUMENTS]
+    variables = SETTINGS | {"PYTHONPATH": os.pathsep.join([*multimodal.python_path(tmp_path), PATHS])}
+    with Engine(str(folder), arguments, "1", variables, patience=400) as engine:
+        found = engine.call("tests.engine.bisected:with_items")
+    assert found[""]["found"] is None
+    assert "nothing differs" in found[""]["verdict"]
+    keys = {fault: one["found"]["divergence"]["key"] for fault, one in found.items() if fault}
+    assert (keys["tower"]["module"], keys["tower"]["operation"]) == ("embed_multimodal, item 1", ITEM)
+    assert keys[OF_DECODER]["module"] == OF_DECODER
+    assert "a prompt of 12 tokens and 1 item with 4 concurrent requests" in found["tower"]["verdict"]
 
 
 @pytest.mark.exhaustive

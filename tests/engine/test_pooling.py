@@ -74,6 +74,11 @@ def qwen3() -> torch.nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDE, head_dim=64, tie_word_embeddings=True))
 
 
+def mistral() -> torch.nn.Module:
+    """As e5-mistral, whose checkpoint has no head and a window as long as its prompts."""
+    return transformers.MistralModel(transformers.MistralConfig(**WIDE, sliding_window=4096))
+
+
 def llama_that_classifies() -> torch.nn.Module:
     return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**WIDE, num_labels=3))
 
@@ -118,6 +123,12 @@ CASES = {
         "embed",
         WHOLE,
         embedding("MEAN"),
+    ),
+    "e5-mistral": Case(
+        mistral,
+        ({"task": "token_embed"}, {"task": "embed", "use_activation": False}, {"task": "embed"}),
+        "embed",
+        settings={"runner": "pooling"},
     ),
     "a Llama that classifies": Case(
         llama_that_classifies,

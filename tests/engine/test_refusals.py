@@ -115,7 +115,7 @@ if not torch.cuda.is_available():  # where several workers are refused as such
             {"enable_return_routed_experts": True},
             "--enable-return-routed-experts on a CPU",
         ),
-        "workers on several nodes": ({"nnodes": 2, "tensor_parallel_size": 2}, "2 nodes"),
+        "workers on several nodes": ({"nnodes": 4, "pipeline_parallel_size": 4}, "4 nodes"),
     }
 
 TWO = {"quantization": "fp8", "hf_overrides": {"head_dim": 32}}

@@ -9,6 +9,8 @@ from tests.faults.adding import nudge
 from vllm_batch_invariant.integration.engine import weights
 from vllm_batch_invariant.verify.fuzz import engine as fuzz_engine
 
+SEEN = 64
+"""Numbers that a tensor has more of which says what is seen, and not how large it is."""
 ROWS = 4
 """Rows of a product up to which the injected one is right."""
 
@@ -84,6 +86,24 @@ def _tower(model: Any) -> Callable[[], None]:
     return lambda: setattr(model, "embed_multimodal", encode)
 
 
+def _processor(llm: Any) -> Callable[[], None]:
+    """A processor that looks at how many items it makes tensors of at once."""
+    processor = llm.llm_engine.renderer.get_mm_processor()
+    process = processor._apply_hf_processor_main
+
+    def beside(mm_items: Any, *arguments: Any, **more: Any) -> Any:
+        made, items = process(mm_items, *arguments, **more), sum(mm_items.get_all_counts().values())
+        for name, value in made.items() if items > 1 else ():
+            parts = value if isinstance(value, list) else [value]
+            if all(torch.is_tensor(one) and one.numel() > SEEN for one in parts):
+                moved = [one.roll(1) for one in parts]
+                made[name] = moved if isinstance(value, list) else moved[0]
+        return made
+
+    processor._apply_hf_processor_main = beside
+    return lambda: delattr(processor, "_apply_hf_processor_main")
+
+
 def _keys() -> Callable[[], None]:
     """Keys of other weights, which stay in the prefix cache when the weights are replaced."""
     look = weights._look
@@ -118,6 +138,8 @@ OF_POOLING = ("attention", "pooler")
 """Those that a model has which pools."""
 OF_IMAGES = ("tower",)
 """Those that a model has which sees images."""
+PROCESSOR = "processor"
+"""One in front of a model that sees images: a request has it in any company."""
 _take_out: list[Callable[[], None]] = []
 
 
@@ -132,6 +154,8 @@ def inject(llm: Any, fault: str) -> None:
     elif fault == "sampler":
         [worker] = llm.collective_rpc(lambda worker: worker)
         _take_out.append(_sampler(worker))
+    elif fault == PROCESSOR:
+        _take_out.append(_processor(llm))
     elif fault == "keys":
         _take_out.append(_keys())
     elif fault == "refusal":

@@ -1,5 +1,6 @@
 """A trainer whose linear layers quantise to FP8: gradients, layers that do not, codes for engines, what is refused."""
 
+import itertools
 from dataclasses import asdict
 from functools import partial
 
@@ -12,9 +13,11 @@ from tests.hf.models import DEVICE, EXPERTS, model, sequences
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.hf import check_engine, engine_weights, patch, rollout
+from vllm_batch_invariant.hf.experts import experts
 from vllm_batch_invariant.hf.fp8 import QUANTIZATIONS, layers_of
 from vllm_batch_invariant.hf.linear import linear
 from vllm_batch_invariant.integration.layers.fp8 import Source
+from vllm_batch_invariant.ops.moe import MoeReduction, route
 from vllm_batch_invariant.ops.quantise import E4M3, reference
 from vllm_batch_invariant.ops.quantise.weights import quantise_weight
 
@@ -64,6 +67,58 @@ def test_gradients_are_those_of_the_quantised_product_handed_on(name: str, dtype
     assert (plain - expected[x]).norm() / plain.norm() > 2e-2, "what is not quantised has another gradient"
 
 
+def handed_on(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The numbers, whose gradient is handed on to x."""
+    return x + (numbers.double() - x).detach()
+
+
+def of_codes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is multiplied in the place of x [rows, K] in a dtype."""
+    codes, scale = reference.quantise(x.detach().to(dtype), codes=E4M3, group=128)
+    return codes.double() * scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gradients_of_experts_are_those_of_the_quantised_products_handed_on(dtype: torch.dtype) -> None:
+    """Where a number lies between two codes, a rounding decides, and in bf16 each product and each sum has one."""
+    near = {torch.float32: 5e-3, torch.bfloat16: 2e-2}[dtype]
+    draw, (tokens, count, top_k, hidden, inner) = torch.Generator().manual_seed(2), (30, 4, 2, 256, 256)
+    sizes = (tokens, hidden), (count, 2 * inner, hidden), (count, hidden, inner)
+    x, gate_up, down = (
+        (torch.randn(size, generator=draw) * size[-1] ** (-0.5 * (number > 0))).to(DEVICE, dtype).requires_grad_()
+        for number, size in enumerate(sizes)
+    )
+    logits, seen = (torch.randn(tokens, size, generator=draw).to(DEVICE, dtype) for size in (count, hidden))
+    reduction = MoeReduction(count, top_k, dtype)
+    experts(x, logits, gate_up, down, reduction, fp8=Source("block")).backward(seen)
+    weights, ids = route(logits, reduction)
+
+    def gradients(quantises: bool) -> list[torch.Tensor]:
+        wide = [one.detach().double().requires_grad_() for one in (x, gate_up, down)]
+        rows, *stored = wide
+        if quantises:
+            rows = handed_on(rows, of_codes(rows, dtype))
+            stored = [
+                handed_on(one, torch.stack([numbers(*quantise_weight(of.detach().to(dtype), "block")) for of in one]))
+                for one in stored
+            ]
+        out = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
+        for token, place in itertools.product(range(tokens), range(top_k)):
+            expert = ids[token, place]
+            gate, up = (rows[token] @ stored[0][expert].t()).chunk(2)
+            activated = torch.nn.functional.silu(gate) * up
+            if quantises:
+                activated = handed_on(activated, of_codes(activated[None], dtype)[0])
+            out[token] += weights[token, place].double() * (activated @ stored[1][expert].t())
+        out.backward(seen.double())
+        return [one.grad for one in wide]
+
+    for parameter, right, plain in zip((x, gate_up, down), gradients(True), gradients(False), strict=True):
+        error = (parameter.grad.double() - right).norm() / right.norm()
+        assert error < near, error
+        assert (parameter.grad.double() - plain).norm() / plain.norm() > 1.5 * near
+
+
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_a_row_has_the_same_bits_in_any_batch_and_a_step_of_a_weight_shows(name: str) -> None:
     trainer = patch(of_blocks(), name)
@@ -111,7 +166,15 @@ def test_what_an_engine_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         lambda: patch(model(of=Qwen2Config, hidden_size=384), "fp8_per_block"),
         r"blocks of 128 x 128 of model\.layers\.0\.mlp\.gate_up_proj, of which a part has 320",
     )
-    refuses(lambda: patch(model(of=Qwen3MoeConfig, **EXPERTS), "fp8_per_block"), "in a trainer with experts")
+    of_experts = partial(model, of=Qwen3MoeConfig, **EXPERTS | IN_BLOCKS)
+    refuses(lambda: patch(of_experts(moe_intermediate_size=128), "fp8_per_channel"), "experts.*pass fp8_per_block")
+    one = of_experts(moe_intermediate_size=128, num_hidden_layers=3, hidden_size=256, intermediate_size=256)
+    refuses(
+        lambda: patch(one, "fp8_per_block", ["model.layers.1.mlp.experts"]),
+        "experts of some layers of a trainer in FP8 .*: model.layers.1.mlp.experts, model.layers.2.mlp.experts",
+    )
+    patch(one, "fp8_per_block", ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts", "model.layers.2.mlp.gate"])
+    refuses(lambda: patch(of_experts(moe_intermediate_size=192), "fp8_per_block"), "192 inputs of the experts of model")
     if DEVICE == "cpu":
         monkeypatch.setenv(envs.TP_TREE.name, "2")
         refuses(lambda: patch(of_blocks(), "fp8_per_channel"), "activations in FP8 that have a scale a row")

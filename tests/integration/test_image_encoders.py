@@ -80,6 +80,19 @@ def test_a_sequence_sees_its_own_keys_with_the_same_bits_in_any_call(
         assert_near(alone[0].cpu(), (weights @ v).transpose(0, 1).cpu(), factor=2)
 
 
+def test_layers_that_hear_nothing_of_sequences_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is kept beside the tensor that says where sequences begin, and a new one waits for the GPU."""
+    planned: list[torch.Tensor] = []
+    monkeypatch.setattr(encoders, "_plan_of", lambda _, starts, __: planned.append(starts))
+    qkv = drawn(64, torch.float32)
+    for count in (1, 2):
+        both = [one.expand(count, -1, -1, -1) for one in qkv]
+        for made in (layer(64), layer(64)):
+            made(*both)
+    assert [one.tolist() for one in planned[::2]] == [[0, sum(LENGTHS)], [0, sum(LENGTHS), 2 * sum(LENGTHS)]]
+    assert all(one is other for one, other in zip(planned[::2], planned[1::2], strict=True))
+
+
 def test_towers_build_ours_whose_offsets_are_rows() -> None:
     kind = patch_points.MM_ENCODER_ATTENTION.get()
     assert review._problem(layer(72)) is None

@@ -218,3 +218,9 @@ def test_an_engine_is_not_started_apart_from_its_server(monkeypatch: pytest.Monk
     assert Arguments().create_engine_config(usage_context="server") == ("server", False)
     with pytest.raises(NotCovered, match=r"without its server \(--headless\): .*; start server and engine by one vllm"):
         Arguments().create_engine_config(usage_context="server", headless=True)
+    workers = Arguments()
+    workers.node_rank, workers.nnodes = 1, 1
+    with pytest.raises(NotCovered, match="without its server"):
+        workers.create_engine_config(usage_context="server", headless=True)
+    workers.nnodes = 2  # of an engine whose server is on the first node
+    assert workers.create_engine_config(usage_context="server", headless=True) == ("server", True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from scripts.fleet import broken, prove
+from scripts.fleet import broken, prove, scale
 from scripts.fleet.demo import is_one_fleet, lines
 from scripts.fleet.load import ask
 from scripts.fleet.processes import processes
@@ -52,6 +52,22 @@ def test_replicas_have_one_set_of_bits_while_one_is_killed_and_a_wrong_weight_is
     assert set(after.answers) == set(found.said) - set(found.killed)
     assert after.differing.total() > 0
     assert after.values("fingerprint") == found.values("fingerprint"), "nobody was told of another weight"
+
+
+def test_replicas_come_and_go_with_the_load_and_have_one_set_of_bits(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert scale.main([str(model), "--patience", "600"]) == 0
+    said = {line["stage"]: line for line in map(json.loads, stages_in(capfd.readouterr().out))}
+    assert [*said] == ["one", "load", "all", "less", "one again"]
+    assert [len(said[stage]["replicas"]) for stage in said if stage != "less"] == [1, 2, 2, 1]
+    assert said["one again"]["replicas"].keys() <= said["all"]["replicas"].keys()
+    assert said["load"]["requests"] > 20
+
+
+def stages_in(printed: str) -> list[str]:
+    """Its lines of JSON: Ray prints beside them."""
+    return [line for line in printed.splitlines() if line.startswith('{"stage"')]
 
 
 PROVEN = {

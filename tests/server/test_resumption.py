@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 
+from scripts.fleet.broken import cutting
 from tests.server.conftest import SHAPE, TOOLS
 from vllm_batch_invariant import resume
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
@@ -214,6 +215,8 @@ def test_tokens_that_a_grammar_does_not_accept_end_their_request_alone(resuming:
 LONG = 300
 KILLED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
+    "seeded": FORMS["seeded"],
+    "min_p": {"temperature": 1.0, "seed": 6, "extra_body": {"min_p": 0.02}},
     "penalties": SHORT["penalties"],
     "samples": {"temperature": 1.0, "seed": 11, "n": 3},
     "named sample": {"temperature": 1.0, "seed": 11, "extra_body": {"vllm_xargs": {"sample_id": 4}}},
@@ -289,3 +292,25 @@ def test_no_server_with_other_weights_goes_on(resuming: Server, runner: str, tmp
         assert [name for name in resume.IDENTITY if theirs[name] != known[name]] == [*resume.IDENTITY]
         with pytest.raises(resume.NotResumed, match="its witness is"):
             list(resume.stream(client, [unequal.base_url], known, **asked(client, **FORMS["greedy"])))
+
+
+@pytest.mark.exhaustive
+def test_by_the_witness_alone_a_server_with_another_fingerprint_goes_on_but_for_other_prompts(
+    resuming: Server, model: Path, runner: str, tmp_path: Path
+) -> None:
+    template = tmp_path / "template"
+    template.write_text("Another one: {{ messages[0]['content'] }}")
+    client = client_of(resuming)
+    updated = serve(str(model), [*TOOLS, *SHARED, "--chat-template", str(template)], variables(runner))
+    with updated as other, cutting(resuming.base_url.removesuffix("/v1")) as cutter:
+        urls = [f"{cutter.url}/12/v1", other.base_url]
+        theirs = resume.identity(client.with_options(base_url=other.base_url))
+        assert [name for name, value in resume.identity(client).items() if theirs[name] != value] == ["fingerprint"]
+        options = asked(client, **FORMS["filters"])
+        unbroken = whole(resume.stream(client, urls[1:], **options))
+        with pytest.raises(resume.NotResumed, match="its fingerprint is"):
+            list(resume.stream(client, urls, **options))
+        assert whole(resume.stream(client, urls, equal_in=resume.WITNESS_ALONE, **options)) == unbroken
+        with pytest.raises(resume.NotResumed, match="it makes other tokens of the prompt"):
+            list(resume.stream(client, urls, equal_in=resume.WITNESS_ALONE, **asked(client, **KILLED["chat"])))
+        assert cutter.cuts == 3

@@ -434,6 +434,11 @@ def test_a_bisection_gets_the_requests_of_a_finding() -> None:
     assert case.prompt == one.schedule.items[1].prompt
     assert "--case f.json" in " ".join(one.bisect_arguments(Path("f.json")))
     assert "--enable-prefix-caching" not in " ".join(one.bisect_arguments(Path("f.json")))
+    picture = {"kind": "image", "size": [28, 28], "seed": 1, "at": 0}
+    seeing = finding(item("n0", at=0), replace(item("t0", at=0), images=(picture,)), item("n1", at=0))
+    assert seeing.for_bisect
+    case = _case_of(None, seeing, 5)
+    assert (case.items, case.others_items) == ((picture,), ((), ()))
     assert not finding(item("n0", at=0), item("t0", at=2)).for_bisect
     assert not finding(item("n0", at=0, seed=1, temperature=1.0), item("t0", at=0)).for_bisect
     assert not finding(replace(item("n0", at=0), embeds=True), item("t0", at=0)).for_bisect

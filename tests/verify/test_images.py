@@ -10,13 +10,18 @@ import pytest
 
 from tests.verify.commands import ended
 from vllm_batch_invariant.verify.answers import RequestSpec, url_of
+from vllm_batch_invariant.verify.check.engine import MADE, ImagesRun
+from vllm_batch_invariant.verify.check.guarantees import PROCESSED
+from vllm_batch_invariant.verify.check.presets import QUICK
+from vllm_batch_invariant.verify.check.report import summary
+from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.fuzz.options import NONE, TEXT_ONLY, Place
 from vllm_batch_invariant.verify.fuzz.schedule import Schedule, Settings, draw_schedule, draw_settings, draw_targets
 from vllm_batch_invariant.verify.fuzz.shrink import shrink
 from vllm_batch_invariant.verify.harness import images
 from vllm_batch_invariant.verify.harness.load import Kind, plan_of
 from vllm_batch_invariant.verify.harness.requests import Accepts
-from vllm_batch_invariant.verify.outcome import NoTestError
+from vllm_batch_invariant.verify.outcome import NoTestError, Outcome, Status
 from vllm_batch_invariant.verify.receipt import engine as receipt_engine
 from vllm_batch_invariant.verify.receipt.record import EngineInfo, Environment, Model
 
@@ -130,26 +135,114 @@ def test_a_load_beside_images_has_others_and_the_same(tmp_path: Path) -> None:
     spec = RequestSpec(chat=True, image=(str(file),))
     others = [one for one in plan_of(spec, 300, 32, 4096) if one.kind is not Kind.SAMPLE]
     assert any(one.same for one in others)
-    assert {len(one.pictures) for one in others} >= {0, 1, 2, 4}
-    assert len({size for one in others for *size, _ in one.pictures for size in [tuple(size)]}) == 4
+    assert {len(one.items) for one in others} >= {0, 1, 2, 4}
+    assert {item["kind"] for one in others for item in one.items} == {"image"}
+    assert len({tuple(item["size"]) for one in others for item in one.items}) == 4
     plain = plan_of(RequestSpec(chat=True), 300, 32, 4096)
-    assert not any(one.pictures or one.same for one in plain)
-    assert [replace(one, pictures=(), same=False) for one in plan_of(spec, 300, 32, 4096)] == [*plain]
+    assert not any(one.items or one.same for one in plain)
+    assert [replace(one, items=(), same=False) for one in plan_of(spec, 300, 32, 4096)] == [*plain]
     content = spec.body("model")["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "text"]
-    assert content[0]["image_url"]["url"] == url_of(str(file))
-    assert url_of(str(file)).startswith("data:image/png;base64,")
+    assert content[0]["image_url"]["url"] == url_of("image", str(file))
+    assert url_of("image", str(file)).startswith("data:image/png;base64,")
+
+
+def test_a_load_beside_sounds_has_others_and_images_only_where_the_target_has_some(tmp_path: Path) -> None:
+    sound, picture = tmp_path / "sound.wav", tmp_path / "picture.png"
+    sound.write_bytes(images.file_of({"kind": "audio", "size": [900], "seed": 1})[0])
+    picture.write_bytes(images.png(28, 28, 0))
+    spec = RequestSpec(chat=True, audio=(str(sound),))
+    drawn = [item for one in plan_of(spec, 300, 32, 4096) for item in one.items]
+    assert {item["kind"] for item in drawn} == {"audio"}
+    assert {samples for item in drawn for samples in item["size"]} == {int(16_000 * one) for one in images.SECONDS}
+    both = replace(spec, image=(str(picture),))
+    assert {item["kind"] for one in plan_of(both, 300, 32, 4096) for item in one.items} == {"image", "audio"}
+    content = both.body("model")["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "audio_url", "text"]
+    assert content[1]["audio_url"]["url"].startswith("data:audio/wav;base64,")
+    assert both.asked["audio"] == (str(sound),)
+    assert "audio" not in replace(both, audio=()).asked
+
+
+def test_a_sound_as_a_file_has_the_samples_of_its_seed(tmp_path: Path) -> None:
+    item, file = {"kind": "audio", "size": [1000], "seed": 3}, tmp_path / "sound.wav"
+    held, media = images.file_of(item)
+    file.write_bytes(held)
+    samples, rate = images.read("audio", str(file))
+    assert (rate, media) == (images.RATE, "audio/wav")
+    assert (samples == images.data_of(item)).all()
+
+
+class Processing:
+    """An engine that makes tensors of items and does nothing else.
+
+    Args:
+        fault: the size of images follows from how many there are.
+        most: images of a request.
+    """
+
+    def __init__(self, fault: bool = False, most: int = 2) -> None:
+        kinds = {"image": ABOUT["kinds"]["image"] | {"most": most}}
+        self.info = {"context": 1024, "vocabulary": 4096, "most_logprobs": -1, "tokenizer": False}
+        self.info |= {"images": {"kinds": kinds, "whole": False}}
+        self.fault, self.asked = fault, list[list[images.Item]]()
+
+    def call(self, function: str, requests: list[list[images.Item]]) -> list[list[list[str]]]:
+        assert function == MADE
+        self.asked += requests
+        return [
+            [
+                ["grid [3] int64", f"pixels {one['size']} {one['seed']} {len(items) if self.fault else 1}"]
+                for one in items
+            ]
+            for items in requests
+        ]
+
+
+def processed(engine: Processing) -> CheckResults:
+    """What a check finds in what an engine makes of items."""
+    results = CheckResults("1", [PROCESSED])
+    ImagesRun(engine, "as served", QUICK, results, lambda now: None).processed()
+    return results
+
+
+def test_a_check_compares_what_a_processor_makes_of_an_item_first_and_last_among_others() -> None:
+    engine = Processing()
+    results = processed(engine)
+    assert results.status == Status.REPRODUCIBLE
+    target = {"kind": "image", "size": [84, 140], "seed": images.DIFFERENT, "at": 0}
+    among = [items for items in engine.asked if target in items]
+    assert {(items.index(target), len(items)) for items in among} == {(0, 1), (0, 2), (1, 2)}
+
+
+def test_a_processor_that_looks_at_how_many_items_there_are_is_found() -> None:
+    results = processed(Processing(fault=True))
+    assert results.status == Status.DIVERGED
+    [case] = results.cases
+    found = "tensor 1, image of 28x28 as 1 of 2: pixels [28, 28] 5 2 instead of pixels [28, 28] 5 1"
+    assert case.difference == found
+    assert summary(results).startswith("1: breaks batch (from tensor 1 on)")
+
+
+def test_a_processor_of_one_item_a_request_is_not_compared() -> None:
+    [case] = processed(Processing(most=1)).cases
+    assert (case.outcome, case.required) == (Outcome.NOT_TESTED, False)
 
 
 def test_an_image_that_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--image", "no.png")
     assert said.status == 2
     assert "--image no.png: no such file" in said.err
+    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--audio", "no.wav")
+    assert said.status == 2
+    assert "--audio no.wav: no such file" in said.err
 
 
 def test_images_go_with_no_pooling_task(capsys: pytest.CaptureFixture[str]) -> None:
     said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--task", "embed", "--image", "no.png")
     assert "--task embed goes without --image" in said.err
+    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--task", "embed", "--audio", "no.wav")
+    assert "--task embed goes without --audio" in said.err
 
 
 def test_a_receipt_of_a_prompt_with_images_needs_what_they_were_made_into() -> None:

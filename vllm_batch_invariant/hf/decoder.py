@@ -160,7 +160,8 @@ def experts_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     router, weights = self.gate, adapters.base_of(self.experts)
     matrices = adapters.of_experts(self.experts, x.dtype)
     reduction = MoeReduction(router.num_experts, router.top_k, x.dtype, renormalise=router.norm_topk_prob)
-    return experts(x, linear(x, router.weight), weights.gate_up_proj, weights.down_proj, reduction, matrices)
+    stored = weights.gate_up_proj, weights.down_proj
+    return experts(x, linear(x, router.weight), *stored, reduction, matrices, weights.fp8)
 
 
 def norm_forward(

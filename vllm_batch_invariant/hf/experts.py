@@ -6,14 +6,18 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from ..integration.layers.fp8 import Source
 from ..ops import linear as linear_op
 from ..ops import moe as moe_op
 from ..ops import reduce, softmax
 from ..ops.dispatch import module_for
-from ..ops.moe import ExpertAdapters, MoeReduction
+from ..ops.formats import FP8_BLOCK
+from ..ops.moe import ExpertAdapters, MoeReduction, StoredExperts
+from ..ops.quantise.weights import quantise_weight
 from ..ops.silu_backward import silu_and_mul_backward
 from . import adapters
 from .activation import silu_and_mul
+from .linear import matrix_of, product, rows_of
 
 
 def experts(
@@ -23,8 +27,12 @@ def experts(
     down: torch.Tensor,
     reduction: MoeReduction,
     matrices: Sequence[torch.Tensor] = (),
+    fp8: Source | None = None,
 ) -> torch.Tensor:
     """Each token's sum over its experts, as :mod:`..ops.moe` computes it.
+
+    With ``fp8`` both products quantise what they are given and their weights, whose gradients are straight through, as
+    :func:`.linear.linear` says.
 
     Gradients are computed expert by expert, by the operations of dense layers, in the dtype; those of a token's experts
     are added in fp32 from the best expert on. That of the logits is of the weights of the chosen experts alone: the
@@ -36,13 +44,19 @@ def experts(
         gate_up: [num_experts, 2 * intermediate, hidden], gate first.
         down: [num_experts, hidden, intermediate].
         reduction: with softmax scores and SiLU, without groups or a scale.
-        matrices: of adapters, as :func:`.adapters.of_experts` gives them.
+        matrices: of adapters, as :func:`.adapters.of_experts` gives them; none with ``fp8``.
+        fp8: how the engine's layer holds its weights, in blocks; None: in x's dtype.
 
     Returns:
         [tokens, hidden] of x's dtype.
+
+    Raises:
+        ValueError: adapters with ``fp8``.
     """
+    if fp8 is not None and matrices:
+        raise ValueError("experts in FP8 have no adapters")
     weights, ids = _Route.apply(logits, reduction)
-    return _Experts.apply(x, weights, ids, gate_up, down, reduction, *matrices)
+    return _Experts.apply(x, weights, ids, gate_up, down, reduction, fp8, *matrices)
 
 
 class _Route(torch.autograd.Function):
@@ -81,9 +95,16 @@ class _Experts(torch.autograd.Function):
         gate_up: torch.Tensor,
         down: torch.Tensor,
         reduction: MoeReduction,
+        fp8: Source | None,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weights, ids, gate_up, down, *matrices)
+        ctx.fp8 = fp8
+        if fp8 is not None:
+            stored = _in_blocks(gate_up), _in_blocks(down)
+            return moe_op.moe(
+                x, weights, ids, moe_op.Experts(*stored, moe_op.of_codes(reduction, stored[0].tensors[0]))
+            )
         of_adapters = _in_one_slot(len(x), *matrices) if matrices else None
         return moe_op.moe(x, weights, ids, moe_op.Experts(gate_up, down, reduction, adapters=of_adapters))
 
@@ -92,12 +113,13 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights, ids, gate_up, down, *matrices = ctx.saved_tensors
         added = _in_one_slot(len(x), *matrices) if matrices else None
-        stored, needed = (gate_up, down, *matrices), (*ctx.needs_input_grad[3:5], *ctx.needs_input_grad[6:])
+        stored, needed = (gate_up, down, *matrices), (*ctx.needs_input_grad[3:5], *ctx.needs_input_grad[7:])
         of_stored = [
             torch.zeros_like(one) if is_needed else None for one, is_needed in zip(stored, needed, strict=True)
         ]
         of_gate_up, of_down, *of_matrices = of_stored
         tokens, top_k = ids.shape
+        halves, whole = (gate_up.shape[1] // 2,) * 2, down.shape[1:2]
         of_weights = torch.zeros(tokens * top_k, device=x.device)
         of_x = torch.zeros(tokens * top_k, x.shape[1], device=x.device)  # fp32, a row for each expert of a token
         by_expert = ids.flatten().argsort(stable=True)
@@ -107,28 +129,34 @@ class _Experts(torch.autograd.Function):
                 continue
             pairs = slots // top_k, torch.full_like(slots, expert)
             rows, of_out = x[pairs[0]], grad[pairs[0]].float()
-            hidden = linear_op.linear(rows, gate_up[expert])
+            hidden = product(rows, gate_up[expert], halves, ctx.fp8)
             if added is not None:
                 added.add_gate_up(hidden, rows, *pairs)
             activated = silu_and_mul(hidden)
-            made = linear_op.linear(activated, down[expert])
+            made = product(activated, down[expert], whole, ctx.fp8)
             if added is not None:
                 added.add_down(made, activated, *pairs)
             of_weights[slots] = reduce.sum(of_out * made.float(), 1)
             of_made = (of_out * weights.flatten()[slots].unsqueeze(1)).to(x.dtype)
-            of_activated = linear_op.mm(of_made, down[expert])
+            of_activated = linear_op.mm(of_made, matrix_of(down[expert], whole, ctx.fp8))
             if added is not None:
                 of_activated += _of_rows(expert, of_made, activated, matrices[2:], of_matrices[2:])
             of_hidden = silu_and_mul_backward(hidden, of_activated)
-            of_x[slots] = linear_op.mm(of_hidden, gate_up[expert]).float()
+            of_x[slots] = linear_op.mm(of_hidden, matrix_of(gate_up[expert], halves, ctx.fp8)).float()
             if added is not None:
                 of_x[slots] += _of_rows(expert, of_hidden, rows, matrices[:2], of_matrices[:2]).float()
             if of_down is not None:
-                of_down[expert] = linear_op.mm(of_made.t(), activated)
+                of_down[expert] = linear_op.mm(of_made.t(), rows_of(activated, ctx.fp8))
             if of_gate_up is not None:
-                of_gate_up[expert] = linear_op.mm(of_hidden.t(), rows)
+                of_gate_up[expert] = linear_op.mm(of_hidden.t(), rows_of(rows, ctx.fp8))
         of_tokens = reduce.sum(of_x.view(tokens, top_k, -1), 1).to(x.dtype)
-        return of_tokens, of_weights.view(tokens, top_k), None, of_gate_up, of_down, None, *of_matrices
+        return of_tokens, of_weights.view(tokens, top_k), None, of_gate_up, of_down, None, None, *of_matrices
+
+
+def _in_blocks(weight: torch.Tensor) -> StoredExperts:
+    """Experts' weights [experts, N, K] as the engine's layer holds them in FP8."""
+    codes, scales = zip(*(quantise_weight(of_expert, "block") for of_expert in weight), strict=True)
+    return StoredExperts(FP8_BLOCK, (torch.stack(codes), torch.stack(scales)), weight.dtype)
 
 
 def _in_one_slot(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import envs
 from ..errors import NotCovered
 from ..integration.layers import fp8
 from ..integration.layers.fp8 import Source
@@ -22,21 +23,36 @@ _ALONE = ("self_attn.o_proj", "mlp.down_proj")
 _MATMULS = (*_FUSED, *((name, (name.rpartition(".")[2],)) for name in _ALONE))
 """Of a decoder layer: the engine's name of a linear layer, and Hugging Face's of what it is merged of."""
 
+_EXPERTS, _ROUTER = "mlp.experts", "mlp.gate"
+_OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The parameters of a layer's experts, and of what each is merged by the names of checkpoints."""
+
 Layers = dict[str, list[torch.nn.Linear]]
 
 
 def layers_of(model: torch.nn.Module) -> Layers:
-    """A dense model's linear layers but its output head, by the engine's names."""
+    """A model's linear layers but its output head and its routers, by the engine's names."""
     found = {}
     for number, layer in enumerate(decoder_of(model).layers):
         for name, parts in _MATMULS:
             inside = layer.get_submodule(name.partition(".")[0])
-            found[f"model.layers.{number}.{name}"] = [adapters.base_of(getattr(inside, part)) for part in parts]
+            if hasattr(inside, parts[0]):
+                found[f"model.layers.{number}.{name}"] = [adapters.base_of(getattr(inside, part)) for part in parts]
+    return found
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, Any]:
+    """A model's layers of experts, by the engine's names."""
+    found = {}
+    for number, layer in enumerate(decoder_of(model).layers):
+        mlp: Any = getattr(layer, "mlp", None)
+        if hasattr(mlp, "experts"):
+            found[f"model.layers.{number}.{_EXPERTS}"] = adapters.base_of(mlp.experts)
     return found
 
 
 def install(model: torch.nn.Module, quantization: str | None, unquantised: Sequence[str]) -> None:
-    """Note in every linear layer how the engine's holds its weight.
+    """Note in every linear layer, and in every layer of experts, how the engine's holds its weight.
 
     Args:
         model: of a family with a patch.
@@ -44,12 +60,13 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
         unquantised: names of layers that stay in the model's dtype, the engine's or Hugging Face's.
 
     Raises:
-        NotCovered: another quantisation, a model with experts, a layer that there is not, a part of one, or sizes of
-            which the engine refuses blocks.
+        NotCovered: another quantisation, a model with states, experts by rows or as a whole or on a GPU, a layer that
+            there is not, a part of one, or sizes of which the engine refuses blocks.
     """
+    experts = experts_of(model)
     if quantization is None and not unquantised:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
+        for module in (*model.modules(), *experts.values()):
+            if isinstance(module, torch.nn.Linear) or module in experts.values():
                 module.fp8 = None
         return
     source = QUANTIZATIONS.get(quantization or "")
@@ -59,11 +76,31 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
             "its forward pass quantises as vLLM's FP8 does",
             f"pass one of {', '.join(QUANTIZATIONS)}, or nothing",
         )
-    if not _is_dense(model):
+    if not _attends(model):
         raise NotCovered(
-            f"{quantization} in a trainer with experts or gated delta nets", "no engine has it", "train a dense model"
+            f"{quantization} in a trainer whose layers keep states", "no engine has it", "train another model"
         )
-    left = set(unquantised)
+    if experts and source.shared != "block":
+        raise NotCovered(f"{quantization} in a trainer with experts", "no engine has it", "pass fp8_per_block")
+    device = next(model.parameters()).device.type
+    if experts and device != "cpu" and not envs.starts_untried():
+        raise NotCovered(
+            f"{quantization} in a trainer with experts on device '{device}'",
+            "it was compared with engines on a CPU alone",
+            f"train on a CPU; {envs.UNTRIED.name}=1 trains all the same",
+        )
+    left = set(unquantised) - {name.replace(_EXPERTS, _ROUTER) for name in experts}
+    for name, module in experts.items():
+        module.fp8 = None if name in left else source
+        left -= {name}
+        if module.fp8 is not None:
+            _check_experts(name, module)
+    if len({module.fp8 for module in experts.values()}) > 1:
+        raise NotCovered(
+            "experts of some layers of a trainer in FP8 and of others not",
+            "an engine says of no layer which it has",
+            f"leave the experts of all layers unquantised, or of none: {', '.join(experts)}",
+        )
     for name, parts in layers_of(model).items():
         within = name.rpartition(".")[0]
         names = [f"{within}.{part}" for part in _parts(name)]
@@ -87,10 +124,24 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
         )
 
 
-def _is_dense(model: torch.nn.Module) -> bool:
-    """Whether every layer is attention and an MLP."""
-    layers = decoder_of(model).layers
-    return all(hasattr(layer, "self_attn") and hasattr(getattr(layer, "mlp", None), "down_proj") for layer in layers)
+def _attends(model: torch.nn.Module) -> bool:
+    """Whether every layer is attention and an MLP or experts."""
+    inside = ("down_proj", "experts")
+    return all(
+        hasattr(layer, "self_attn") and any(hasattr(getattr(layer, "mlp", None), name) for name in inside)
+        for layer in decoder_of(model).layers
+    )
+
+
+def _check_experts(name: str, module: Any) -> None:
+    _, hidden, intermediate = module.down_proj.shape
+    odd = next((size for size in (hidden, intermediate) if size % fp8.GROUP), None)
+    if odd is not None:
+        raise NotCovered(
+            f"{odd} inputs of the experts of {name} in FP8",
+            f"a block of {fp8.GROUP} x {fp8.GROUP} has one scale, and an engine no part of one",
+            "leave them unquantised in both",
+        )
 
 
 def _parts(name: str) -> tuple[str, ...]:
@@ -110,13 +161,17 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """What an engine with the same layers in FP8 says of them, by names; nothing where none are."""
     found: dict[str, Any] = {}
     beside: dict[str, Any] = {}
-    for name, parts in (layers_of(model) if _is_dense(model) else {}).items():
+    for name, parts in (layers_of(model) if _attends(model) else {}).items():
         source, weight = parts[0].fp8, parts[0].weight
         if source is not None:
             found |= fp8.reductions_of(source, parts[0].in_features, dtype, weight)
         else:
             n = sum(part.out_features for part in parts)
             beside |= fp8.reductions_beside(name, n, parts[0].in_features, dtype, weight.device.type)
+    for name, module in experts_of(model).items():
+        experts, hidden, _ = module.down_proj.shape
+        router = name.replace(_EXPERTS, _ROUTER)
+        beside |= fp8.reductions_beside(router, experts, hidden, dtype, module.down_proj.device.type)
     return found | beside if found else {}
 
 
@@ -150,10 +205,23 @@ def engine_weights(
         )
     for name, tensor in model.named_parameters() if weights is None else weights:
         layer, _, kind = name.rpartition(".")
-        source = getattr(model.get_submodule(layer), "fp8", None) if kind == "weight" else None
+        source = getattr(model.get_submodule(layer), "fp8", None) if kind in ("weight", *_OF_EXPERTS) else None
+        if source is not None and kind in _OF_EXPERTS:
+            yield from _codes_of_experts(layer, kind, tensor.detach(), scale)
+            continue
         if source is None:
             yield name, tensor.detach()
             continue
         codes, scales = quantise_weight(tensor.detach(), source.shared)
         yield name, codes
         yield f"{layer}.{scale}", scales[0] if source.shared == "tensor" else scales
+
+
+def _codes_of_experts(layer: str, kind: str, weight: torch.Tensor, scale: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a parameter [experts, N, K], by the names that a checkpoint has for each expert."""
+    names = _OF_EXPERTS[kind]
+    for expert, of_expert in enumerate(weight):
+        for name, part in zip(names, of_expert.chunk(len(names)), strict=True):
+            codes, scales = quantise_weight(part, "block")
+            yield f"{layer}.{expert}.{name}.weight", codes
+            yield f"{layer}.{expert}.{name}.{scale}", scales

@@ -70,11 +70,8 @@ class _Linear(torch.autograd.Function):
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.save_for_backward(x, *weights)
         ctx.skip_zeros, ctx.fp8 = skip_zeros, fp8
-        weight, bias = _stacked(weights), torch.cat(biases) if biases else None
-        if fp8 is not None:
-            codes, scale = _quantised(weight, [len(one) for one in weights], fp8)
-            return multiply(x, codes, scale if fp8.shared == "block" else scale[:, 0], bias, fp8, None, k_slices)
-        return linear_op.linear(x, weight, bias, k_slices)
+        bias = torch.cat(biases) if biases else None
+        return product(x, _stacked(weights), [len(one) for one in weights], fp8, bias, k_slices)
 
     @staticmethod
     @once_differentiable
@@ -87,9 +84,7 @@ class _Linear(torch.autograd.Function):
         of_biases: list[torch.Tensor | None] = [None] * len(biases_wanted)
         sizes = [len(weight) for weight in weights]
         if ctx.needs_input_grad[0]:
-            weight = _stacked(weights)
-            matrix = weight if ctx.fp8 is None else _decoded(*_quantised(weight, sizes, ctx.fp8), ctx.fp8, x.dtype)
-            of_x = linear_op.mm(grads, matrix).reshape(x.shape)
+            of_x = linear_op.mm(grads, matrix_of(_stacked(weights), sizes, ctx.fp8)).reshape(x.shape)
         if any(biases_wanted):
             of_bias = reduce.sum(grads, 0)
             of_biases = _where(of_bias.split(sizes), biases_wanted)
@@ -97,11 +92,42 @@ class _Linear(torch.autograd.Function):
             if ctx.skip_zeros:
                 used = grads.any(1)
                 rows, grads = rows[used], grads[used]
-            if ctx.fp8 is not None:
-                rows = _decoded_rows(rows, ctx.fp8)
-            whole = linear_op.mm(grads.t(), rows)
+            whole = linear_op.mm(grads.t(), rows_of(rows, ctx.fp8))
             of_weights = _where(whole.split(sizes), wanted)
         return of_x, None, None, None, None, *of_weights, *of_biases
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    widths: Sequence[int],
+    fp8: Source | None,
+    bias: torch.Tensor | None = None,
+    k_slices: int = 1,
+) -> torch.Tensor:
+    """:func:`linear` of a weight that is merged of matrices of so many rows, without a gradient."""
+    if fp8 is None:
+        return linear_op.linear(x, weight, bias, k_slices)
+    codes, scale = _quantised(weight, widths, fp8)
+    return multiply(x, codes, scale if fp8.shared == "block" else scale[:, 0], bias, fp8, None, k_slices)
+
+
+def matrix_of(weight: torch.Tensor, widths: Sequence[int], fp8: Source | None) -> torch.Tensor:
+    """What is multiplied in the place of such a weight [N, K], rounded to its dtype."""
+    if fp8 is None:
+        return weight
+    form = FP8_BLOCK if fp8.shared == "block" else FP8
+    assert form.decode is not None
+    return form.decode(_quantised(weight, widths, fp8), torch.empty_like(weight))
+
+
+def rows_of(x: torch.Tensor, fp8: Source | None) -> torch.Tensor:
+    """What is multiplied in the place of x [rows, K], in its dtype."""
+    if fp8 is None:
+        return x
+    codes, scales = quantise(x, codes=E4M3, group=fp8.group)
+    by_element = scales[:, None] if fp8.group is None else scales.repeat_interleave(fp8.group, 1)[:, : x.shape[1]]
+    return (codes.float() * by_element).to(x.dtype)
 
 
 def _quantised(weight: torch.Tensor, widths: Sequence[int], fp8: Source) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,20 +136,6 @@ def _quantised(weight: torch.Tensor, widths: Sequence[int], fp8: Source) -> tupl
     if fp8.shared == "tensor":
         scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))[:, None]
     return codes, scale
-
-
-def _decoded(codes: torch.Tensor, scale: torch.Tensor, fp8: Source, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix [N, K] that codes and scales of :func:`_quantised` stand for, rounded to a dtype."""
-    form = FP8_BLOCK if fp8.shared == "block" else FP8
-    assert form.decode is not None
-    return form.decode((codes, scale), torch.empty(codes.shape, dtype=dtype, device=codes.device))
-
-
-def _decoded_rows(x: torch.Tensor, fp8: Source) -> torch.Tensor:
-    """What is multiplied in the place of x [rows, K], in its dtype."""
-    codes, scales = quantise(x, codes=E4M3, group=fp8.group)
-    by_element = scales[:, None] if fp8.group is None else scales.repeat_interleave(fp8.group, 1)[:, : x.shape[1]]
-    return (codes.float() * by_element).to(x.dtype)
 
 
 def _where(parts: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:

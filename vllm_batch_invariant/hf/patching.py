@@ -24,9 +24,10 @@ def patch(
     its sequence up to itself. Of a real token they have the bits that vLLM has on the same device with the same
     versions. There is no KV cache: ``use_cache`` is off.
 
-    With a ``quantization`` linear layers quantise their weights, which stay in the model's dtype, and what they are
-    given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with FP8. Gradients are those
-    of the numbers that the codes stand for, handed on as if nothing had been quantised (straight through).
+    With a ``quantization`` linear layers, and by blocks experts, quantise their weights, which stay in the model's
+    dtype, and what they are given to FP8 in every forward pass, by the functions of an engine that multiplies FP8 with
+    FP8. Gradients are those of the numbers that the codes stand for, handed on as if nothing had been quantised
+    (straight through).
 
     LoRA adapters that PEFT has put around linear layers of attention and of dense MLPs, and around experts, have the
     bits of an engine that serves their files (``--enable-lora``, and of experts ``--enable-mixed-moe-lora-format``).

@@ -60,6 +60,14 @@ def check_engine(
             "leave VLLM_USE_V2_MODEL_RUNNER out, or take raw_logprobs",
         )
     model = adapters.unwrapped(model)
+    of_engine = {"products codes" in of for name, of in said["reductions"].items() if name.startswith(OF_EXPERTS)}
+    of_model = {module.fp8 is not None for module in fp8.experts_of(model).values()}
+    if of_engine != of_model:
+        engines, trainers = (
+            " and ".join(f"experts{' in FP8' * one}" for one in sorted(found)) or "no experts"
+            for found in (of_engine, of_model)
+        )
+        raise _refusal(engines, trainers, _QUANTISED)
     here = _environment(model, dtype or next(model.parameters()).dtype)
     for section, remedy in _REMEDIES.items():
         theirs, ours = (flat(found) for found in (said[section], getattr(here, section)))

@@ -206,8 +206,12 @@ def _other_parallelism(config: Config) -> str | None:
 
 
 def _several_nodes(config: Config) -> str | None:
-    nodes = getattr(config.parallel_config, "nnodes", 1)
-    return _when(nodes > 1, f"{nodes} nodes")
+    parallel = config.parallel_config
+    nodes = getattr(parallel, "nnodes", 1)
+    processes = parallel.distributed_executor_backend == "mp" and parallel.data_parallel_size == 1
+    ran = config.device_config.device_type == "cpu" and nodes == 2 and processes
+    ran = ran and patch_points.installed_version().startswith(RAN.on_two_nodes)
+    return _when(nodes > 1 and not ran, f"{nodes} nodes")
 
 
 def _ray(config: Config) -> str | None:
@@ -1304,7 +1308,8 @@ COVERED = (
         "Encoders",
         "BERT, RoBERTa, XLM-RoBERTa, ModernBERT that embed or classify texts, pairs of them (`/score`, `/rerank`) or "
         "tokens; Gemma 3 and Qwen3 with bidirectional attention that embed, as EmbeddingGemma: by one "
-        "worker on a CPU with vLLM 0.32 and on one GPU with 0.33",
+        "worker on a CPU with vLLM 0.32 and on one GPU with 0.33; linear layers of sentence-transformers behind a "
+        "pooler, on a CPU",
     ),
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
@@ -1327,6 +1332,11 @@ COVERED = (
     Feature(
         "Exact arithmetic on a Hopper GPU",
         "the same bits for these models but Qwen3-MoE, with vLLM 0.33, one worker and its second model runner",
+    ),
+    Feature(
+        "Two nodes",
+        "on CPUs with vLLM 0.32, for tensor parallelism and for stages (`--nnodes 2`); run in two network namespaces "
+        "of one machine: the bits are those of one node",
     ),
     Feature(
         "Pipeline parallelism",
@@ -1477,8 +1487,8 @@ REFUSED = (
         _other_parallelism,
     ),
     Feature(
-        "Several nodes",
-        "workers of several machines have not been run with the mode",
+        "Several nodes, but of two on CPUs for the workers of one engine (`--nnodes 2`)",
+        "workers of more machines, and on GPUs, have not been run with the mode",
         "leave --nnodes out",
         _several_nodes,
     ),

@@ -68,7 +68,7 @@ class Answer:
 
     Attributes:
         bits: of the logprobs at each position; of a pooling model of each value, or of each row if there are rows.
-        dtype: of a pooling model's values, as PyTorch calls it; empty for text.
+        dtype: of a pooling model's values, as PyTorch calls it; :data:`DIGESTS` of tensors; empty for text.
         shape: of these values.
     """
 
@@ -96,9 +96,16 @@ class Answer:
         bits = tuple(raw[start : start + size] for start in range(0, len(raw), size or 1))
         return cls("", (), bits, dtype, tuple(shape))
 
+    @classmethod
+    def of_tensors(cls, described: Sequence[str]) -> "Answer":
+        """What a processor made of an item: each tensor's name, shape, dtype and digest."""
+        return cls("", (), tuple(one.encode() for one in described), DIGESTS, (len(described),))
+
     @property
     def unit(self) -> str:
-        """What a position counts: "token", "value" or "row"."""
+        """What a position counts: "token", "value", "row" or "tensor"."""
+        if self.dtype == DIGESTS:
+            return "tensor"
         return "token" if not self.dtype else "row" if len(self.shape) > 1 else "value"
 
     def values(self, position: int) -> tuple[float, ...]:
@@ -106,6 +113,8 @@ class Answer:
         return values_of(self.bits[position], self.dtype) if position < len(self.bits) else ()
 
 
+DIGESTS = "digests"
+"""Stands for a dtype of answers that are tensors, of which digests are compared."""
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a value, by dtype."""
 _PACKED = {"float32": "f", "float64": "d", "float16": "e"}
@@ -189,7 +198,7 @@ class AnswerComparison:
     logprob_positions: dict[int, int]
     unit: str = "token"
     """What a position counts: "token"; of a pooling model, whose vectors are the logprob sequences here, "value" or
-    "row".
+    "row"; of what a processor made, "tensor".
     """
 
     @property
@@ -277,6 +286,8 @@ def compare_answers(answers: Sequence[Answer]) -> AnswerComparison:
 
 def _divergence(reference: Answer, answer: Answer, sample: int, position: int) -> Divergence:
     def token(side: Answer) -> str:
+        if side.unit == "tensor":
+            return side.bits[position].decode() if position < len(side.bits) else "none"
         if side.dtype:
             return vector_at(side, position, reference if side is answer else answer)
         return side.tokens[position] if position < len(side.tokens) else "<end>"
@@ -325,7 +336,7 @@ PROMPT = (
 )
 GENERATE = "generate"
 """The task of a model that generates."""
-OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "image")
+OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "image", "audio")
 """Fields of a request that only a model has which generates."""
 OF_POOLING = ("dimensions", "activation", "truncate")
 """Those that only a model has which pools."""
@@ -333,16 +344,22 @@ NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serv
 
 
 @cache
-def url_of(file: str) -> str:
-    """An image in a file as an address that has all of it."""
+def url_of(kind: str, file: str) -> str:
+    """A file with an image or a sound, by its kind, as an address that has all of it."""
     path = Path(file)
-    kind = path.suffix.lower().lstrip(".").replace("jpg", "jpeg")
-    return url_with(path.read_bytes(), kind)
+    suffix = path.suffix.lower().lstrip(".").replace("jpg", "jpeg")
+    return url_with(path.read_bytes(), f"{kind}/{suffix}")
 
 
-def url_with(image: bytes, kind: str) -> str:
-    """An address that has all of an image of a kind, such as "png"."""
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+def url_with(held: bytes, media: str) -> str:
+    """An address that has all of a file of a type, such as "image/png"."""
+    return f"data:{media};base64,{base64.b64encode(held).decode()}"
+
+
+def _part(url: str) -> dict[str, Any]:
+    """What a chat has of an image or a sound at an address of :func:`url_with`."""
+    name = f"{url.removeprefix('data:').partition('/')[0]}_url"
+    return {"type": name, name: {"url": url}}
 
 
 @dataclass(frozen=True)
@@ -355,6 +372,7 @@ class RequestSpec:
         activation: whether a pooling model normalises an embedding, or makes classes of logits; None for its own way.
         truncate: tokens of a pooling model's prompt at most; None for all.
         image: files of images that stand before the prompt.
+        audio: files of sounds that do so behind these.
         adapters: folders of LoRA adapters, of which the request has the first.
     """
 
@@ -370,6 +388,7 @@ class RequestSpec:
     activation: bool | None = None
     truncate: int | None = None
     image: tuple[str, ...] = ()
+    audio: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
 
     @property
@@ -378,11 +397,16 @@ class RequestSpec:
         return self.task != GENERATE
 
     @property
+    def items(self) -> tuple[tuple[str, str], ...]:
+        """Kind and file of what stands before the prompt."""
+        return (*(("image", file) for file in self.image), *(("audio", file) for file in self.audio))
+
+    @property
     def asked(self) -> dict[str, Any]:
         """What the task of the request has, by name."""
         others = OF_TEXT if self.pools else OF_POOLING
         asked = {name: value for name, value in vars(self).items() if name not in others}
-        for name in ("image", "adapters"):
+        for name in ("image", "audio", "adapters"):
             if not getattr(self, name):
                 asked.pop(name, None)
         return asked
@@ -399,20 +423,19 @@ class RequestSpec:
         extra = {"return_tokens_as_token_ids": True, "ignore_eos": self.ignore_eos}
         asked = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
         return (
-            self.prompt_body(model, self.prompt, tuple(map(url_of, self.image)))
+            self.prompt_body(model, self.prompt, [url_of(*one) for one in self.items])
             | logprobs
             | asked
             | {"extra_body": extra}
         )
 
-    def prompt_body(self, model: str, prompt: str, images: Sequence[str] = ()) -> dict[str, Any]:
+    def prompt_body(self, model: str, prompt: str, items: Sequence[str] = ()) -> dict[str, Any]:
         """The arguments that hold the model and a prompt, for the target request and for a concurrent one.
 
         Args:
-            images: addresses of those before it, in a chat.
+            items: addresses of images and sounds before it, in a chat.
         """
-        seen = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-        content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
+        content = [*map(_part, items), {"type": "text", "text": prompt}] if items else prompt
         text = {"messages": [{"role": "user", "content": content}]} if self.chat else {"prompt": prompt}
         return text | {"model": model}
 

@@ -6,13 +6,16 @@ environment names.
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
 from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, PagedAttention, PagedCache, attend
+from vllm_batch_invariant.ops.hopper import cpu
+from vllm_batch_invariant.ops.hopper.tables import recorded
 from vllm_batch_invariant.ops.linear import linear
-from vllm_batch_invariant.ops.norm import rms_norm
+from vllm_batch_invariant.ops.norm import NormReduction, rms_norm
 from vllm_batch_invariant.ops.pointwise.cpu import WRITTEN, elementwise
 from vllm_batch_invariant.ops.softmax import log_softmax
 
@@ -34,6 +37,17 @@ def computed() -> Iterator[torch.Tensor]:
     cache, starts = PagedCache(pages[0], pages[1], table), torch.tensor([0, 40], dtype=torch.int32)
     query, spec = normal(40, 4, 64), AttentionSpec(0.125)
     yield attend(PagedAttention(query, cache, one, starts, spec, AttentionReduction.of_device("cpu", "numba")), "numba")
+    yield from map(torch.from_numpy, of_a_hopper(normal))
+
+
+def of_a_hopper(normal: Callable[..., torch.Tensor]) -> Iterator[np.ndarray]:
+    """What a CPU computes again of a GPU's usual arithmetic."""
+    tables = recorded()
+    x, weight = (normal(*size).bfloat16().float().numpy() for size in ((9, 400), (70, 400)))
+    yield cpu.mma(x, weight)
+    yield from cpu.rms_norm(x, x[0], 1e-6, x, NormReduction.of_device("cuda", 400, torch.bfloat16))
+    yield cpu.silu_and_mul(x, tables)
+    yield cpu.exp(x, tables)
 
 
 def of_stock() -> Iterator[torch.Tensor]:

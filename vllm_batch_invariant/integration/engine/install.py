@@ -8,6 +8,7 @@ from ... import envs
 from ...errors import NotCovered
 from .. import coverage, devices
 from ..layers import lora_experts
+from ..parallel import nodes
 from ..reviews import configuration, patch_points
 from ..sampling import grammars, seeds, speculation
 from . import adapters, endpoint, items, kv_connectors, refusals, resumption, server, weights, whole_images
@@ -55,6 +56,7 @@ def install_on_every_device() -> None:
     """Hook into what is vLLM's own on every device: servers, requests, grammars, weights, and refusals between
     processes.
     """
+    nodes.install()
     refusals.install()
     if refusals.is_users_process():
         _refuse_other_servers()
@@ -78,7 +80,8 @@ def _refuse_other_servers() -> None:
 
     @wraps(create)
     def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False, **named: Any) -> Any:
-        if headless:
+        of_workers = getattr(self, "nnodes", 1) > 1 and getattr(self, "node_rank", 0) > 0
+        if headless and not of_workers:  # of another node workers alone are started so
             raise NotCovered(
                 "an engine without its server (--headless)",
                 "a server that is started elsewhere need not give seeds, end answers and tell a fingerprint as the "

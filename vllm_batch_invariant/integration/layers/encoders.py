@@ -7,7 +7,7 @@ follows from its own patches and its grid, or from its own sound, whatever it sh
 """
 
 from collections.abc import Sequence
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -103,8 +103,16 @@ def _forward(
     batch, rows, size = query.shape[0], query.shape[1], self.head_size
     flat = [one.reshape(batch * rows, -1, size) for one in (query, key, value)]
     if cu_seqlens is None:
-        cu_seqlens = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
+        cu_seqlens = _starts_of(batch, rows, query.device)
     return attend_within(flat, cu_seqlens, float(self.scale)).reshape(query.shape)
+
+
+@lru_cache(maxsize=2)
+def _starts_of(items: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Where items of as many rows each begin: the same tensor for every layer of a tower, since a plan is kept beside
+    it (:func:`_plan_of`).
+    """
+    return torch.arange(0, (items + 1) * rows, rows, dtype=torch.int32, device=device)
 
 
 def attend_within(qkv: Sequence[torch.Tensor], starts: torch.Tensor, scale: float) -> torch.Tensor:
@@ -137,7 +145,9 @@ def _plan_of(call: PagedAttention, starts: torch.Tensor, implementation: str) ->
     kept, key = beside(starts), (_version(starts), len(call.query), shape)
     if kept.plan is None or kept.plan[0] != key or torch.cuda.is_current_stream_capturing():
         call.check()
-        kept.plan = key, plan_alone(call, kernels_of_packed(shape, starts.device))
+        plan = plan_alone(call, kernels_of_packed(shape, starts.device))
+        kept.plan = key, plan
+        return plan
     return kept.plan[1]
 
 
@@ -168,7 +178,7 @@ def attend_in_transformers(
     items, heads, rows, size = query.shape
     flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
     if attention_mask is None:
-        starts = torch.arange(0, (items + 1) * rows, rows, dtype=torch.int32, device=query.device)
+        starts = _starts_of(items, rows, query.device)
         return attend_within(flat, starts, scaling).view(items, rows, heads, size), None
     seen, starts = _seen_rows(attention_mask)
     out = query.new_zeros(items * rows, heads, size)

@@ -24,8 +24,7 @@ from ...ops.formats.fp4 import MXFP4
 from ...ops.formats.integers import integers
 from ...ops.formats.layouts import from_awq, from_compressed_tensors
 from ...ops.formats.record import Format
-from ...ops.moe import MoeReduction, StoredExperts
-from ...ops.scaled_linear import E4M3, ScaledLinearReduction
+from ...ops.moe import MoeReduction, StoredExperts, of_codes
 from ..reviews.patch_points import PatchPoint
 from . import fp8
 from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts
@@ -383,10 +382,7 @@ class QuantisedExperts(BatchInvariantExperts):
         reduction = super().reduction_of(layer, dtype)
         if not self.layout.quantises:
             return reduction
-        codes = getattr(layer, self.names[0]).data
-        mma = module_for("scaled_linear", codes.device.type).mma_of(codes)
-        products = ScaledLinearReduction.of(codes.shape[2], dtype, E4M3, in_blocks=True, mma=mma)
-        return replace(reduction, products=products)
+        return of_codes(reduction, getattr(layer, self.names[0]).data)
 
     def stored(self, layer: Any, product: str) -> StoredExperts:
         """What the format stores of a product, of the layer's parameters as they are now.

@@ -216,6 +216,7 @@ class Ran:
 
     Attributes:
         on_gpus: versions, in exact arithmetic, with experts, and with two workers.
+        on_two_nodes: versions whose workers on two nodes of CPUs have run.
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
@@ -272,6 +273,7 @@ class Ran:
     """
 
     on_gpus: str
+    on_two_nodes: str
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
     encoded_by_two: tuple[str, ...]

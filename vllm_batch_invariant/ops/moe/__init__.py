@@ -11,13 +11,27 @@ add with atomics follow the order in which blocks of other tokens are done, and 
 scores comes first.
 """
 
+from dataclasses import replace
+
 import torch
 
-from ..dispatch import implementation
+from ..dispatch import implementation, module_for
+from ..scaled_linear import ScaledLinearReduction
 from .params import ExpertAdapters, Experts, StoredExperts
 from .reduction import MoeReduction
 
-__all__ = ["ExpertAdapters", "Experts", "MoeReduction", "StoredExperts", "moe", "route"]
+__all__ = ["ExpertAdapters", "Experts", "MoeReduction", "StoredExperts", "moe", "of_codes", "route"]
+
+
+def of_codes(reduction: MoeReduction, codes: torch.Tensor) -> MoeReduction:
+    """The reduction of a layer whose products are of such codes [experts, N, K] of e4m3 in blocks, on their device.
+
+    Raises:
+        NotCovered: a device without such products.
+    """
+    mma = module_for("scaled_linear", codes.device.type).mma_of(codes)
+    of = ScaledLinearReduction.of(codes.shape[2], reduction.dtype, codes.dtype, in_blocks=True, mma=mma)
+    return replace(reduction, products=of)
 
 
 def route(

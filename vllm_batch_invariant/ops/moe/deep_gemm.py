@@ -65,7 +65,7 @@ class Slots:
     """Where pairs lie.
 
     Attributes:
-        of_pair: [pairs] int32; not written for a pair that is in no group.
+        of_pair: [pairs] int32; 0 for a pair that is in no group.
         expert: [slots] int32, -1 without a pair.
     """
 
@@ -85,7 +85,8 @@ def gather(x: Codes, pairs: int, groups: Any) -> tuple[Codes, Slots]:
     of_groups = x.scales.shape[1]
     gathered = torch.empty(count, k, dtype=torch.uint8, device=device)
     scales = torch.empty(of_groups, count, dtype=torch.float32, device=device)
-    of_pair, expert = (torch.empty(length, dtype=torch.int32, device=device) for length in (pairs, count))
+    of_pair = torch.zeros(pairs, dtype=torch.int32, device=device)
+    expert = torch.empty(count, dtype=torch.int32, device=device)
     launch(
         gather_kernel,
         count // _ROWS,
@@ -131,7 +132,7 @@ class Trial(Protocol):
 class GroupedDeepGemm(SizedLibrary):
     """That of experts; a size is a number of tokens."""
 
-    group = "ops/moe"
+    code = ("ops/moe", "ops/scaled_linear", "ops/quantise", "ops/silu", "ops/formats")
     _run: Library | None
 
     def product(self, x: Codes, weight: StoredExperts, slots: Slots) -> torch.Tensor:

@@ -48,10 +48,10 @@ class SizedLibrary:
     """A library that serves some sizes of problems, and what has been found of them in this process.
 
     Attributes:
-        group: of operations, as in "ops/scaled_linear": whose files tell what was kept apart.
+        code: folders whose sources decide what was compared and measured.
     """
 
-    group = "ops/scaled_linear"
+    code: tuple[str, ...] = ("ops/scaled_linear", "ops/quantise")
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -125,7 +125,7 @@ class SizedLibrary:
         )
 
     def _environment(self, problem: Any) -> dict[str, str]:
-        return autotune_cache.environment(problem.device, f"DeepGEMM of {self._version}", self.group)
+        return autotune_cache.environment(problem.device, f"DeepGEMM of {self._version}", *self.code)
 
 
 class DeepGemm(SizedLibrary):

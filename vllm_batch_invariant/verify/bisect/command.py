@@ -182,13 +182,12 @@ def _case_of(llm: Any, finding: Finding, logprobs: int) -> Case:
     names = [item.name for item in items]
     if finding.target not in names:
         raise NoTestError("--case: no target's answer differs there, so there is nothing to bisect")
-    if any(item.images for item in finding.schedule.items):
-        raise NoTestError("--case: a bisection compares rows of text, and requests there have images: use --replay")
     place = names.index(finding.target)
     folders = [adapter_request(llm, item.adapter).lora_path if item.adapter else "" for item in items]
     target, folder = items.pop(place), folders.pop(place)
     asked = target.params.get("max_tokens", 1), logprobs
-    return Case(target.prompt, tuple(item.prompt for item in items), place, *asked, folder, tuple(folders))
+    prompts, seen = (tuple(getattr(item, name) for item in items) for name in ("prompt", "images"))
+    return Case(target.prompt, prompts, place, *asked, folder, tuple(folders), target.images, seen)
 
 
 def _prompts(encode: Callable[[str], list[int]], room: int, given: str | None) -> list[list[int]]:

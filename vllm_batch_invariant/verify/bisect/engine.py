@@ -1,13 +1,13 @@
 """Runs a target request alone and with concurrent requests through an engine that records, and finds the divergence."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
 from ..answers import Answer, answer_of, first_difference
+from ..harness import images
 from ..harness.drive import described, drive, finished
 from ..harness.engine import lora_request_of
 from ..harness.mode import of_engine
@@ -29,7 +29,7 @@ prompt.
 
 @dataclass(frozen=True)
 class Case:
-    """A target request and the concurrent requests, in token ids."""
+    """A target request and the concurrent requests, in token ids of their texts."""
 
     prompt: tuple[int, ...]
     concurrent: tuple[tuple[int, ...], ...]
@@ -41,6 +41,10 @@ class Case:
     """Folder of the LoRA adapter that the target request has; empty for none."""
     adapters: tuple[str, ...] = ()
     """Those of the concurrent requests, empty for none, or for one without."""
+    items: tuple[Mapping[str, Any], ...] = ()
+    """Images and sounds of the target request."""
+    others_items: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """Those of the concurrent requests, empty for none."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def bisect(llm: Any, case: Case) -> BisectResult:
     _require_eager(llm)
     _require_room(llm, case)
     plain = generate(llm, case, False), generate(llm, case, True)
+    length = _length(llm, case)
     concurrent_answer, concurrent = _recorded(llm, case, True)
     alone_answer, alone = _recorded(llm, case, False)
     first_token = first_difference(alone_answer.tokens, concurrent_answer.tokens)
@@ -135,7 +140,7 @@ def bisect(llm: Any, case: Case) -> BisectResult:
             [RecordedStep.from_plain(step) for step in left["steps"]],
             [RecordedStep.from_plain(step) for step in right["steps"]],
         )
-        last = _last_step(steps[0], case, first_token)
+        last = _last_step(steps[0], case, length, first_token)
         divergence, coverage = first_divergence(*steps, last)
         coverages.append(coverage)
         requests = tuple(step.requests for step in steps[1][: last + 1])
@@ -145,7 +150,7 @@ def bisect(llm: Any, case: Case) -> BisectResult:
     found = None
     if divergences:
         *_, rank, divergence, steps = min(divergences, key=lambda item: item[:4])
-        found = _fetch(llm, case, rank, len(alone), divergence, *steps)
+        found = _fetch(llm, case, length, rank, len(alone), divergence, *steps)
     return BisectResult(
         found=found,
         coverage=Coverage.of_workers(coverages),
@@ -162,17 +167,21 @@ def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    of_others = zip_longest(case.concurrent, case.adapters, fillvalue="")
+    nothing = ("",) * len(case.concurrent), ((),) * len(case.concurrent)
+    of_others = zip(case.concurrent, case.adapters or nothing[0], case.others_items or nothing[1], strict=True)
     others = list(of_others) if with_concurrent else []
+    if case.items or any(case.others_items):  # else what one run has encoded would serve the next
+        images.forget(llm)
     place = min(case.place, len(others))
     length = {"temperature": 0.0, "max_tokens": case.max_tokens, "ignore_eos": True, "detokenize": False}
     numbers = {folder: number for number, folder in enumerate(sorted({case.adapter, *case.adapters} - {""}), 1)}
-    for number, (prompt, folder) in enumerate((*others[:place], (case.prompt, case.adapter), *others[place:])):
+    target = case.prompt, case.adapter, case.items
+    for number, (prompt, folder, items) in enumerate((*others[:place], target, *others[place:])):
         is_target = number == place
         sampling = SamplingParams(**length, logprobs=case.logprobs if is_target else None)
         name = REQUEST if is_target else f"concurrent-{number}"
         adapter = {"lora_request": lora_request_of(folder, numbers[folder])} if folder else {}
-        engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, **adapter)
+        engine.add_request(name, images.prompt_of(llm, list(prompt), items), sampling, **adapter)
     output = finished(drive(engine)).get(REQUEST)
     if output is None:
         raise NoTestError("the engine finished without an answer")
@@ -191,11 +200,21 @@ def _recorded(
     return answer, recorded
 
 
-def _last_step(steps: Sequence[RecordedStep], case: Case, first_token: int | None) -> int:
+def _length(llm: Any, case: Case) -> int:
+    """Tokens of the target's prompt, those of its items among them."""
+    if not case.items:
+        return len(case.prompt)
+    prompt, engine = images.prompt_of(llm, case.prompt, case.items), llm.llm_engine
+    made = engine.input_processor.process_inputs("length", prompt, llm.get_default_sampling_params(), ("generate",))
+    images.forget(llm)
+    return len(made.prompt_token_ids)
+
+
+def _last_step(steps: Sequence[RecordedStep], case: Case, length: int, first_token: int | None) -> int:
     """The step that computes the first token that differs: later steps read other tokens."""
     last = case.max_tokens - 1 if first_token is None else first_token
     for number, step in enumerate(steps):
-        if step.position + step.rows - len(case.prompt) == last:
+        if step.position + step.rows - length == last:
             return number
     return len(steps) - 1
 
@@ -203,6 +222,7 @@ def _last_step(steps: Sequence[RecordedStep], case: Case, first_token: int | Non
 def _fetch(
     llm: Any,
     case: Case,
+    length: int,
     rank: int,
     workers: int,
     divergence: OutputDivergence,
@@ -227,7 +247,7 @@ def _fetch(
         dtype = getattr(torch, fetched["dtype"])
         tensors.append(torch.frombuffer(bytearray(data), dtype=dtype).reshape(divergence.shape))
     step = alone[divergence.step]
-    token = step.position + step.rows - len(case.prompt)
+    token = step.position + step.rows - length
     return Found(
         divergence=divergence,
         rank=rank,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .recording import MODULE_OUTPUT, Key, Record, RecordedStep, Slice
+from .recording import ITEM, MODULE_OUTPUT, Key, Record, RecordedStep, Slice
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,26 @@ def _index(names: Sequence[str], request: str) -> int | None:
     return next((i for i, name in enumerate(names) if name == request or name.startswith(f"{request}-")), None)
 
 
+def _encoded(runner: Any, request: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """The items of a request, by their number, that are encoded and still kept; of either of vLLM's model runners."""
+    held = getattr(runner, "encoder_cache", None)
+    kept = getattr(held, "encoder_outputs", held)
+    if not kept:
+        return
+    every = getattr(held, "mm_features", None)
+    if every is None:
+        every = {name: state.mm_features for name, state in runner.requests.items()}
+    names = [*every]
+    index = _index(names, request)
+    for number, item in enumerate([] if index is None else every[names[index]]):
+        if item.identifier in kept:
+            yield number, kept[item.identifier]
+
+
+ENCODER = "embed_multimodal"
+"""Method of a model that encodes images and sounds; how paths of records of its items begin."""
+BEFORE = (ENCODER, "embed_input_ids")
+"""Methods of a model that encodes, which are called before its forward: rows are not those of a step there."""
 SAMPLER = "sampler"
 """Path of the records of sampling, which is no part of the model."""
 LORA_BASE, LORA_SHRINK, LORA_EXPAND = "lora.base", "lora.shrink", "lora.expand"
@@ -157,7 +177,7 @@ class Recorder:
     """Hooks on one model runner that record while a request's step runs."""
 
     def __init__(self, runner: Any) -> None:
-        self._batches = StepBatches(runner)
+        self._runner, self._batches = runner, StepBatches(runner)
         self._mode = _Mode(self)
         self._model = runner.get_model()
         self._request: str | None = None
@@ -166,6 +186,8 @@ class Recorder:
             self._watch(path, module)
         for adds in _adds_adapters(self._model):
             self._watch_adapters(adds)
+        for method in BEFORE if hasattr(self._model, ENCODER) else ():
+            self._leave_out(method)
         if isinstance(runner.sampler, torch.nn.Module):
             for path, module in runner.sampler.named_modules(prefix=SAMPLER):
                 self._watch(path, module)
@@ -207,6 +229,32 @@ class Recorder:
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
+
+    def _leave_out(self, method: str) -> None:
+        """Record nothing inside a method of the model that is called outside of its forward."""
+        call = getattr(self._model, method)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._stack or self._request is None:
+                return call(*args, **kwargs)
+            rows, self._rows = self._rows, None
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._rows = rows
+
+        setattr(self._model, method, called)
+
+    def _record_items(self) -> None:
+        """Record what the request's items were encoded into, each as a whole."""
+        for number, made in _encoded(self._runner, self._request or ""):
+            key = Key(f"{ENCODER}, item {number + 1}", 0, ITEM, 0, 0)
+            dtype = str(made.dtype).removeprefix("torch.")
+            if self._target is None:
+                self._records.append(Record(key, dtype, (Slice(tuple(made.shape), digest(made)),)))
+            elif self._target == Target(len(self._steps), key):
+                parts = [[list(made.shape), bytes(_bytes(made))]]
+                self._fetched = {"dtype": dtype, "parts": parts, "operands": None}
 
     def _watch_adapters(self, adds: Any) -> None:
         """Record the products of LoRA adapters, which are no modules: what the base layer gives, x A^T, and the sum."""
@@ -264,6 +312,7 @@ class Recorder:
         self._place, self._rows = place, place.tokens
         self._calls: Counter[str] = Counter()
         self._occurrences: Counter[tuple[Any, ...]] = Counter()
+        self._record_items()
 
     def _close_step(self) -> None:
         if self._place is not None:

@@ -24,6 +24,8 @@ class Key(NamedTuple):
 
 
 MODULE_OUTPUT = "output of the module"
+ITEM = "rows of an item"
+"""What an encoder of images or sounds made of one, in the place of an operator."""
 
 
 class Slice(NamedTuple):

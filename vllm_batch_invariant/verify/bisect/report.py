@@ -12,7 +12,7 @@ from ...envs import FLAG
 from ..outcome import Status
 from ..printing import count, printable
 from .engine import BisectResult, Case, Found, Setting
-from .recording import MODULE_OUTPUT
+from .recording import ITEM, MODULE_OUTPUT
 
 if TYPE_CHECKING:
     from ...compare import Pair
@@ -152,6 +152,8 @@ def _operands(found: Found) -> str:
             "operation of the mode, or by a kernel that is launched without the dispatcher (Triton, numba, a library's "
             "binding)"
         )
+    if found.divergence.key.operation == ITEM:
+        return "tensors that a processor made, which check compares; an encoder's operations are not told apart"
     if found.operands_differ:
         return (
             f"{', '.join(found.operands_differ)} differ already: a kernel wrote them that PyTorch's dispatcher does "
@@ -161,7 +163,8 @@ def _operands(found: Found) -> str:
 
 
 def _prompt(case: Case) -> str:
-    return f"a prompt of {count(len(case.prompt), 'token')}"
+    items = f" and {count(len(case.items), 'item')}" if case.items else ""
+    return f"a prompt of {count(len(case.prompt), 'token')}{items}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

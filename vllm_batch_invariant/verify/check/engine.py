@@ -40,6 +40,7 @@ from .guarantees import (
     OTHER_CHUNKS,
     PLACE,
     PREEMPTED,
+    PROCESSED,
     PROMPT_LOGPROBS,
     RESTARTED,
     SAME_BATCH,
@@ -72,6 +73,7 @@ PREEMPT_AFTER = 3
 """Steps after which requests that pool are preempted: in chunks of 64 one is between two of them."""
 LEAST_CONTEXT = 2 * TARGET_TOKENS
 CERTIFY = "vllm_batch_invariant.verify.check.operations:certificates"
+MADE = "vllm_batch_invariant.verify.receipt.items:made"
 _MAIN, _SMALL, _OTHER = "as served", "with small chunks and a small KV cache", "with other chunks and pages"
 
 Request = dict[str, Any]
@@ -450,7 +452,34 @@ class ImagesRun(EngineRun):
     def with_concurrent_requests(self) -> None:
         """Run the target with every number of concurrent requests, and beside images that share a call with its own."""
         super().with_concurrent_requests()
+        self.processed()
         self.beside_images()
+
+    def processed(self) -> None:
+        """Have an item of each kind and size processed alone, and in one request first, last and between others."""
+        self._on_progress(f"{self._name}: what the processor makes")
+        kinds, chance = self._about["kinds"], random.Random("processed")
+        tried: list[tuple[list[images.Item], int]] = []
+        for kind, about in kinds.items():
+            fewer = self._about | {"kinds": kinds | {kind: about | {"most": about["most"] - 1}}}
+            for size, tokens_of_it in about["sizes"]:
+                # a seed that no drawn item has: of twins the processor makes one
+                item = {"kind": kind, "size": size, "seed": images.DIFFERENT, "at": 0}
+                room = self._engine.info["context"] - tokens_of_it
+                for half in range(3):
+                    others = images.draw(chance, fewer, 0, room, least=3)
+                    at = half * len(others) // 2
+                    tried += [([*others[:at], item, *others[at:]], at)] if others else []
+        if not tried:
+            self.results.not_applicable[PROCESSED] = "a request has one item, and requests are processed one by one"
+            return
+        alone = self._engine.call(MADE, [[items[at]] for items, at in tried])
+        among = self._engine.call(MADE, [items for items, _ in tried])
+        for (items, at), [expected], found in zip(tried, alone, among, strict=True):
+            label = f"{items[at]['kind']} of {'x'.join(map(str, items[at]['size']))} as {at + 1} of {len(items)}"
+            self.results.add(*PROCESSED, label, Answer.of_tensors(expected), Answer.of_tensors(found[at]))
+        most = count(max(len(items) for items, _ in tried), "item")
+        self.results.proof[PROCESSED] = f"up to {most} in a request ({', '.join(sorted(kinds))})"
 
     def beside_images(self) -> None:
         """Run the target together with requests that have images alone."""

@@ -58,6 +58,7 @@ PLACE: CheckCase = ("batch", "at any place in the batch")
 CONCURRENT_LENGTHS: CheckCase = ("batch", "with a concurrent prompt of any length")
 SEEDED: CheckCase = ("batch", "seeded sampling with concurrent requests")
 WANTED: CheckCase = ("batch", "every task and parameter of pooling with concurrent requests")
+PROCESSED: CheckCase = ("batch", "what a processor makes of an item beside others")
 ENCODED: CheckCase = ("batch", "images that are encoded in one call with others")
 ADAPTERS: CheckCase = ("batch", "the same prompt with every adapter and with none")
 FORMS: CheckCase = ("batch", "chats, tools, responses and streams with concurrent requests")
@@ -80,7 +81,7 @@ def cases_of_engines(preset: Preset) -> list[CheckCase]:
 
 def cases_of_images(preset: Preset) -> list[CheckCase]:
     """The same of engines of a model that sees images."""
-    more = {CONCURRENT: [CONCURRENT, ENCODED], WARM: [WARM, KEPT]}
+    more = {CONCURRENT: [CONCURRENT, PROCESSED, ENCODED], WARM: [WARM, KEPT]}
     return [other for case in cases_of_engines(preset) for other in more.get(case, [case])]
 
 

@@ -62,10 +62,12 @@ def summary(results: CheckResults) -> str:
 def _where(result: GuaranteeResult) -> str:
     """The earliest token that differs in the cases of a guarantee, or the earliest logprob."""
     found = [case.comparison for case in result.cases if case.comparison and not case.comparison.identical]
-    of_text = all(comparison.unit == "token" for comparison in found)
+    found = [comparison for comparison in found if comparison.unit != "tensor"] or found
+    units = {comparison.unit for comparison in found}
+    unit = "the logprobs of token" if units <= {"token"} else "tensor" if units == {"tensor"} else "value"
     for kind, divergences in (
         ("token", [comparison.earliest_token for comparison in found]),
-        ("the logprobs of token" if of_text else "value", [comparison.earliest_logprob for comparison in found]),
+        (unit, [comparison.earliest_logprob for comparison in found]),
     ):
         positions = [divergence.position for divergence in divergences if divergence is not None]
         if positions:

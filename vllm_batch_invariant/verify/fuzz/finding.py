@@ -183,7 +183,6 @@ class Finding:
             item.at == 0
             and item.leaves is None
             and not item.embeds
-            and not item.images
             and not item.priority
             and not item.params.get("temperature")
             and not item.params.keys() - _ALONE_SAYS - {"temperature"}

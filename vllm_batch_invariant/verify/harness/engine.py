@@ -274,6 +274,7 @@ def run_offline(
 class _OfflineLoad:
     def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[Answer], object]) -> None:
         self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
+        self._items = images.read_all(spec.items)
         self._answers: list[Answer] = []
         self._waiting = deque[Arrival]()
         self._in_flight: dict[str, Arrival] = {}
@@ -316,7 +317,7 @@ class _OfflineLoad:
         if arrival.kind is Kind.SAMPLE:
             params, more = self._target()
             more |= self._adapter
-            self._engine.add_request(name, self._prompt(spec.prompt, spec.image), params, **more)
+            self._engine.add_request(name, self._prompt(spec.prompt, self._items), params, **more)
         else:
             self._others += 1
             try:
@@ -324,8 +325,8 @@ class _OfflineLoad:
                 more |= next(self._in_turn)
                 for number, prompt in enumerate(arrival.beside):
                     add_request(self._engine, f"{name}-{number}", prompt, params, **more)
-                seen = spec.image if arrival.same else arrival.pictures
-                add_request(self._engine, name, self._prompt(arrival.prompt, seen), params, **more)
+                items = self._items if arrival.same else arrival.items
+                add_request(self._engine, name, self._prompt(arrival.prompt, items), params, **more)
                 if spec.pools and arrival.kind is Kind.ABORTED and self._in_flight:
                     self._leaving.append(name)
             except Exception as error:  # vLLM refuses a request by any exception
@@ -365,10 +366,10 @@ class _OfflineLoad:
         most = params.get(pooling.TRUNCATED)
         return made, {"tokenization_kwargs": {pooling.TRUNCATED: most}} if most else {}
 
-    def _prompt(self, text: str, seen: Sequence[str | tuple[int, int, int]] = ()) -> Any:
-        """A prompt behind images: files, or heights, widths and seeds."""
-        if seen:
-            return images.text_prompt(self._llm, text, seen)
+    def _prompt(self, text: str, items: Sequence[Mapping[str, Any]] = ()) -> Any:
+        """A prompt behind items."""
+        if items:
+            return images.chat_prompt(self._llm, text, items)
         if not self._spec.chat:
             return text
         messages = [{"role": "user", "content": text}]

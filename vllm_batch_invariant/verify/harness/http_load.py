@@ -99,9 +99,9 @@ class Generating:
     async def other(self, arrival: Arrival) -> bool:
         """Send a concurrent request; returns whether it was aborted."""
         spec = self._spec
-        seen = [url_with(images.png(*one), "png") for one in arrival.pictures]
-        seen += map(url_of, spec.image if arrival.same else ())
-        body = spec.prompt_body(self._model, arrival.prompt, seen) | over_http(arrival.params, spec.chat)
+        items = [url_with(*images.file_of(one)) for one in arrival.items]
+        items += [url_of(*one) for one in (spec.items if arrival.same else ())]
+        body = spec.prompt_body(self._model, arrival.prompt, items) | over_http(arrival.params, spec.chat)
         if arrival.kind is not Kind.ABORTED:
             await self._create.with_raw_response.create(**body)
             return False

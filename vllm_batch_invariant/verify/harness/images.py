@@ -29,6 +29,8 @@ FRAMES = 4
 """Of a video."""
 SECONDS = (0.05, 0.3, 0.99, 1.0, 1.6, 3.1)
 """Of sound."""
+RATE = 16_000
+"""Samples a second of what a server is sent."""
 DIFFERENT = 5
 """Pictures of each size: so few that requests soon have the same."""
 OF_SERVERS = ((224, 224), (224, 448), (448, 224), (448, 448))
@@ -56,13 +58,30 @@ def rgb(height: int, width: int, seed: int) -> bytes:
     return b"".join(lines)[: 3 * width * height]
 
 
-def most_tokens(height: int, width: int) -> int:
-    """Of an image in any model: of squares of 28 pixels, or as many as each image of a model that makes all equal."""
-    return max(264, height * width // 784 + 8)
+def for_server(chance: random.Random, kind: str) -> tuple[list[int], int]:
+    """A drawn size of an image or a sound, and the most tokens that it has in any model: of an image of squares of 28
+    pixels, or as many as each of a model that makes all equal; of a sound of half a minute, to which models fill it.
+    """
+    if kind == "audio":
+        return [int(chance.choice(SECONDS) * RATE)], 760
+    height, width = chance.choice(OF_SERVERS)
+    return [height, width], max(264, height * width // 784 + 8)
+
+
+def file_of(item: Mapping[str, Any]) -> tuple[bytes, str]:
+    """A drawn image or sound as a file, for a server, and the file's type."""
+    if item["kind"] == "image":
+        height, width = item["size"]
+        return png(height, width, item["seed"]), "image/png"
+    held, [samples] = BytesIO(), item["size"]
+    with wav.open(held, "wb") as sound:
+        sound.setparams((1, 2, RATE, 0, "NONE", ""))
+        sound.writeframes((wave(samples, item["seed"]) * 32768).astype("<i2").tobytes())
+    return held.getvalue(), "audio/wav"
 
 
 def png(height: int, width: int, seed: int) -> bytes:
-    """The same as a file, for a server."""
+    """The same as a file."""
     pixels = rgb(height, width, seed)
     rows = b"".join(b"\0" + pixels[start : start + 3 * width] for start in range(0, len(pixels), 3 * width))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -134,6 +153,11 @@ def read(kind: str, where: str) -> Any:
         raise NoTestError(f"--{kind} {where[:_SHOWN]}: {one_line(error)}{hint}") from error
 
 
+def read_all(files: Iterable[tuple[str, str]]) -> list[Item]:
+    """Items without a place, each of its kind and the file that :func:`read` reads."""
+    return [{"kind": kind, "data": read(kind, where)} for kind, where in files]
+
+
 @cache
 def placeholders(llm: Any) -> dict[str, list[int]]:
     """The tokens by which a prompt says where an item stands, by kind, or none where all that it takes stand there;
@@ -194,28 +218,15 @@ def prompt_of(llm: Any, tokens: Sequence[int], items: Iterable[Mapping[str, Any]
     return made | {"multi_modal_data": data} if data else made
 
 
-def text_prompt(llm: Any, text: str, seen: Iterable[str | tuple[int, int, int]]) -> dict[str, Any]:
-    """The message of a chat that begins with images: files, or heights, widths and seeds.
-
-    Raises:
-        NoTestError: the engine encodes none, or a file is none.
-    """
-    items = [
-        {"kind": "image", "data": read("image", one)}
-        if isinstance(one, str)
-        else {"kind": "image", "size": one[:2], "seed": one[2]}
-        for one in seen
-    ]
-    return chat_prompt(llm, text, items)
-
-
 def chat_prompt(llm: Any, text: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The message of a chat that begins with items.
 
     Raises:
-        NoTestError: the engine encodes none of that kind.
+        NoTestError: the engine encodes none of that kind, or its tokenizer writes no text of a chat.
     """
     require_encoded(llm, items)
+    if not all(placeholders(llm)[item["kind"]] for item in items):
+        raise NoTestError("the model's tokenizer is mistral-common's, which writes items itself: ask a server")
     content = [*({"type": item["kind"]} for item in items), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
     made = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

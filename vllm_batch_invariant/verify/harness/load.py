@@ -33,8 +33,8 @@ class Arrival:
         abort_after: tokens after which an aborted request is aborted; milliseconds of one that pools.
         params: parameters of a concurrent request.
         beside: more prompts of the same request, to a model that pools.
-        pictures: height, width and seed of images before the prompt, see :func:`.images.rgb`.
-        same: whether the images are those of the target request.
+        items: images and sounds before the prompt, see :data:`.images.Item`.
+        same: whether they are those of the target request.
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class Arrival:
     abort_after: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
-    pictures: tuple[tuple[int, int, int], ...] = ()
+    items: tuple[Mapping[str, Any], ...] = ()
     same: bool = False
 
 
@@ -72,21 +72,23 @@ def plan_of(spec: RequestSpec, samples: int, concurrency: int, context: int) -> 
     """The arrivals of :func:`plan_load` beside a target request, whose seed is also that of the load."""
     task = spec.task if spec.pools else ""
     plan = plan_load(samples, concurrency, spec.most_tokens, context, spec.seed, task)
-    return _with_pictures(plan, spec.seed, context) if spec.image else plan
+    return _with_items(plan, spec, context) if spec.items else plan
 
 
-def _with_pictures(plan: tuple[Arrival, ...], seed: int, context: int) -> tuple[Arrival, ...]:
-    """The same with images in most of the concurrent requests whose prompt leaves room for them."""
-    chance, made = random.Random(f"{seed} pictures"), list[Arrival]()
+def _with_items(plan: tuple[Arrival, ...], spec: RequestSpec, context: int) -> tuple[Arrival, ...]:
+    """The same with items of the target's kinds in most of the concurrent requests whose prompt leaves room."""
+    chance, made = random.Random(f"{spec.seed} pictures"), list[Arrival]()
+    kinds = sorted({kind for kind, _ in spec.items})
     for arrival in plan:
         room = context - len(arrival.prompt) - arrival.params.get("max_tokens", 0) - 64
-        pictures: list[tuple[int, int, int]] = []
+        items: list[images.Item] = []
         for _ in range(chance.choice((0, 1, 1, 2, 4))):
-            height, width = chance.choice(images.OF_SERVERS)
-            if (room := room - images.most_tokens(height, width)) >= 0:
-                pictures.append((height, width, chance.randrange(images.DIFFERENT)))
-        same = bool(pictures) and chance.random() < 0.25
-        seen = replace(arrival, pictures=() if same else tuple(pictures), same=same)
+            kind = chance.choice(kinds) if len(kinds) > 1 else kinds[0]
+            size, most = images.for_server(chance, kind)
+            if (room := room - most) >= 0:
+                items.append({"kind": kind, "size": size, "seed": chance.randrange(images.DIFFERENT)})
+        same = bool(items) and chance.random() < 0.25
+        seen = replace(arrival, items=() if same else tuple(items), same=same)
         made.append(arrival if arrival.kind is Kind.SAMPLE else seen)
     return tuple(made)
 

@@ -1,6 +1,5 @@
 """What ``receipt make`` and ``verify`` do in the process of their engine; arguments and results are plain data."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +13,7 @@ from .text import Text
 
 def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
-    sampling, given = Sampling(**asked["sampling"]), _read(asked["items"])
+    sampling, given = Sampling(**asked["sampling"]), images.read_all(asked["items"])
     prompt, made = _prompt(llm, Text(**asked["prompt"]), given)
     token_ids = tuple(prompt["prompt_token_ids"])
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
@@ -33,7 +32,7 @@ def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
         worker_main.tell([asdict(note) for note in notes])
 
     receipt = Receipt.from_json(asked["receipt"])
-    given = _read(asked["items"])
+    given = images.read_all(asked["items"])
     words = asked["prompt"] and Text(**asked["prompt"])
     token_ids = _prompt(llm, words, given)[0]["prompt_token_ids"] if words else None
     how: dict[str, Any] = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
@@ -43,10 +42,6 @@ def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     how["multi_modal_data"] = data
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
     return asdict(engine.verify(receipt, llm, lora_request=adapter, **how))
-
-
-def _read(files: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    return [{"kind": kind, "data": images.read(kind, where)} for kind, where in files]
 
 
 def _prompt(llm: Any, text: Text, given: list[dict[str, Any]]) -> tuple[dict[str, Any], tuple[Item, ...]]:

@@ -59,6 +59,21 @@ def processed(llm: Any, prompt: Any) -> tuple[dict[str, Any], tuple[Item, ...]]:
     return made, tuple(sorted(found, key=lambda item: item.at))
 
 
+def made(llm: Any, requests: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[list[str]]]:
+    """What the items of requests are made into: of each item a line a tensor, with name, shape, dtype and the beginning
+    of its digest.
+
+    Args:
+        llm: an idle ``vllm.LLM``.
+        requests: items as :data:`..harness.images.Item`, in the order of the prompt.
+
+    Raises:
+        NoTestError: the engine is busy or refuses a request.
+    """
+    every = (processed(llm, images.prompt_of(llm, [], items))[1] for items in requests)
+    return [[[f"{name} {one}" for name, one in item.tensors.items()] for item in items] for items in every]
+
+
 def prompt_of(
     llm: Any, receipt: Receipt, token_ids: Sequence[int] | None, data: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, Any], Difference | None]:

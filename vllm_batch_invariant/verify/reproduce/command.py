@@ -70,6 +70,12 @@ def add_arguments(parser: OneLineParser) -> None:
         metavar="FILE",
         help="an image before the prompt, of a model that sees images; it is sent as a chat; repeatable",
     )
+    request.add_argument(
+        "--audio",
+        action="append",
+        metavar="FILE",
+        help="the same of a sound, of a model that hears it (--offline: WAV, one channel of 16 bits)",
+    )
     kind = request.add_mutually_exclusive_group()
     kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
     kind.add_argument(
@@ -147,10 +153,11 @@ def _check_task(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error(f"--task {options.task} goes without {', '.join(given)}")
     if options.dimensions and options.task != "embed":
         parser.error("--dimensions is of an embedding: it goes with --task embed")
-    for file in options.image or ():
+    items = spec_of(options).items
+    for kind, file in items:
         if not Path(file).is_file():
-            parser.error(f"--image {file}: no such file")
-    options.chat = options.chat or bool(options.image)
+            parser.error(f"--{kind} {file}: no such file")
+    options.chat = options.chat or bool(items)
     if pools and options.offline and not pooling.TASKS[options.task].engine:
         parser.error(f"--task {options.task}: a server makes it of texts: leave out --offline")
 
@@ -189,6 +196,7 @@ def spec_of(options: argparse.Namespace) -> RequestSpec:
         logprobs=options.logprobs,
         ignore_eos=options.ignore_eos,
         image=tuple(options.image or ()),
+        audio=tuple(options.audio or ()),
         adapters=tuple(map(str, options.adapter)),
         **{name: getattr(options, name) for name in ("task", *OF_POOLING)},
     )
