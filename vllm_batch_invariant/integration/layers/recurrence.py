@@ -140,6 +140,23 @@ class Recurrence(NamedTuple):
         held = step.states_of(layer.kv_cache[0], DeltaStates)
         return replace(held, rows=reduction.rows(sizes.drafts)), reduction
 
+    def certify(self, model: torch.nn.Module) -> None:
+        """Compare on a GPU how steps of a model's layers are computed, once for layers of one shape.
+
+        Raises:
+            NotCovered: a token has other bits by decode than by prefill.
+        """
+        if not self.layer.is_there():
+            return
+        from ...ops.delta_rule.certificate import certify
+
+        layers = (layer for layer in model.modules() if isinstance(layer, self.layer.get()))
+        shapes = dict.fromkeys(
+            (self.sizes(layer), layer.model_config.dtype, layer.conv1d.weight.device) for layer in layers
+        )
+        for sizes, dtype, device in shapes:
+            certify(sizes.key_heads, sizes.value_heads, sizes.reduction(dtype), sizes.drafts, device)
+
     def reductions(self, model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         """Those of a model's layers, by name, with activations of a dtype."""
         if not self.layer.is_there():
