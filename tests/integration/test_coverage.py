@@ -755,17 +755,22 @@ def test_two_workers_share_gated_delta_rules_and_no_convolutions(monkeypatch: py
     assert found_of_rules() == f"gated delta rules with {TP_TREE.name}=4"
 
 
-def test_drafts_beside_gated_delta_rules_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no state is kept for other requests: such a page would have to be that of a whole block."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by_n_grams, by_a_model = ({"speculative_config": SimpleNamespace(method=name)} for name in ("ngram", "draft_model"))
-    assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding"
+    assert found_of_convolutions(**by_n_grams, enable_prefix_caching=False) is None
+    assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding and a prefix cache"
+    assert found_of_convolutions(**by_a_model) == "short convolutions with speculative decoding with draft_model"
     assert found_of_rules(**by_n_grams, enable_prefix_caching=False) is None
     assert found_of_rules(**by_n_grams) == "gated delta rules with speculative decoding and a prefix cache"
     assert found_of_spaces(**by_n_grams, enable_prefix_caching=False) == (
         "state spaces of Mamba-2 with speculative decoding"
     )
     assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    on_a_gpu = found_of_convolutions(device="cuda", **by_n_grams, enable_prefix_caching=False)
+    assert on_a_gpu == "short convolutions with speculative decoding"
 
 
 def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -604,6 +604,7 @@ _CONVOLUTIONS = _Kept(
     "",
     RAN.convolution_models,
     RAN.short_convolutions,
+    drafters=RAN.short_convolution_drafters,
     quantised=RAN.short_convolution_quantised,
 )
 _DELTA_RULES = _Kept(
@@ -1256,7 +1257,11 @@ COVERED = (
         "Llama 4 (Scout, Maverick), with images and as text: experts whose input is weighted, layers without angles, "
         "temperatures: on a CPU with vLLM 0.32, by one worker",
     ),
-    Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
+    Feature(
+        "Short convolutions",
+        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there with drafts of n-grams where there is no prefix cache, on a "
+        "GPU with 0.33, by one worker",
+    ),
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
@@ -1720,10 +1725,10 @@ REFUSED = (
         _states,
     ),
     Feature(
-        "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs FP8 caches",
+        "Short convolutions (LFM2) elsewhere, by several workers or engines, drafts but n-grams, other quantisation, "
+        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs drafts and FP8 caches",
         "these have not been run together",
-        "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
+        "serve LFM2 by one worker, with drafts --no-enable-prefix-caching, or on a GPU with vLLM 0.33",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
