@@ -5,6 +5,7 @@ from the prefix cache, and in pages that others have left.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,8 @@ from tests.engine.engines import (
     tokens,
 )
 from tests.engine.states import FAULTS
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 LFM2 = {
@@ -433,3 +436,29 @@ def with_drafts(
     config = json.dumps({**drafts, "num_speculative_tokens": 3})
     answers, counted = started(checkpoint, afterwards=drafted, speculative_config=config, **{**settings, **of_drafting})
     return differing_answers(answers, started(checkpoint, afterwards=plain, **settings)), counted
+
+
+def check_two_workers(
+    started: Callable[..., Any],
+    checkpoint: Path,
+    length: int,
+    settings: Mapping[str, Any],
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Two workers have the bits of one by a tree, which is another order of sums than one has without it.
+
+    Args:
+        started: gives what an engine answers.
+        length: as of :func:`ask`.
+        settings: of all engines.
+        variables: of those with a tree.
+    """
+    asked, tree = partial(ask, of=(), length=length), {**variables, TP_TREE.name: "2"}
+    one = started(checkpoint, afterwards=asked, variables=tree, **settings)
+    two = started(
+        checkpoint, afterwards=asked, variables=tree | {CORES: "0|1"}, **{**settings, "tensor_parallel_size": 2}
+    )
+    assert two["preemptions"] > 0
+    assert [name for name in SAME if two[name] != one["alone"]] == []
+    assert decodes_as_it_prefills(two)
+    assert started(checkpoint, afterwards=alone, **settings) != one["alone"]

@@ -208,15 +208,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
 @pytest.mark.exhaustive
 def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoint: Path) -> None:
     """By a tree, which is another order of sums than one worker has without it."""
-    ask = partial(kept_states.ask, of=(), length=LENGTH)
-    one = started(checkpoint, afterwards=ask, variables=UNTRIED_THERE | {TP_TREE.name: "2"}, **DEFAULT)
-    variables = UNTRIED_THERE | {TP_TREE.name: "2", CORES: "0|1"}
-    two = started(checkpoint, afterwards=ask, variables=variables, tensor_parallel_size=2, **DEFAULT)
-    assert two["preemptions"] > 0
-    assert [name for name in SAME if two[name] != one["alone"]] == []
-    assert decodes_as_it_prefills(two)
-    plain = started(checkpoint, afterwards=kept_states.alone, **DEFAULT)
-    assert plain != one["alone"]
+    kept_states.check_two_workers(started, checkpoint, LENGTH, DEFAULT, UNTRIED_THERE)
 
 
 @pytest.mark.exhaustive

@@ -124,6 +124,12 @@ def test_experts_beside_short_convolutions_keep_their_bits(tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="refused there")
+def test_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
+    kept_states.check_two_workers(kept_states.started, checkpoint, LENGTH, DEFAULT)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Path, tmp_path: Path) -> None:
     """With drafts that are right, wrong, or missing; and where the inputs before a draft have no room beside it."""
