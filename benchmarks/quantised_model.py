@@ -65,9 +65,26 @@ SHAPES = {
     "gpt-oss-120b": replace(_GPT_OSS_20B, experts=128, layers=36),
     "qwen3.5-9b": _QWEN3_5_9B,
     "qwen3.5-4b": replace(_QWEN3_5_9B, hidden=2560, intermediate=9216),
+    "qwen3.5-35b-a3b": replace(
+        _QWEN3_5_9B, hidden=2048, layers=40, kv_heads=2, experts=256, top_k=8, expert_intermediate=512
+    ),
+    "nemotron-h-8b": Shape(
+        hidden=4096,
+        intermediate=21504,
+        layers=26,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        vocab=131072,
+        max_length=8192,
+        hybrid="mamba2",
+        rule_heads=(8, 128),
+        rule_head_size=64,
+        attention_every=6,
+    ),
 }
-"""Of Qwen3-8B, Qwen3-30B-A3B, both gpt-oss, and text models of Qwen3.5, of which 4B has an output embedding of its own
-here.
+"""Of Qwen3-8B, Qwen3-30B-A3B, both gpt-oss, text models of Qwen3.5, of which 4B has an output embedding of its own
+here, and Nemotron-H-8B, where each of 22 state spaces and 4 layers of attention has an MLP behind it.
 """
 _WORDS = 4096
 """Of the tokenizer, which the load of a server draws its prompts from."""
@@ -78,7 +95,7 @@ def write(folder: Path, shape: Shape, name: str, device: str) -> None:
 
     Args:
         folder: for its files.
-        shape: of a Qwen3 or a Qwen3.5, or of a gpt-oss if the format is one of its experts.
+        shape: of a Qwen3 or a hybrid, or of a gpt-oss if the format is one of its experts.
         name: of :data:`CHECKPOINT_FORMATS`; empty: the weights as they are.
         device: that draws and quantises.
     """

@@ -1,6 +1,7 @@
 """Bisections of an engine in this process: run by the driver, since the mode holds for a whole process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 
 from tests.engine.adapters import DEVICE, EXPANDS, EXPERT_FAULTS, SHRINKS, plant, plant_in_experts
+from tests.engine.kept_states import VOCABULARY
 from tests.engine.quantisers import step_scaled
+from tests.engine.states import LAYERS
 from tests.faults.adding import nudge
 from tests.faults.experts import FAULTS as OF_EXPERTS
 from tests.faults.experts import planted
 from tests.faults.fuzz import inject
 from vllm_batch_invariant.integration.layers import fp8
+from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
+from vllm_batch_invariant.verify.bisect.recorder import CONVOLUTION, CORE, GATES
 from vllm_batch_invariant.verify.bisect.report import plain
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, tokens
 
@@ -145,14 +150,18 @@ FP8_FAULTS = {
 }
 
 
+def _of_vocabulary(vocabulary: range) -> Case:
+    others = tuple(tuple(tokens(len(other), 2, vocabulary)) for other in CASE.concurrent)
+    return replace(CASE, prompt=tuple(tokens(PREFILL, 1, vocabulary)), concurrent=others)
+
+
 def in_fp8(llm: Any, vocabulary: list[int]) -> dict[str, dict[str, Any]]:
     """What is found of layers of FP8 without a fault, and with one in the method of this or that layer.
 
     Args:
         vocabulary: the first token of requests, and the one behind the last.
     """
-    others = tuple(tuple(tokens(len(other), 2, range(*vocabulary))) for other in CASE.concurrent)
-    case = replace(CASE, prompt=tuple(tokens(PREFILL, 1, range(*vocabulary))), concurrent=others)
+    case = _of_vocabulary(range(*vocabulary))
     found = {"no fault": plain(case, bisect(llm, case))}
     [model] = llm.apply_model(lambda model: model)
     for name, (path, fault) in FP8_FAULTS.items():
@@ -162,6 +171,47 @@ def in_fp8(llm: Any, vocabulary: list[int]) -> dict[str, dict[str, Any]]:
         found[name] = plain(case, bisect(llm, case))
         del layer.quant_method.apply
     return found
+
+
+def _first_with_states(model: torch.nn.Module) -> tuple[str, Any]:
+    return next((path, layer) for path, layer in model.named_modules() if type(layer).__name__.endswith(LAYERS))
+
+
+@contextmanager
+def _moved(owner: Any, name: str) -> Iterator[None]:
+    """What a function or a module gives is moved in a batch of more rows than the request has."""
+    right = getattr(owner, name)
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        nudge(out[-2] if isinstance(out, tuple) else out, PREFILL)  # of gates that of decay
+        return out
+
+    setattr(owner, name, moved)
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def between_modules(llm: Any) -> dict[str, Any]:
+    """What is found of a model whose layers keep states without a fault, and with one in what these call between their
+    modules, and in the norm behind; and the path of the first layer.
+    """
+    [(path, layer)] = llm.apply_model(_first_with_states)
+    case = _of_vocabulary(VOCABULARY)
+    found = {"no fault": plain(case, bisect(llm, case))}
+    rule, inputs = (
+        module_for("delta_rule", DEVICE),
+        "mamba2_gates" if hasattr(layer, "ssm_state_size") else "gdn_inputs",
+    )
+    places: dict[str, tuple[Any, str]] = {CONVOLUTION: (module_for("causal_conv", DEVICE), "causal_conv")}
+    if hasattr(layer, "norm"):
+        places |= {GATES: (rule, inputs), CORE: (rule, "delta_rule"), "norm": (layer.norm, "forward")}
+    for name, (owner, function) in places.items():
+        with _moved(owner, function):
+            found[name] = plain(case, bisect(llm, case))
+    return {"path": path, "found": found}
 
 
 def in_a_worker(llm: Any, rank: int, path: str) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,10 @@
 from the prefix cache, and in pages that others have left.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +13,20 @@ from typing import Any
 import torch
 import transformers
 
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, PATHS, concurrent_requests, request, run, tokens
+from tests.engine.drafters import ANSWERS, KINDS
+from tests.engine.engines import (
+    EAGER_ON_GPU,
+    OF_DEVICE,
+    PATHS,
+    concurrent_requests,
+    differing_answers,
+    request,
+    run,
+    tokens,
+)
 from tests.engine.states import FAULTS
+from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 LFM2 = {
@@ -326,3 +340,125 @@ def in_company(engine: Engine, length: int) -> tuple[Any, Any]:
     steps = engine.step("alone", TARGETS[:1], True), engine.step("among others", beside, True)
     by_itself, among = (step.requests[-1]["completions"] for step in steps)
     return by_itself, among
+
+
+def drafted_requests() -> list[dict[str, Any]]:
+    """Requests whose first tokens say of which kind their drafts are, with prompts and answers over ends of chunks."""
+    made = []
+    for number, length in enumerate((1, 7, 14, 16, 30, 47, 130, 250)):
+        for kind in range(len(KINDS)):
+            prompt = [len(KINDS) * (10 + number) + kind, *tokens(length, 50 * number + kind, VOCABULARY)]
+            seeded = {"temperature": 1.0, "seed": number} if (number + kind) % 2 else {}
+            made.append(request(prompt, max_tokens=40, logprobs=2, **seeded))
+    return made
+
+
+REPEATING = [request(tokens(5, 900 + number, VOCABULARY) * 8, max_tokens=150) for number in range(4)]
+"""n-grams find drafts in them."""
+
+
+def with_any_drafts(
+    started: Callable[..., Any],
+    checkpoint: Path,
+    folder: Path,
+    fault: str,
+    settings: Mapping[str, Any],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **of_drafting: Any,
+) -> dict[str, Any]:
+    """Answers to :func:`drafted_requests` without drafts, and by a drafter that knows the answers and gives them,
+    others, or none; and with a fault.
+
+    Args:
+        started: gives what an engine answers.
+        folder: for the drafter.
+        fault: the function of :mod:`.states` that plants it, if any.
+        settings: of both engines.
+        variables: of both.
+        of_drafting: what the engine with drafts is given beside them.
+    """
+    undrafted = started(checkpoint, afterwards=_plainly, variables=variables, **settings)
+    known = zip(drafted_requests(), undrafted, strict=True)
+    answers = folder / "answers.json"
+    answers.write_text(json.dumps([asked["prompt"] + answer["completions"][0]["tokens"] for asked, answer in known]))
+
+    def ask(engine: Engine) -> dict[str, Any]:
+        together = engine.step("together", drafted_requests())
+        found = {"together": together.requests, "preemptions": together.preemptions}
+        found["counts"] = engine.call("tests.engine.drafters:counts")
+        if fault:
+            engine.call(f"{IN_ENGINE}:{fault}")
+            found["fault"] = engine.step("fault", drafted_requests()).requests
+        return found
+
+    drafts = {"method": "custom_class", "model": "tests.engine.drafters.Drafter", "num_speculative_tokens": 5}
+    named = {"variables": variables} | of_drafting
+    named["variables"] = {ANSWERS: str(answers), **named["variables"]}
+    found = started(checkpoint, afterwards=ask, speculative_config=json.dumps(drafts), **settings, **named)
+    return found | {"undrafted": undrafted}
+
+
+def _plainly(engine: Engine) -> list[dict[str, Any]]:
+    return engine.step("plain", drafted_requests()).requests
+
+
+def check_drafts(found: dict[str, Any]) -> None:
+    """Of what :func:`with_any_drafts` finds: answers are those of plain decoding, and a fault shows."""
+    assert differing_answers(found["together"], found["undrafted"]) == []
+    assert 0 < found["counts"]["accepted"] < found["counts"]["drafts"]
+    assert "fault" not in found or differing_answers(found["fault"], found["undrafted"])
+
+
+def with_drafts(
+    started: Callable[..., Any],
+    checkpoint: Path,
+    drafts: Mapping[str, Any],
+    asked: list[dict[str, Any]],
+    settings: Mapping[str, Any],
+    **of_drafting: Any,
+) -> tuple[list[Any], dict[str, int]]:
+    """Which answers are others with three drafts by a method, and what became of these.
+
+    Args:
+        started: gives what an engine answers.
+        drafts: the method, as vLLM's configuration names it.
+        asked: the requests.
+        settings: of both engines.
+        of_drafting: what the engine with drafts is given beside them.
+    """
+
+    def plain(engine: Engine) -> list[dict[str, Any]]:
+        return engine.step("plain", asked).requests
+
+    def drafted(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return engine.step("drafted", asked).requests, engine.call("tests.engine.drafters:counts")
+
+    config = json.dumps({**drafts, "num_speculative_tokens": 3})
+    answers, counted = started(checkpoint, afterwards=drafted, speculative_config=config, **{**settings, **of_drafting})
+    return differing_answers(answers, started(checkpoint, afterwards=plain, **settings)), counted
+
+
+def check_two_workers(
+    started: Callable[..., Any],
+    checkpoint: Path,
+    length: int,
+    settings: Mapping[str, Any],
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Two workers have the bits of one by a tree, which is another order of sums than one has without it.
+
+    Args:
+        started: gives what an engine answers.
+        length: as of :func:`ask`.
+        settings: of all engines.
+        variables: of those with a tree.
+    """
+    asked, tree = partial(ask, of=(), length=length), {**variables, TP_TREE.name: "2"}
+    one = started(checkpoint, afterwards=asked, variables=tree, **settings)
+    two = started(
+        checkpoint, afterwards=asked, variables=tree | {CORES: "0|1"}, **{**settings, "tensor_parallel_size": 2}
+    )
+    assert two["preemptions"] > 0
+    assert [name for name in SAME if two[name] != one["alone"]] == []
+    assert decodes_as_it_prefills(two)
+    assert started(checkpoint, afterwards=alone, **settings) != one["alone"]

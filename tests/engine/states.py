@@ -111,3 +111,13 @@ def keep_drafts(_llm: Any) -> None:
     from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction
 
     DeltaRuleReduction.drafts = lambda self, rows: 0
+
+
+def leave_no_room_for_drafts(_llm: Any) -> None:
+    """Have short convolutions keep as many inputs as without drafts, from now on: a rejected one takes the place of
+    one that is read once more.
+    """
+    from vllm_batch_invariant.integration.layers import short_conv
+
+    states = short_conv._states
+    short_conv._states = lambda layer: states(layer)[:, : layer.L_cache - 1]

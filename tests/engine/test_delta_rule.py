@@ -2,7 +2,6 @@
 size, after a preemption, from the prefix cache, and in a page that another has left.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,16 +12,15 @@ import torch
 import transformers
 
 from tests.engine import kept_states, multimodal
-from tests.engine.drafters import ANSWERS, KINDS, add_mtp
-from tests.engine.engines import UNTRIED_THERE, differing_answers, request, tokens
-from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
+from tests.engine.drafters import add_mtp
+from tests.engine.engines import UNTRIED_THERE
+from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
-from vllm_batch_invariant.verify.harness.worker import Engine
 
 COVERED = reviews.ran().delta_rules["cuda" if ON_GPU else "cpu"]
 pytestmark = [
@@ -210,15 +208,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
 @pytest.mark.exhaustive
 def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoint: Path) -> None:
     """By a tree, which is another order of sums than one worker has without it."""
-    ask = partial(kept_states.ask, of=(), length=LENGTH)
-    one = started(checkpoint, afterwards=ask, variables=UNTRIED_THERE | {TP_TREE.name: "2"}, **DEFAULT)
-    variables = UNTRIED_THERE | {TP_TREE.name: "2", CORES: "0|1"}
-    two = started(checkpoint, afterwards=ask, variables=variables, tensor_parallel_size=2, **DEFAULT)
-    assert two["preemptions"] > 0
-    assert [name for name in SAME if two[name] != one["alone"]] == []
-    assert decodes_as_it_prefills(two)
-    plain = started(checkpoint, afterwards=kept_states.alone, **DEFAULT)
-    assert plain != one["alone"]
+    kept_states.check_two_workers(started, checkpoint, LENGTH, DEFAULT, UNTRIED_THERE)
 
 
 @pytest.mark.exhaustive
@@ -233,21 +223,6 @@ def test_two_workers_share_experts_too(started: Callable[..., Any], family: str,
     assert decodes_as_it_prefills(two)
 
 
-def drafted_requests() -> list[dict[str, Any]]:
-    """Requests whose first tokens say of which kind their drafts are, with prompts and answers over ends of chunks."""
-    made = []
-    for number, length in enumerate((1, 7, 14, 16, 30, 47, 130, 250)):
-        for kind in range(len(KINDS)):
-            prompt = [len(KINDS) * (10 + number) + kind, *tokens(length, 50 * number + kind, kept_states.VOCABULARY)]
-            seeded = {"temperature": 1.0, "seed": number} if (number + kind) % 2 else {}
-            made.append(request(prompt, max_tokens=40, logprobs=2, **seeded))
-    return made
-
-
-REPEATING = [request(tokens(5, 900 + number, kept_states.VOCABULARY) * 8, max_tokens=150) for number in range(4)]
-"""n-grams find drafts in them."""
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
@@ -256,36 +231,14 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     """With a drafter that knows the answers and gives them, others, or none; and where a step takes drafts for tokens
     that stay.
     """
-    tree = UNTRIED_THERE | ({TP_TREE.name: "2"} if workers > 1 else {})
-
-    def plain(engine: Engine) -> list[dict[str, Any]]:
-        return engine.step("plain", drafted_requests()).requests
-
-    undrafted = started(checkpoint, afterwards=plain, variables=tree, **UNCACHED)
-    known = zip(drafted_requests(), undrafted, strict=True)
-    (tmp_path / "answers.json").write_text(
-        json.dumps([asked["prompt"] + answer["completions"][0]["tokens"] for asked, answer in known])
-    )
-
-    def ask(engine: Engine) -> dict[str, Any]:
-        together = engine.step("together", drafted_requests())
-        found = {"together": together.requests, "preemptions": together.preemptions}
-        found["counts"] = engine.call("tests.engine.drafters:counts")
-        if workers == 1:
-            engine.call(f"{kept_states.IN_ENGINE}:keep_drafts")
-            found["kept"] = engine.step("kept", drafted_requests()).requests
-        return found
-
-    drafts = {"method": "custom_class", "model": "tests.engine.drafters.Drafter", "num_speculative_tokens": 5}
-    variables = {ANSWERS: str(tmp_path / "answers.json"), **tree}
-    settings = UNCACHED | {"speculative_config": json.dumps(drafts), "tensor_parallel_size": workers}
+    shared: dict[str, Any] = {}
+    tree, fault = UNTRIED_THERE, "keep_drafts"
     if workers > 1:
-        variables |= {CORES: "0|1"}
-    found = started(checkpoint, afterwards=ask, variables=variables, **settings)
-    assert differing_answers(found["together"], undrafted) == []
-    assert 0 < found["counts"]["accepted"] < found["counts"]["drafts"]
+        tree, fault = tree | {TP_TREE.name: "2"}, ""
+        shared = {"variables": tree | {CORES: "0|1"}, "tensor_parallel_size": workers}
+    found = kept_states.with_any_drafts(started, checkpoint, tmp_path, fault, UNCACHED, tree, **shared)
+    kept_states.check_drafts(found)
     assert found["preemptions"] > 0
-    assert workers > 1 or differing_answers(found["kept"], undrafted)
 
 
 @pytest.mark.exhaustive
@@ -299,15 +252,9 @@ def test_n_grams_leave_answers_alone(
         model, config = WITH_EXPERTS[family]
         folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
 
-    def plain(engine: Engine) -> list[dict[str, Any]]:
-        return engine.step("plain", REPEATING).requests
-
-    def ask(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        return engine.step("drafted", REPEATING).requests, engine.call("tests.engine.drafters:counts")
-
-    settings = UNCACHED | OF_GRAPHS[eager] | {"speculative_config": json.dumps(NGRAMS | {"num_speculative_tokens": 3})}
-    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, **settings)
-    assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
+    of_drafting = {"variables": UNTRIED_THERE} | OF_GRAPHS[eager]
+    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, REPEATING, UNCACHED, **of_drafting)
+    assert differing == []
     assert counted["accepted"] > 0
 
 
@@ -322,18 +269,9 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     if family in WITH_EXPERTS:
         (model, config), sizes = WITH_EXPERTS[family], kept_states.QWEN3_5_MOE
     folder = add_mtp(written(model(config(**sizes)), tmp_path))
-    few = drafted_requests()[::3]
-
-    def plain(engine: Engine) -> list[dict[str, Any]]:
-        return engine.step("plain", few).requests
-
-    def ask(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        return engine.step("drafted", few).requests, engine.call("tests.engine.drafters:counts")
-
-    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
-    settings = UNCACHED | OF_GRAPHS[eager] | {"speculative_config": drafts}
-    answers, counted = started(folder, afterwards=ask, variables=UNTRIED_THERE, **settings)
-    assert differing_answers(answers, started(folder, afterwards=plain, **UNCACHED)) == []
+    few, of_drafting = kept_states.drafted_requests()[::3], {"variables": UNTRIED_THERE} | OF_GRAPHS[eager]
+    differing, counted = kept_states.with_drafts(started, folder, {"method": "mtp"}, few, UNCACHED, **of_drafting)
+    assert differing == []
     assert counted["drafts"] > 0
 
 

@@ -16,7 +16,9 @@ from tests.engine.engines import UNTRIED_THERE
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.worker import EngineFailed
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().mamba2["cpu"]
 pytestmark = [
@@ -193,6 +195,15 @@ def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) 
     in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
     assert distance_from_float64(folder, in_fp32) < 1e-4
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
+
+
+@pytest.mark.skipif(ON_GPU, reason="refused there")
+def test_two_workers_have_the_bits_of_one(family: Family, checkpoint: Path) -> None:
+    if family.sizes.get("mamba_n_groups") == 1:
+        with pytest.raises(EngineFailed, match="state spaces of Mamba-2 with 1 groups by 2 workers"):
+            started(checkpoint, variables={CORES: "0|1"}, tensor_parallel_size=2)
+        return
+    kept_states.check_two_workers(started, checkpoint, LENGTH, DEFAULT)
 
 
 def test_plain_vllm_fails_the_same_comparison(family: Family, checkpoint: Path) -> None:

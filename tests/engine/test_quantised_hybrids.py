@@ -3,7 +3,6 @@ any size, after a preemption, from the prefix cache, and in a page that another 
 quantised those of the matrices that they stand for.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,17 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
-from tests.engine.engines import UNTRIED_THERE, differing_answers, request, tokens
+from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, TARGETS, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.quantised_layers import FORMS, write
 from tests.engine.test_delta_rule import (
     DEFAULT,
     LENGTH,
     PAGES,
-    REPEATING,
     UNCACHED,
     WITH_EXPERTS,
-    drafted_requests,
 )
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.envs import TP_TREE
@@ -216,18 +213,11 @@ def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path,
     """Also those of a layer for more tokens that is quantised, too."""
     source = FAMILIES["Qwen3.5"].source(tmp_path / "source")
     folder = quantised(BLOCKS, tmp_path, add_mtp(source) if method == "mtp" else source)
-    requests = REPEATING if method == "ngram" else drafted_requests()[::3]
-    drafts = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method] | {"num_speculative_tokens": 3}
-
-    def plain(engine: Engine) -> list[dict[str, Any]]:
-        return engine.step("plain", requests).requests
-
-    def drafted(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        return engine.step("drafted", requests).requests, engine.call("tests.engine.drafters:counts")
-
+    asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
+    drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     settings = UNCACHED | {"variables": UNTRIED_THERE}
-    answers, counted = started(folder, afterwards=drafted, speculative_config=json.dumps(drafts), **settings)
-    assert differing_answers(answers, started(folder, afterwards=plain, **settings)) == []
+    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings)
+    assert differing == []
     assert counted["drafts"] > 0
 
 

@@ -11,10 +11,11 @@ import torch
 import transformers
 
 from tests.engine import kept_states
-from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
+from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
 COVERED = reviews.ran().short_convolutions["cuda" if ON_GPU else "cpu"]
 pytestmark = [
@@ -52,6 +53,10 @@ def written(model: transformers.PreTrainedModel, folder: Path) -> Path:
         model.model.embedding_norm.weight.fill_(8.0)
     model.bfloat16().save_pretrained(folder)
     return folder
+
+
+def with_experts(folder: Path) -> Path:
+    return written(transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**kept_states.LFM2, **EXPERTS)), folder)
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +116,35 @@ def test_other_dtypes_keep_their_bits(checkpoint: Path, dtype: str) -> None:
 @pytest.mark.exhaustive
 def test_experts_beside_short_convolutions_keep_their_bits(tmp_path: Path) -> None:
     """LFM2-MoE."""
-    model = transformers.Lfm2MoeForCausalLM(transformers.Lfm2MoeConfig(**kept_states.LFM2, **EXPERTS))
-    folder = written(model, tmp_path)
+    folder = with_experts(tmp_path)
     kept = started(folder, dtype="float32", **DEFAULT)
     assert kept["preemptions"] > 0
     assert [name for name in SAME if kept[name] != kept["alone"]] == []
     assert distance_from_float64(folder, kept["alone"]) < 1e-4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="refused there")
+def test_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
+    kept_states.check_two_workers(kept_states.started, checkpoint, LENGTH, DEFAULT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Path, tmp_path: Path) -> None:
+    """With drafts that are right, wrong, or missing; and where the inputs before a draft have no room beside it."""
+    fault = "leave_no_room_for_drafts"
+    found = kept_states.with_any_drafts(kept_states.started, checkpoint, tmp_path, fault, UNCACHED)
+    kept_states.check_drafts(found)
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@pytest.mark.parametrize("family", ["LFM2", pytest.param("LFM2-MoE", marks=pytest.mark.exhaustive)])
+def test_n_grams_leave_answers_alone(checkpoint: Path, tmp_path: Path, family: str) -> None:
+    folder = checkpoint if family == "LFM2" else with_experts(tmp_path)
+    differing, counted = kept_states.with_drafts(kept_states.started, folder, NGRAMS, REPEATING, UNCACHED)
+    assert differing == []
+    assert counted["accepted"] > 0
 
 
 @pytest.mark.exhaustive

@@ -681,6 +681,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
             "enable_prompt_embeds": False,
             "enable_sleep_mode": False,
             "is_moe": False,
+            "hf_text_config": None,
         },
         "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
         "cache_config": {
@@ -743,29 +744,54 @@ def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch
         assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
 
 
-def test_two_workers_share_gated_delta_rules_and_no_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_share_layers_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found_of_convolutions(tensor_parallel_size=2) == "short convolutions with tensor parallelism 2"
-    assert found_of_rules(tensor_parallel_size=2) is None
-    assert found_of_spaces(tensor_parallel_size=2) == "state spaces of Mamba-2 with tensor parallelism 2"
+    for found_of in (found_of_convolutions, found_of_rules, found_of_spaces):
+        assert found_of(tensor_parallel_size=2) is None
     monkeypatch.setenv(TP_TREE.name, "2")
-    assert found_of_convolutions() == f"short convolutions with {TP_TREE.name}=2"
-    assert found_of_rules() is None
+    assert found_of_convolutions() is found_of_rules() is found_of_spaces() is None
     monkeypatch.setenv(TP_TREE.name, "4")
     assert found_of_rules() == f"gated delta rules with {TP_TREE.name}=4"
 
 
-def test_drafts_beside_gated_delta_rules_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_share_nothing_else_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolutions, spaces, rules = (
+        partial(found_of_states, "Short convolutions and state spaces by 2 workers", of)
+        for of in ("Lfm2ForCausalLM", "NemotronHForCausalLM", "Qwen3_5ForCausalLM")
+    )
+    two, groups = {"tensor_parallel_size": 2}, SimpleNamespace(mamba_n_groups=1)
+    assert convolutions(**two) is spaces(**two) is spaces(hf_text_config=groups) is None
+    assert spaces(**two, hf_text_config=groups) == "state spaces of Mamba-2 with 1 groups by 2 workers"
+    dense = SimpleNamespace(n_groups=2, hybrid_override_pattern="M-*M-")  # of which vLLM finds a number of experts
+    assert spaces(**two, is_moe=True, hf_text_config=dense) is None
+    for changes, said in (
+        ({"is_moe": True}, "experts"),
+        ({"quantization": "fp8"}, "quantised weights"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "drafts"),
+        ({"cache_dtype": "fp8"}, "an FP8 cache"),
+    ):
+        assert convolutions(**changes) is rules(**two, **changes) is None
+        assert convolutions(**two, **changes) == f"short convolutions with {said} by 2 workers"
+    monkeypatch.setenv(TP_TREE.name, "2")
+    assert convolutions(is_moe=True) == "short convolutions with experts by 2 workers"
+
+
+def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no state is kept for other requests: such a page would have to be that of a whole block."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by_n_grams, by_a_model = ({"speculative_config": SimpleNamespace(method=name)} for name in ("ngram", "draft_model"))
-    assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding"
+    assert found_of_convolutions(**by_n_grams, enable_prefix_caching=False) is None
+    assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding and a prefix cache"
+    assert found_of_convolutions(**by_a_model) == "short convolutions with speculative decoding with draft_model"
     assert found_of_rules(**by_n_grams, enable_prefix_caching=False) is None
     assert found_of_rules(**by_n_grams) == "gated delta rules with speculative decoding and a prefix cache"
     assert found_of_spaces(**by_n_grams, enable_prefix_caching=False) == (
         "state spaces of Mamba-2 with speculative decoding"
     )
     assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    on_a_gpu = found_of_convolutions(device="cuda", **by_n_grams, enable_prefix_caching=False)
+    assert on_a_gpu == "short convolutions with speculative decoding"
 
 
 def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -907,6 +933,8 @@ def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found_of_convolutions() == "short convolutions with vLLM 0.33.0"
     assert found_of_convolutions(device="cuda") is None
+    by_two = found_of_convolutions(device="cuda", tensor_parallel_size=2)
+    assert by_two == "short convolutions with tensor parallelism 2"
     first_runner = found_of_convolutions(device="cuda", use_v2_model_runner=False)
     assert first_runner == "short convolutions with the first model runner"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")

@@ -608,7 +608,9 @@ _CONVOLUTIONS = _Kept(
     "",
     RAN.convolution_models,
     RAN.short_convolutions,
-    quantised=RAN.short_convolution_quantised,
+    RAN.short_convolution_workers,
+    RAN.short_convolution_drafters,
+    RAN.short_convolution_quantised,
 )
 _DELTA_RULES = _Kept(
     "gated delta rules",
@@ -626,6 +628,7 @@ _STATE_SPACES = _Kept(
     "state spaces",
     RAN.mamba2_models,
     RAN.mamba2,
+    RAN.mamba2_workers,
     quantised=RAN.mamba2_quantised,
 )
 
@@ -704,6 +707,26 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
+
+
+def _states_shared(config: Config) -> str | None:
+    """What several workers have not run beside layers with states but gated delta rules."""
+    workers = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
+    kept = next((kept for kept in (_CONVOLUTIONS, _STATE_SPACES) if _keeps(config, kept)), None)
+    if workers == 1 or kept is None:
+        return None
+    model = config.model_config
+    sizes = getattr(model, "hf_text_config", None)
+    groups = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers))
+    found = {
+        f"{groups} groups": kept is _STATE_SPACES and groups % workers > 0,
+        "drafts": config.speculative_config is not None,
+        "experts": schemes.has_experts(model),
+        "quantised weights": model.quantization,
+        "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
+    }
+    first = _first(found)
+    return _when(first, f"{kept.name} with {first} by {workers} workers")
 
 
 def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ...]:
@@ -1260,7 +1283,11 @@ COVERED = (
         "Llama 4 (Scout, Maverick), with images and as text: experts whose input is weighted, layers without angles, "
         "temperatures: on a CPU with vLLM 0.32, by one worker",
     ),
-    Feature("Short convolutions", "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, on a GPU with 0.33, by one worker"),
+    Feature(
+        "Short convolutions",
+        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers, and drafts of n-grams where there is "
+        "no prefix cache, by one; on a GPU with 0.33, by one",
+    ),
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
@@ -1269,8 +1296,8 @@ COVERED = (
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, in bf16 on "
-        "a GPU with 0.33, there also Nemotron-H with experts; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there by "
+        "two if their groups divide, in bf16 on a GPU with 0.33, there also Nemotron-H with experts; states in fp32",
     ),
     Feature(
         "Quantised weights beside these",
@@ -1730,10 +1757,11 @@ REFUSED = (
         _states,
     ),
     Feature(
-        "Short convolutions (LFM2) elsewhere, by several workers or engines, beside drafts, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs FP8 caches",
+        "Short convolutions (LFM2) elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
+        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs 2 workers, drafts, FP8 "
+        "caches",
         "these have not been run together",
-        "serve LFM2 by one worker, on a CPU with vLLM 0.32 or on a GPU with 0.33 and its second model runner",
+        "serve LFM2 by one worker, with drafts --no-enable-prefix-caching",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
@@ -1747,12 +1775,20 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, by several workers or engines, beside drafts, other quantisation, FP8 "
-        "caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not in bf16",
+        "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts, other quantisation, FP8 caches, "
+        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs 2 workers and not in bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Short convolutions and state spaces by 2 workers beside drafts, experts, quantised weights or FP8 caches, or "
+        "with an odd number of groups",
+        "these have not been run together",
+        "serve them by one worker",
+        _states_shared,
+        arguments=(TENSOR, SPECULATION, KV_CACHE, envs.TP_TREE.name),
     ),
     Feature(
         "Experts without a gate (Nemotron 3 Nano) on a CPU",

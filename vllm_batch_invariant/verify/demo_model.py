@@ -88,8 +88,6 @@ _TAPS = 3
 """Of a short convolution."""
 _RULE_TAPS = 4
 """Of the convolution before a gated delta rule or a state space."""
-_GROUPS = 2
-"""Of the heads of a state space."""
 _LATENT, _TURNED = 512, 64
 """Elements of a vector of latent attention, as published: keys and values, and keys alone."""
 
@@ -104,8 +102,8 @@ class Shape:
         expert_intermediate: intermediate size of one expert.
         dense_layers: layers without experts, before the others.
         hybrid: what every other layer has in the place of attention, of :data:`HYBRIDS`; empty: attention.
-        rule_heads: key heads and value heads of a gated delta rule.
-        rule_head_size: of these; 0 for that of attention.
+        rule_heads: key heads and value heads of a gated delta rule; groups and heads of a state space.
+        rule_head_size: of these; 0 for that of attention, which a state space's state has.
         attention_every: of a model with gated delta rules or state spaces every so many layers the last has attention.
         latent: whether it is a DeepSeek-V3, whose layers have latent attention.
         images: the family of a model that sees images, of :data:`.image_model.FAMILIES`; empty: it sees none.
@@ -514,7 +512,9 @@ def nemotron_h_weights(
     of_no_layer = weights_of_no_layer(shape, tokens, drawn)
     yield {f"{named[name.removesuffix('.weight')]}.weight": weight for name, weight in of_no_layer.items()}
     heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    channels = heads + 2 * _GROUPS * shape.head_size
+    groups, of_space = shape.rule_heads
+    inner = of_space * (shape.rule_head_size or shape.head_size)
+    channels = inner + 2 * groups * shape.head_size
     for i, kind in enumerate(_nemotron_h_layers(shape)):
         layer = f"backbone.layers.{i}."
         mixer = layer + "mixer."
@@ -533,14 +533,14 @@ def nemotron_h_weights(
             }
         else:
             weights |= {
-                mixer + "in_proj.weight": normal(heads + channels + shape.heads, shape.hidden),
+                mixer + "in_proj.weight": normal(inner + channels + of_space, shape.hidden),
                 mixer + "conv1d.weight": normal(channels, _RULE_TAPS)[:, None].contiguous(),
                 mixer + "conv1d.bias": near(0, channels),
-                mixer + "A_log": near(-4.5, shape.heads),
-                mixer + "D": near(1, shape.heads),
-                mixer + "dt_bias": near(0, shape.heads),
-                mixer + "norm.weight": near(1, heads),
-                mixer + "out_proj.weight": normal(shape.hidden, heads, shape.residual_gain),
+                mixer + "A_log": near(-4.5, of_space),
+                mixer + "D": near(1, of_space),
+                mixer + "dt_bias": near(0, of_space),
+                mixer + "norm.weight": near(1, inner),
+                mixer + "out_proj.weight": normal(shape.hidden, inner, shape.residual_gain),
             }
         yield weights
 
@@ -560,10 +560,10 @@ def nemotron_h_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
-        "mamba_num_heads": shape.heads,
-        "mamba_head_dim": shape.head_size,
+        "mamba_num_heads": shape.rule_heads[1],
+        "mamba_head_dim": shape.rule_head_size or shape.head_size,
         "ssm_state_size": shape.head_size,
-        "n_groups": _GROUPS,
+        "n_groups": shape.rule_heads[0],
         "conv_kernel": _RULE_TAPS,
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.max_length,
@@ -851,7 +851,10 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     if options.real:
         return _run_real(options, parser)
     experts = {"experts": options.experts, "top_k": min(Shape.top_k, options.experts or Shape.top_k)}
-    kind = {"hybrid": options.hybrid, "heads": options.hidden // Shape.head_size} if options.hybrid else {}
+    heads = options.hidden // Shape.head_size
+    kind: dict[str, Any] = {"hybrid": options.hybrid, "heads": heads} if options.hybrid else {}
+    if options.hybrid == "mamba2":
+        kind["rule_heads"] = Shape.rule_heads[0], heads
     kind |= {"images": options.images, "latent": options.latent}
     try:
         shape = Shape(dtype=options.dtype, layers=options.layers, hidden=options.hidden, **experts, **kind)

@@ -2,6 +2,7 @@
 models.
 """
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.ops.delta_rule.cases import Layer
-from vllm_batch_invariant.ops.delta_rule import DeltaStates, cuda
+from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates, certificate, cuda
 
 LENGTH = 150
 
@@ -119,3 +120,18 @@ def test_another_chunk_is_seen(layer):
     out = layer.whole(x)
     assert not torch.equal(out, expected)
     assert_same_bits(layer.cut(x, 40, *(LENGTH - 40) * [1]), out, "decode in chunks of 32")
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("heads", "sizes"),
+    [((16, 32), (128, 128)), ((16, 64), (128, 128)), ((8, 128), (128, 64)), ((1, 32), (256, 64))],
+    ids=["Qwen3.5-9B", "Qwen3.5-27B", "Nemotron-H-8B", "Falcon-H1"],
+)
+def test_the_certificate_of_a_published_shape_passes_below_a_second(heads, sizes, drafts):
+    reduction = DeltaRuleReduction.of(*sizes, torch.bfloat16, solve=sizes[1] == 128)
+    certify = partial(certificate.certify, *heads, reduction, drafts, torch.device("cuda", 0))
+    assert certify() > 1_000_000  # and kernels are compiled
+    start = time.perf_counter()
+    certify()
+    assert time.perf_counter() - start < 1

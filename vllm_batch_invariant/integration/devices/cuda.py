@@ -20,6 +20,7 @@ from ..layers import (
     exact,
     experts,
     linear,
+    mamba2,
     norm_fusion,
     norm_rotary,
     online_experts,
@@ -107,6 +108,12 @@ class Cuda(VllmDevice):
         sampler.install_second_runner()
         adapters.install_second_runner()
         return external_ops
+
+    def after_loading(self, worker: Any) -> None:
+        """As on every device; and the recurrences of a model are compared."""
+        super().after_loading(worker)
+        for of_layers in (delta_rule.RECURRENCE, mamba2.RECURRENCE):
+            of_layers.certify(worker.get_model())
 
     def check_gpu(self) -> None:
         """Refuse a GPU that the kernels are not compiled for."""

@@ -12,7 +12,7 @@ from ...ops.causal_conv import ConvReduction, ConvStates
 from ...ops.delta_rule import Convolution, DeltaRuleReduction, DeltaStates
 from ..reviews import patch_points
 from ..reviews.patch_points import PatchPoint
-from .state_backend import StateStep
+from .state_backend import StateStep, with_one_page
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors of a request's page."""
@@ -123,15 +123,7 @@ class Recurrence(NamedTuple):
         return self.of_model(*args, **named).shapes_of_model
 
     def _pages(self, layer: Any, vllm_config: Any) -> Any:
-        """vLLM's, without a page for each draft, as one page has what a step with rejected drafts leaves, and without
-        one for a state within a step of prefill.
-        """
-        return replace(
-            self.layer.get().get_kv_cache_spec(layer, vllm_config),
-            num_speculative_blocks=0,
-            num_prefill_checkpoint_blocks=0,
-            prefill_checkpoint_alignment=None,
-        )
+        return with_one_page(self.layer.get().get_kv_cache_spec(layer, vllm_config))
 
     def states(self, layer: Any, step: StateStep, dtype: torch.dtype) -> tuple[DeltaStates, DeltaRuleReduction]:
         """What the operation is given of a layer of this kind for a step."""
@@ -139,6 +131,23 @@ class Recurrence(NamedTuple):
         reduction = sizes.reduction(dtype)
         held = step.states_of(layer.kv_cache[0], DeltaStates)
         return replace(held, rows=reduction.rows(sizes.drafts)), reduction
+
+    def certify(self, model: torch.nn.Module) -> None:
+        """Compare on a GPU how steps of a model's layers are computed, once for layers of one shape.
+
+        Raises:
+            NotCovered: a token has other bits by decode than by prefill.
+        """
+        if not self.layer.is_there():
+            return
+        from ...ops.delta_rule.certificate import certify
+
+        layers = (layer for layer in model.modules() if isinstance(layer, self.layer.get()))
+        shapes = dict.fromkeys(
+            (self.sizes(layer), layer.model_config.dtype, layer.conv1d.weight.device) for layer in layers
+        )
+        for sizes, dtype, device in shapes:
+            certify(sizes.key_heads, sizes.value_heads, sizes.reduction(dtype), sizes.drafts, device)
 
     def reductions(self, model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         """Those of a model's layers, by name, with activations of a dtype."""

@@ -6,7 +6,7 @@ import torch
 
 from ...ops.causal_conv import ConvReduction, ConvStates, causal_conv
 from ..reviews import patch_points
-from .state_backend import step_of_layer
+from .state_backend import step_of_layer, with_one_page
 
 _BACKEND = f"{__package__}.short_conv_backend.Backend"
 _NEEDED = (
@@ -21,7 +21,12 @@ def install() -> None:
     """
     if not all(point.is_there() for point in _NEEDED):
         return
-    patch_points.replace_layer(patch_points.SHORT_CONV.get(), "BatchInvariant", forward)
+    layer = patch_points.SHORT_CONV.get()
+
+    def pages(self: Any, vllm_config: Any) -> Any:
+        return with_one_page(layer.get_kv_cache_spec(self, vllm_config))
+
+    patch_points.replace_layer(layer, "BatchInvariant", forward, get_kv_cache_spec=pages)
     backends = patch_points.MAMBA_BACKENDS.get()
     patch_points.REGISTER_BACKEND.get()(backends.SHORT_CONV, _BACKEND, is_mamba=True)
 

@@ -1,6 +1,6 @@
 """What a layer with a state of each request is told of a step, whatever vLLM's backend for it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,13 @@ def step_of_layer(name: str) -> StateStep | None:
     """
     told = patch_points.FORWARD_CONTEXT.get()().attn_metadata
     return None if told is None else told.get(name)
+
+
+def with_one_page(spec: Any) -> Any:
+    """vLLM's specification of a layer's pages, without a page for each draft, as one page has what a step with rejected
+    drafts leaves, and without one for a state within a step of prefill.
+    """
+    return replace(spec, num_speculative_blocks=0, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
 
 
 class StateStepBuilder:

@@ -246,11 +246,14 @@ class Ran:
         fp8_kv_cache_beside: states, and models that take images, beside which one scale a tensor has, by device.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
+        short_convolution_workers: numbers of workers above 1 that have shared them, by device.
+        short_convolution_drafters: methods of speculative decoding that have been run beside them, by device.
         delta_rules: versions whose engines have served gated delta rules, by device.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
         delta_rule_quantised: kinds of quantised weights that have been served beside them, by device.
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
+        mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
@@ -303,11 +306,14 @@ class Ran:
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     short_convolutions: Mapping[str, str]
     short_convolution_quantised: Mapping[str, tuple[str, ...]]
+    short_convolution_workers: Mapping[str, tuple[int, ...]]
+    short_convolution_drafters: Mapping[str, tuple[str, ...]]
     delta_rules: Mapping[str, str]
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
     delta_rule_quantised: Mapping[str, tuple[str, ...]]
     mamba2: Mapping[str, str]
+    mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]

@@ -62,6 +62,11 @@ def decode_schedule(device: torch.device, requests: int, has_drafts: bool) -> De
     return _schedule(device, DECODE[max(least for least in DECODE if least <= max(requests, 1))])
 
 
+def decode_sizes(has_drafts: bool) -> tuple[int, ...]:
+    """The least number of requests of each schedule."""
+    return (1, _MANY) if has_drafts else tuple(DECODE)
+
+
 def delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
+from inspect import signature
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -112,6 +113,11 @@ SAMPLER = "sampler"
 """Path of the records of sampling, which is no part of the model."""
 LORA_BASE, LORA_SHRINK, LORA_EXPAND = "lora.base", "lora.shrink", "lora.expand"
 """Records of a layer with LoRA adapters: what its base layer gives, x A^T, and both added up."""
+CONVOLUTION, GATES, CORE = "convolution", "gates", "core"
+"""Records of a layer that keeps states: what its convolution gives, with SiLU and norms of heads behind it, what its
+decays are, and what the delta rule or the state space makes of both.
+"""
+_INPUTS = (CONVOLUTION, CONVOLUTION, CONVOLUTION, GATES, GATES)
 _UNWRITTEN = {
     f"aten.{name}"
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
@@ -188,6 +194,8 @@ class Recorder:
             self._watch_adapters(adds)
         for method in BEFORE if hasattr(self._model, ENCODER) else ():
             self._leave_out(method)
+        for layers, operation, names in _between_modules(self._model):
+            self._watch_operation(layers, operation, names)
         if isinstance(runner.sampler, torch.nn.Module):
             for path, module in runner.sampler.named_modules(prefix=SAMPLER):
                 self._watch(path, module)
@@ -282,6 +290,26 @@ class Recorder:
                 self._record(LORA_EXPAND, [y], {"base": base, "u": u})
 
         adds.add_products, adds.add_rows = products, rows
+
+    def _watch_operation(self, layers: ModuleType, name: str, names: Sequence[str]) -> None:
+        """Record what an operation gives that layers call under a name, each of its results by one of the names."""
+        operation = getattr(layers, name)
+        parameters = tuple(signature(operation).parameters)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            found = operation(*args, **kwargs)
+            if self._stack:
+                with self._mode.paused():
+                    operands = {
+                        parameter: value
+                        for parameter, value in zip(parameters, args, strict=False)
+                        if isinstance(value, torch.Tensor) and self._reason_against(value) is None
+                    }
+                    for record, output in zip(names, _tensors(found), strict=True):
+                        self._record(record, [output], operands)
+            return found
+
+        setattr(layers, name, recorded)
 
     def _watch_sampling(self, runner: Any) -> None:
         sample = runner.sample
@@ -477,6 +505,22 @@ def _adds_adapters(model: torch.nn.Module) -> list[Any]:
     manager = getattr(model, "lora_manager", None)
     adds = manager.punica_wrapper_mapping.values() if manager else ()
     return [one for one in adds if hasattr(one, "add_products")]
+
+
+def _between_modules(model: torch.nn.Module) -> Iterator[tuple[ModuleType, str, Sequence[str]]]:
+    """Operations that layers with states call between their modules: whose layers, under which name, and what each
+    result is recorded as.
+    """
+    from ...integration.layers import delta_rule, mamba2, short_conv
+    from ...integration.reviews import patch_points
+
+    for point, layers, operations in (
+        (patch_points.SHORT_CONV, short_conv, {"causal_conv": (CONVOLUTION,)}),
+        (patch_points.DELTA_RULE, delta_rule, {"gdn_inputs": _INPUTS, "delta_rule": (CORE,)}),
+        (patch_points.MAMBA2, mamba2, {"mamba2_inputs": _INPUTS, "delta_rule": (CORE,)}),
+    ):
+        if point.is_there() and any(isinstance(module, point.get()) for module in model.modules()):
+            yield from ((layers, name, names) for name, names in operations.items())
 
 
 def _shrunk(x: torch.Tensor, a: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
