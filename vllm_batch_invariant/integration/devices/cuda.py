@@ -110,8 +110,12 @@ class Cuda(VllmDevice):
         return external_ops
 
     def after_loading(self, worker: Any) -> None:
-        """As on every device; and the recurrences of a model are compared."""
+        """As on every device; and the recurrences of a model are compared, where untried things start: no GPU has run
+        the comparison itself.
+        """
         super().after_loading(worker)
+        if not envs.starts_untried():
+            return
         for of_layers in (delta_rule.RECURRENCE, mamba2.RECURRENCE):
             of_layers.certify(worker.get_model())
 
