@@ -553,8 +553,10 @@ def experts_in_codes(hidden: int, intermediate: int) -> None:
     experts_by_library(hidden, intermediate)
 
 
-def experts_by_library(hidden: int, intermediate: int) -> None:
-    """What stands around DeepGEMM's products of such a layer."""
+def experts_by_library(hidden: int, intermediate: int, tokens: int = 8) -> None:
+    """What stands around DeepGEMM's products of such a layer, of so many tokens; nothing on a GPU without e4m3."""
+    if Gpu.of(0).fp8_mma is None:
+        return
     products = ScaledLinearReduction.of(1, torch.bfloat16, E4M3, True, Gpu.of(0).fp8_mma)
     sides = experts_in_blocks(2 * intermediate, hidden), experts_in_blocks(hidden, intermediate)
     of_layer = Experts(*sides, MoeReduction(4, 2, torch.bfloat16, products=products))
@@ -562,10 +564,10 @@ def experts_by_library(hidden: int, intermediate: int) -> None:
     if problem is not None:
         library = GroupedDeepGemm()
         library.use(lambda *_: None, "")
-        library.serve(problem, 8)
+        library.serve(problem, tokens)
         with patch.object(moe, "grouped_deep_gemm", library):
-            x, ids = torch.zeros(8, hidden, dtype=torch.bfloat16), torch.zeros(8, 2, dtype=torch.int64)
-            moe.moe(x, torch.zeros(8, 2), ids, of_layer)
+            x, ids = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, 2, dtype=torch.int64)
+            moe.moe(x, torch.zeros(tokens, 2), ids, of_layer)
 
 
 def every_expert_in_codes() -> None:

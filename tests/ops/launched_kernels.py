@@ -7,6 +7,7 @@ usage: python -m tests.ops.launched_kernels
 import ast
 import itertools
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.ops.compiled_kernels import (
     decoded_weights,
     delta_rules,
     experts,
+    experts_by_library,
     flex,
     gated_groups,
     gated_heads,
@@ -142,6 +144,7 @@ BATCHES = {
     "gradients of norms and SiLU": gradients_of_rows,
     "experts": experts,
     "many pairs of experts": many_pairs,
+    "experts by a library": partial(experts_by_library, 512, 256),
     "adapters": adapters,
     "adapters of experts": adapted_experts,
     "experts of four bits": packed_layer,

@@ -1783,8 +1783,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Short convolutions and state spaces by 2 workers beside drafts, experts, quantised weights or FP8 caches, or "
-        "with an odd number of groups",
+        "Short convolutions and state spaces by 2 workers beside drafts, experts, quantisation or FP8 caches, or with "
+        "an odd number of groups",
         "these have not been run together",
         "serve them by one worker",
         _states_shared,

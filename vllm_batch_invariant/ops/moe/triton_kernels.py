@@ -590,7 +590,7 @@ def combine_norm_kernel(
         store_codes(y, row, row < num_rows, 0, codes_ptr, scale_ptr, scale_rows, NORM.length, GROUP, QUANTISE)
 
 
-@triton.jit(do_not_specialize=["scale_rows"])
+@triton.jit(do_not_specialize=["stride_scale_row", "stride_scale_group", "scale_rows"])
 def gather_kernel(
     codes_ptr, scale_ptr, stride_scale_row, stride_scale_group, pairs_ptr, stop_ptr, expert_of_block_ptr,
     gathered_ptr, gathered_scale_ptr, expert_of_slot_ptr, slots_ptr, scale_rows,
