@@ -17,7 +17,7 @@ from tests.hf.pictures import MODELS, PROMPTS, Checkpoint, of_images, opened, pa
 from tests.hf.test_gradients import RELATIVE_ERROR, plain
 from tests.hf.test_refusals import refuses
 from vllm_batch_invariant.envs import TP_TREE
-from vllm_batch_invariant.hf import patch, support, token_logprobs, vision
+from vllm_batch_invariant.hf import attention, patch, support, token_logprobs
 from vllm_batch_invariant.hf.families import FAMILIES
 from vllm_batch_invariant.ops.attention_backward import attention_backward
 
@@ -68,13 +68,18 @@ def test_gradients_are_as_near_to_the_exact_ones_as_hugging_faces(
     for weight, found in ours.items():
         error, of_stock = (error_of(one, expected[weight]) for one in (found, theirs[weight]))
         assert error <= min(RELATIVE_ERROR[dtype], OF_STOCK[dtype] * of_stock), (weight, error, of_stock)
-    monkeypatch.setattr(vision, "attention_backward", causal)
+    monkeypatch.setattr(attention, "attention_backward", causal)
     faulty, weight = gradients(patched(of), seen), "model.visual.blocks.0.attn.qkv.weight"
     assert error_of(faulty[weight], expected[weight]) > 2 * RELATIVE_ERROR[dtype]
 
 
 def causal(*given: Any, **named: Any) -> Any:
     return attention_backward(*given, **named | {"causal": True})
+
+
+def of_text_alone(*given: Any, **named: Any) -> Any:
+    assert named["causal"], "an encoder's"
+    return attention_backward(*given, **named)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,7 +112,7 @@ def test_a_frozen_encoder_gets_no_gradient_and_changes_no_other(
     expected = gradients(trainer, seen)
     trainer.model.visual.requires_grad_(False)
     trainer.zero_grad(set_to_none=True)
-    monkeypatch.setattr(vision, "attention_backward", None)
+    monkeypatch.setattr(attention, "attention_backward", of_text_alone)
     found = gradients(trainer, seen)
     assert set(found) == {weight for weight in expected if not weight.startswith("model.visual.")}
     for weight, gradient in found.items():

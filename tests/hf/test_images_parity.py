@@ -17,7 +17,7 @@ from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_o
 from tests.hf.models import DEVICE
 from tests.hf.pictures import MODELS, PROMPTS, WORDS, Checkpoint, Seen, of_images, packed, ways
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.hf import check_engine, images, patch, token_logprobs, vision
+from vllm_batch_invariant.hf import attention, check_engine, images, patch, token_logprobs
 from vllm_batch_invariant.ops.norm_rotary import Sections
 
 pytestmark = [
@@ -160,7 +160,7 @@ def _none_added(features: Callable[..., list[torch.Tensor]], *given: Any) -> lis
 
 FAULTS = {
     "other sections of positions": (images, "sections_of", _other_sections),
-    "attention over all images": (vision, "attend_within", _one_sequence),
+    "attention over all images": (attention, "attend_within", _one_sequence),
     "nothing is added to layers": (images, "_features", _none_added),
 }
 """What is replaced, and by what, which is given the original first. The last is one of Qwen3-VL alone."""

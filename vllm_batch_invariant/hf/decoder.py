@@ -21,7 +21,7 @@ from .experts import experts
 from .families import Family
 from .linear import linear
 from .norm import rms_norm
-from .packing import Packed, given_bounds
+from .packing import Packed, packed_of
 from .rotary import Angles, rotate, table_of
 from .short_conv import short_conv_forward
 from .state_space import state_space_forward
@@ -61,9 +61,7 @@ def model_forward(
     given = inputs_embeds if input_ids is None else input_ids
     assert given is not None
     support.check_call(given.device, attention_mask, past_key_values=past_key_values, use_cache=use_cache, **options)
-    mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
-    bounds = given_bounds(cu_seq_lens_q, cu_seq_lens_k, seq_idx)
-    batch = Packed.of(mask.to(given.device), position_ids, bounds)
+    batch = packed_of(given, attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
     hidden = batch.pack(given) if input_ids is None else self.get_input_embeddings()(batch.pack(given))
     support.check_length(batch.positions, self.config.max_position_embeddings)
     angles = Angles(batch.positions, table_of(self.config, hidden)) if hasattr(self, "rotary_emb") else None

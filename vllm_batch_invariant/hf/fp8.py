@@ -65,9 +65,9 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
     """
     experts = experts_of(model)
     if quantization is None and not unquantised:
-        for module in (*model.modules(), *experts.values()):
-            if isinstance(module, torch.nn.Linear) or module in experts.values():
-                module.fp8 = None
+        linears = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+        for module in (*linears, *experts.values()):
+            module.fp8 = None
         return
     source = QUANTIZATIONS.get(quantization or "")
     if source is None:

@@ -11,10 +11,10 @@ import torch
 from ..errors import NotCovered
 from ..ops.norm_rotary import Sections
 from . import support
-from .packing import Packed, given_bounds
+from .packing import Packed, packed_of
 from .pixels import PixelNorm
 from .rotary import Angles, table_of
-from .vision import grids_of
+from .vision import grids_of, of_a_video, places_of
 
 
 def model_forward(
@@ -50,7 +50,7 @@ def model_forward(
             "inputs_embeds in a trainer of images", "tokens say where the engine puts images", "pass input_ids"
         )
     if pixel_values_videos is not None or video_grid_thw is not None:
-        raise NotCovered("a video in a trainer", "its frames have not been compared with vLLM's", "train on images")
+        raise of_a_video()
     if (pixel_values is None) != (image_grid_thw is None):
         raise ValueError("pass pixel_values and image_grid_thw, or neither")
     support.check_call(
@@ -60,9 +60,7 @@ def model_forward(
     if position_ids is not None and position_ids.dim() == 3:
         of_images = position_ids[-3:]
         position_ids = position_ids[0] if len(position_ids) == 4 else None
-    mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask
-    bounds = given_bounds(cu_seq_lens_q, cu_seq_lens_k, seq_idx)
-    batch = Packed.of(mask.to(input_ids.device), position_ids, bounds)
+    batch = packed_of(input_ids, attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
     tokens = batch.pack(input_ids)
     is_image = tokens == self.config.image_token_id
     if mm_token_type_ids is not None and not torch.equal(batch.pack(mm_token_type_ids).to(tokens), is_image.to(tokens)):
@@ -129,7 +127,7 @@ def _positions(self: Any, batch: Packed, is_image: torch.Tensor, image_grid_thw:
             into[:, place:start] = torch.arange(position, position + start - place)
             position += start - place
             place = start + height * width
-            row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+            row, column = places_of(height, width)
             into[0, start:place] = position
             into[1, start:place] = position + row.flatten()
             into[2, start:place] = position + column.flatten()

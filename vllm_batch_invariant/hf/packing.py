@@ -133,7 +133,25 @@ class Packed:
         return padded.unflatten(0, self.shape)
 
 
-def given_bounds(
+def packed_of(
+    given: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    *bounds: torch.Tensor | None,
+) -> Packed:
+    """A batch as a model's call has it.
+
+    Args:
+        given: [rows, columns, ...], its tokens or their embeddings.
+        attention_mask: [rows, columns]; None: all are tokens.
+        position_ids: as of :meth:`Packed.of`.
+        bounds: as of :func:`_given_bounds`.
+    """
+    mask = given.new_ones(given.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask
+    return Packed.of(mask.to(given.device), position_ids, _given_bounds(*bounds))
+
+
+def _given_bounds(
     cu_seq_lens_q: torch.Tensor | None, cu_seq_lens_k: torch.Tensor | None, seq_idx: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Bounds for :meth:`Packed.of`, of what Hugging Face's collators say of sequences in one row: FlashAttention's, and

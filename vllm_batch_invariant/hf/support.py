@@ -1,5 +1,6 @@
 """What a patched model covers; the rest refuses in one line."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import adapters
 from .families import FAMILIES, Family, decoder_of, family_of
 
 _DEVICES = ("cpu", "cuda")
+_WITHOUT_IT = "use a configuration without it"
 _HARMLESS = ("num_items_in_batch", "return_dict", "max_length_q", "max_length_k")
 """Options of a call that change nothing in the model: the last two are of what cu_seq_lens say."""
 _OF_RULES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight", "mixer.A_log")
@@ -204,11 +206,18 @@ def _check_config(config: Any, family: Family) -> None:
         "logits of the router as a result": getattr(config, "output_router_logits", False),
     }
     found |= {f"{name}={getattr(config, name)}": getattr(config, name) != value for name, value in family.fixed}
-    for what, is_found in found.items():
-        if is_found:
-            raise NotCovered(
-                f"{what} in a trainer", "the bits have not been compared with vLLM's", "use a configuration without it"
-            )
+    refuse_found(found)
+
+
+def refuse_found(found: Mapping[str, Any], trainer: str = "a trainer", remedy: str = _WITHOUT_IT) -> None:
+    """Refuse the first thing that was found, by what it is called.
+
+    Raises:
+        NotCovered: there is one.
+    """
+    what = next((what for what, is_found in found.items() if is_found), None)
+    if what is not None:
+        raise NotCovered(f"{what} in {trainer}", "the bits have not been compared with vLLM's", remedy)
 
 
 def _check_whole(config: Any) -> None:
@@ -220,11 +229,7 @@ def _check_whole(config: Any) -> None:
         "hidden states as a result": config.output_hidden_states,
         "attention weights as a result": getattr(config, "output_attentions", False),
     }
-    for what, is_found in found.items():
-        if is_found:
-            raise NotCovered(
-                f"{what} in a trainer of images", "the bits have not been compared with vLLM's", "use another model"
-            )
+    refuse_found(found, "a trainer of images", "use another model")
 
 
 def check_call(device: torch.device, attention_mask: torch.Tensor | None, **options: Any) -> None:

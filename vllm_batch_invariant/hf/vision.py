@@ -12,14 +12,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..errors import NotCovered
-from ..integration.layers.encoders import HEAD_SIZES, attend_within
+from ..integration.layers.encoders import HEAD_SIZES
 from ..ops import reduce
-from ..ops.attention_backward import attention_backward
 from .activation import elementwise, silu_and_mul
+from .attention import attend_both_ways
 from .families import Family
 from .linear import linear
 from .norm import layer_norm
 from .rotary import cos_sin_cache
+from .support import refuse_found
 
 _POSITIONS, _BASE = 8192, 10000.0
 """Of the rotary embedding of vLLM's encoders, whatever a configuration says."""
@@ -35,6 +36,11 @@ class Rows(NamedTuple):
     """[sequences + 1] int32, where each begins whose rows see each other."""
 
 
+def of_a_video() -> NotCovered:
+    """The refusal of one."""
+    return NotCovered("a video in a trainer", "its frames have not been compared with vLLM's", "train on images")
+
+
 def grids_of(grid_thw: torch.Tensor) -> list[tuple[int, int]]:
     """Rows and columns of patches of each image.
 
@@ -42,8 +48,13 @@ def grids_of(grid_thw: torch.Tensor) -> list[tuple[int, int]]:
         NotCovered: a video.
     """
     if bool((grid_thw[:, 0] != 1).any()):
-        raise NotCovered("a video in a trainer", "its frames have not been compared with vLLM's", "train on images")
+        raise of_a_video()
     return [(height, width) for _, height, width in grid_thw.tolist()]
+
+
+def places_of(height: int, width: int) -> tuple[torch.Tensor, ...]:
+    """The row and the column of each place of a grid: [height, width] int64 each."""
+    return torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
 
 
 def _merged(places: torch.Tensor, merge: int) -> torch.Tensor:
@@ -57,7 +68,7 @@ def _angles(grids: Sequence[tuple[int, int]], size: int, merge: int, like: torch
     table = cos_sin_cache(size // 2, _POSITIONS, _BASE, None, like.dtype, like.device)
     places = []
     for height, width in grids:
-        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        row, column = places_of(height, width)
         places.append(torch.stack([_merged(row, merge), _merged(column, merge)], -1))
     at = torch.cat(places).to(like.device)
     return [half[at].flatten(1) for half in table.chunk(2, dim=-1)]
@@ -71,7 +82,7 @@ def _windows(grids: Sequence[tuple[int, int]], side: int) -> tuple[torch.Tensor,
     """
     orders, sizes, count = [], [], 0
     for height, width in grids:
-        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        row, column = places_of(height, width)
         window = (row // side * -(-width // side) + column // side).flatten()
         orders.append(window.argsort(stable=True) + count)
         sizes.append(window.bincount())
@@ -81,6 +92,11 @@ def _windows(grids: Sequence[tuple[int, int]], side: int) -> tuple[torch.Tensor,
 
 def _starts(sizes: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(device, torch.int32)
+
+
+def _starts_of(grids: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Of images."""
+    return _starts(torch.tensor([height * width for height, width in grids]), device)
 
 
 def _output(self: Any, name: str, **fields: Any) -> Any:
@@ -106,7 +122,7 @@ def windows_tower_forward(self: Any, hidden_states: torch.Tensor, grid_thw: torc
         return x.unflatten(0, (-1, merge * merge))[order].flatten(0, 1)
 
     hidden, cos, sin = (by_windows(x) for x in (hidden, *_angles(grids, size, merge, hidden)))
-    whole = _starts(torch.tensor([height * width for height, width in grids]), hidden.device)
+    whole = _starts_of(grids, hidden.device)
     in_windows = _starts(sizes * merge * merge, hidden.device)
     for number, block in enumerate(self.blocks):
         hidden = block(hidden, Rows(cos, sin, whole if number in self.fullatt_block_indexes else in_windows))
@@ -128,7 +144,7 @@ def stacked_tower_forward(self: Any, hidden_states: torch.Tensor, grid_thw: torc
     side = int(self.config.num_position_embeddings**0.5)
     hidden = hidden + torch.cat([_interpolated(self.pos_embed.weight, grid, side, merge) for grid in grids])
     cos, sin = _angles(grids, size, merge, hidden)
-    rows = Rows(cos, sin, _starts(torch.tensor([height * width for height, width in grids]), hidden.device))
+    rows = Rows(cos, sin, _starts_of(grids, hidden.device))
     stacked = []
     for number, block in enumerate(self.blocks):
         hidden = block(hidden, rows)
@@ -179,7 +195,7 @@ def attention_forward(self: Any, hidden: torch.Tensor, rows: Rows) -> torch.Tens
     qkv = linear(hidden, self.qkv.weight, biases=(self.qkv.bias,)).unflatten(-1, (3, self.num_heads, -1))
     query, key, value = qkv.unbind(1)
     query, key = (_Rotation.apply(x, rows.cos, rows.sin) for x in (query, key))
-    out = _Attention.apply(query, key, value, rows.starts, self.scaling)
+    out = attend_both_ways(query, key, value, rows.starts, self.scaling)
     return linear(out.flatten(1), self.proj.weight, biases=(self.proj.bias,))
 
 
@@ -189,23 +205,24 @@ def gated_mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return linear(silu_and_mul(gate_up), self.down_proj.weight, biases=(self.down_proj.bias,))
 
 
+def _mlp(x: torch.Tensor, first: Any, activation: str, second: Any) -> torch.Tensor:
+    inner = linear(x, first.weight, biases=(first.bias,))
+    return linear(elementwise(activation, inner), second.weight, biases=(second.bias,))
+
+
 def merger_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     first, _, second = self.mlp
-    inner = linear(self.ln_q(x).reshape(-1, self.hidden_size), first.weight, biases=(first.bias,))
-    return linear(elementwise("gelu", inner), second.weight, biases=(second.bias,))
+    return _mlp(self.ln_q(x).reshape(-1, self.hidden_size), first, "gelu", second)
 
 
 def gelu_mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    inner = linear(x, self.linear_fc1.weight, biases=(self.linear_fc1.bias,))
-    return linear(elementwise("gelu of tanh", inner), self.linear_fc2.weight, biases=(self.linear_fc2.bias,))
+    return _mlp(x, self.linear_fc1, "gelu of tanh", self.linear_fc2)
 
 
 def normed_merger_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """The norm is of a patch, or where it is the later one, of those that are merged."""
     x = x.reshape(-1, self.hidden_size) if self.use_postshuffle_norm else x
-    normed = self.norm(x).reshape(-1, self.hidden_size)
-    inner = linear(normed, self.linear_fc1.weight, biases=(self.linear_fc1.bias,))
-    return linear(elementwise("gelu", inner), self.linear_fc2.weight, biases=(self.linear_fc2.bias,))
+    return _mlp(self.norm(x).reshape(-1, self.hidden_size), self.linear_fc1, "gelu", self.linear_fc2)
 
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -232,30 +249,6 @@ class _Rotation(torch.autograd.Function):
         cos, sin = (x.float()[:, None] for x in ctx.saved_tensors)
         first, second = grad.float().chunk(2, dim=-1)
         return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(grad.dtype), None, None
-
-
-class _Attention(torch.autograd.Function):
-    """Of each row to all rows of its sequence. The gradient is that of the exact function, as that of causal ones."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value, starts)
-        ctx.scale = scale
-        return attend_within([query, key, value], starts, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, starts = ctx.saved_tensors
-        grads = attention_backward(grad, query, key, value, starts.tolist(), scale=ctx.scale, causal=False)
-        return *grads, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -336,11 +329,7 @@ def check(tower: Any, config: Any, family: Family) -> None:
         != _BASE,
         "an encoder with rms_norm_eps of its own": getattr(config, "rms_norm_eps", 1e-6) != 1e-6,
     }
-    for what, is_found in found.items():
-        if is_found:
-            raise NotCovered(
-                f"{what} in a trainer", "the bits have not been compared with vLLM's", "use a configuration without it"
-            )
+    refuse_found(found)
     known = {*forwards_of(family), *(getattr(family.module, name) for name in encoder.others)}
     known |= {type(ACT2FN[vision.hidden_act]), torch.nn.GELU, torch.nn.Conv3d, torch.nn.Linear, torch.nn.Embedding}
     known |= {torch.nn.ModuleList, torch.nn.Sequential}
