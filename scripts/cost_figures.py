@@ -294,16 +294,21 @@ def _mean_and_worst(ratios: Sequence[float]) -> str:
     return f"{geometric_mean(ratios):.2f}, {max(ratios):.2f}"
 
 
-def _of_rows(low: int, high: int) -> Rows:
-    return [row for row in _data("linear") if low <= int(row.keys["M"]) <= high]
+def _of_rows(low: int, high: int, data: str = "linear") -> Rows:
+    return [row for row in _data(data) if low <= int(row.keys["M"]) <= high]
+
+
+def _by_rows(data: str, head: Sequence[str], cells: Callable[[Rows], Sequence[str]]) -> str:
+    """A line for few, 128 and many rows, with cells of the data of these."""
+    body = []
+    for low, high in ((1, 64), (128, 128), (256, 8192)):
+        body.append([f"{low} to {high}" if low != high else str(low), *cells(_of_rows(low, high, data))])
+    return _table(["rows M", *head], body)
 
 
 def _linear() -> str:
-    body = []
-    for low, high in ((1, 64), (128, 128), (256, 8192)):
-        found = [_mean_and_worst(_ratios(_of_rows(low, high), who)) for who in ("ours", "ours-triton", "native")]
-        body.append([f"{low} to {high}" if low != high else str(low), *found])
-    return _table(["rows M", "with cuBLASLt", "Triton only", "vLLM 0.26's own mode"], body)
+    head, providers = ("with cuBLASLt", "Triton only", "vLLM 0.26's own mode"), ("ours", "ours-triton", "native")
+    return _by_rows("linear", head, lambda rows: [_mean_and_worst(_ratios(rows, who)) for who in providers])
 
 
 def _long_linear(provider: str) -> str:
@@ -317,12 +322,7 @@ def _slower_triton() -> str:
 
 
 def _linear_fp8() -> str:
-    rows = _data("linear_fp8")
-    body = []
-    for low, high in ((1, 64), (128, 128), (256, 8192)):
-        found = _ratios([row for row in rows if low <= int(row.keys["M"]) <= high], "ours")
-        body.append([f"{low} to {high}" if low != high else str(low), *_mean_and_worst(found).split(", ")])
-    return _table(["rows M", "mean", "worst"], body)
+    return _by_rows("linear_fp8", ("mean", "worst"), lambda rows: _mean_and_worst(_ratios(rows, "ours")).split(", "))
 
 
 def _fp8_accuracy() -> str:

@@ -570,15 +570,15 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
 
 def _parts(x: torch.Tensor, experts: Experts) -> Iterator[tuple[int, bool]]:
     """Numbers of tokens that are computed at once, and whether a library does."""
-    at_once = _tokens_at_once(x, experts.reduction)
+    at_once = _tokens_at_once(x.shape[1], experts.reduction)
     for tokens, by_library in grouped_deep_gemm.parts(experts, len(x)):
         most = tokens if by_library else at_once
         for start in range(0, tokens, most):
             yield min(most, tokens - start), by_library
 
 
-def _tokens_at_once(x: torch.Tensor, reduction: MoeReduction) -> int:
-    return max(1, _BYTES_AT_ONCE // (reduction.top_k * x.shape[1] * x.itemsize))
+def _tokens_at_once(hidden: int, reduction: MoeReduction) -> int:
+    return max(1, _BYTES_AT_ONCE // (reduction.top_k * hidden * reduction.dtype.itemsize))
 
 
 @dataclass(frozen=True)
@@ -760,10 +760,8 @@ def _same_bits(rows: torch.Tensor, slots: torch.Tensor, expected: torch.Tensor) 
 
 def prepare_library(experts: Experts, max_tokens: int) -> None:
     """Choose and verify the numbers of tokens, of up to so many in a step, that DeepGEMM computes of such a layer."""
-    x = experts.down.new_empty(0) if isinstance(experts.down, torch.Tensor) else experts.down.tensors[0]
-    most = _BYTES_AT_ONCE // (experts.reduction.top_k * experts.down.shape[1] * experts.reduction.dtype.itemsize)
-    if x.is_cuda:
-        grouped_deep_gemm.prepare(experts, min(max_tokens, most), partial(LibraryTrial, experts))
+    most = min(max_tokens, _tokens_at_once(experts.down.shape[1], experts.reduction))
+    grouped_deep_gemm.prepare(experts, most, partial(LibraryTrial, experts))
 
 
 def _matrices_of(many: bool, weight: torch.Tensor | StoredExperts) -> torch.Tensor | StoredExperts:
