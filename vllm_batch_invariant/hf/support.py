@@ -1,6 +1,5 @@
 """What a patched model covers; the rest refuses in one line."""
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,11 +11,11 @@ from ..installing import how_to_install
 from ..integration.parallel.tensor_tree import k_slices
 from ..integration.reviews import patch_points
 from ..ops.attention.params import DTYPES
-from . import adapters
+from . import adapters, vision
 from .families import FAMILIES, Family, decoder_of, family_of
+from .refusals import refuse_found
 
 _DEVICES = ("cpu", "cuda")
-_WITHOUT_IT = "use a configuration without it"
 _HARMLESS = ("num_items_in_batch", "return_dict", "max_length_q", "max_length_k")
 """Options of a call that change nothing in the model: the last two are of what cu_seq_lens say."""
 _OF_RULES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight", "mixer.A_log")
@@ -66,8 +65,6 @@ def check(model: torch.nn.Module) -> Family:
         )
     _check_config(decoder_of(model).config, family)
     if family.tower:
-        from . import vision
-
         _check_whole(model.config)
         vision.check(model.model.visual, model.config, family)
     _check_modules(model, family)
@@ -207,17 +204,6 @@ def _check_config(config: Any, family: Family) -> None:
     }
     found |= {f"{name}={getattr(config, name)}": getattr(config, name) != value for name, value in family.fixed}
     refuse_found(found)
-
-
-def refuse_found(found: Mapping[str, Any], trainer: str = "a trainer", remedy: str = _WITHOUT_IT) -> None:
-    """Refuse the first thing that was found, by what it is called.
-
-    Raises:
-        NotCovered: there is one.
-    """
-    what = next((what for what, is_found in found.items() if is_found), None)
-    if what is not None:
-        raise NotCovered(f"{what} in {trainer}", "the bits have not been compared with vLLM's", remedy)
 
 
 def _check_whole(config: Any) -> None:

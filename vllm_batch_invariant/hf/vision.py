@@ -19,8 +19,8 @@ from .attention import attend_both_ways
 from .families import Family
 from .linear import linear
 from .norm import layer_norm
+from .refusals import refuse_found
 from .rotary import cos_sin_cache
-from .support import refuse_found
 
 _POSITIONS, _BASE = 8192, 10000.0
 """Of the rotary embedding of vLLM's encoders, whatever a configuration says."""
