@@ -1,4 +1,4 @@
-"""Which norms and activations of vLLM's models write codes of what they give, and when."""
+"""Which norms, activations and layers of attention of vLLM's models write codes of what they give, and when."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from tests.integration.test_norm_fusion import (  # noqa: F401 - fixtures
     ours,
     with_experts,
 )
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.layers import code_fusion, norm_fusion
 from vllm_batch_invariant.integration.layers.decoders import DECODERS, Decoder
 from vllm_batch_invariant.integration.layers.fp8 import Source
@@ -36,6 +37,18 @@ class Activation(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._forward_method(x)
+
+
+class Attention(torch.nn.Module):
+    """As vLLM builds it, with our kernels; notes what they are told to write."""
+
+    def __init__(self, written: list[QuantiseReduction | None], writes_codes: bool) -> None:
+        super().__init__()
+        self.impl, self.written = SimpleNamespace(writes_codes=writes_codes), written
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.written.append(code_fusion.codes_of(self))
+        return q - k + v
 
 
 class Kernels:
@@ -75,7 +88,7 @@ def quantising(kinds: Decoder, source: Source) -> tuple[Any, int]:
         else:
             block.act_fn = Activation()
             found = [layer.self_attn.qkv_proj, block.gate_up_proj, block.down_proj]
-        for one in found:
+        for one in (*found, layer.self_attn.o_proj):
             one.params_dtype = torch.float32
             method = getattr(one, "quant_method", SimpleNamespace(apply=None))
             one.quant_method = SimpleNamespace(source=source, apply=method.apply)
@@ -91,6 +104,28 @@ def test_a_model_computes_the_same_and_its_norms_and_activations_write_codes(kin
     assert_same_bits(hidden_states(decoder), apart)
     assert kernels.written == [IN_GROUPS] * readers
     assert code_fusion.fuse(decoder) == 0, "once is enough"
+
+
+@pytest.mark.parametrize(("untried", "writes_codes"), [("1", True), ("1", False), ("0", True)])
+def test_attention_writes_codes_where_its_kernels_can_and_the_user_starts_what_is_untried(
+    kernels: Kernels, untried: str, writes_codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(UNTRIED.name, untried)
+    decoder, readers = quantising(DECODERS[0], Source("block"))
+    written: list[QuantiseReduction | None] = []
+    for layer in decoder.layers:
+        del layer.self_attn.attn
+        layer.self_attn.attn = Attention(written, writes_codes)
+    apart, expected = hidden_states(decoder), untried == "1" and writes_codes
+    written.clear()
+    assert code_fusion.fuse(decoder) == readers + len(decoder.layers) * expected
+    assert_same_bits(hidden_states(decoder), apart)
+    assert written == [IN_GROUPS if expected else None] * len(decoder.layers)
+    written.clear()
+    handle = decoder.layers[0].self_attn.attn.register_forward_hook(lambda *_: None)
+    hidden_states(decoder)
+    assert written[0] is None
+    handle.remove()
 
 
 def test_while_somebody_looks_at_rows_their_codes_are_not_written(kernels: Kernels) -> None:

@@ -48,7 +48,15 @@ from vllm_batch_invariant.ops.all_reduce import cuda as all_reduce
 from vllm_batch_invariant.ops.all_reduce.copies import CopySchedule
 from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
 from vllm_batch_invariant.ops.all_reduce.peers import Peers
-from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention, sm90
+from vllm_batch_invariant.ops.attention import (
+    AttentionReduction,
+    AttentionSpec,
+    PagedAttention,
+    PagedCache,
+    paged_attention,
+    sm90,
+)
+from vllm_batch_invariant.ops.attention import cuda as attention
 from vllm_batch_invariant.ops.attention import plan as planning
 from vllm_batch_invariant.ops.attention.flex import cuda as flex_cuda
 from vllm_batch_invariant.ops.attention.params import causal_options
@@ -322,10 +330,12 @@ def attend(
     in_codes: bool = False,
     of_tokens: bool = False,
     tail: int = 0,
+    writes_codes: bool = False,
     **options: object,
 ) -> None:
     """Launch what ``count`` requests of so many keys and so many new tokens each need, over numbers or over codes, with
-    one scale or one a token and head; or over keys that begin with their values and have a tail.
+    one scale or one a token and head; or over keys that begin with their values and have a tail. Decode may write codes
+    of its result.
     """
     request = Request(replace(heads, size=heads.size + tail), length, 1)
     query, keys, values, table, seq_lens, starts = paged([Chunk(request, length - tokens, length)] * count, page)
@@ -341,6 +351,12 @@ def attend(
     known = options.keys() <= (frozenset() if in_codes else sm90.KNOWN)
     planner = planning.Planner(shape, query.device, 8, 1000, 8000, known, kernels, window=window)
     plan = planner.plan(starts, seq_lens, len(query), tokens)
+    if writes_codes:
+        codes = QuantiseReduction.of_dtype(heads.dtype, E4M3, 128)
+        cache = PagedCache(keys, values, table, None, *scales)
+        call = PagedAttention(query, cache, seq_lens, starts, AttentionSpec(0.1, **options), REDUCTION)
+        attention.paged_attention(call, torch.empty_like(query), plan, codes)
+        return
     paged_attention(
         query, keys, values, table, seq_lens, starts, *scales, scale=0.1, reduction=REDUCTION, implementation="triton",
         plan=plan, **options,
@@ -921,8 +937,10 @@ def check_sm90_attention(heads: Heads, page: int, verbose: bool, **options: obje
     names = [one.name for one in found if one.name not in ("plan_kernel", "attention_kernel")]
     kept = {min(heads.query // heads.kv, planning.DECODE_ROWS), planning.DECODE_ROWS}
     in_codes = "in_codes" in options
-    variants = 2 if options.keys() & sm90.KNOWN else 1  # what is tried adds nothing to plain attention
-    prefills = [] if in_codes or not sm90.prefills(heads.size) else ["prefill_kernel"] * variants
+    # What is tried adds nothing to plain attention; prefill writes no codes.
+    of_prefill = 2 if options.keys() & sm90.KNOWN else 1
+    variants = 2 if "writes_codes" in options else of_prefill
+    prefills = [] if in_codes or not sm90.prefills(heads.size) else ["prefill_kernel"] * of_prefill
     if sorted(names) != ["decode_kernel"] * variants * len(kept) + prefills:
         check(f"{what}: what is tried is what is launched, got {names}", False)
     stored = E4M3 if in_codes else None
@@ -993,6 +1011,7 @@ def check_some(more: bool) -> None:
     """
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False)
     check_sm90_attention(Heads(32, 8, 128, torch.bfloat16), 64, False, in_codes=True)
+    check_sm90_attention(Heads(40, 8, 128, torch.bfloat16), 64, False, writes_codes=True)
     check_sm90_attention(Heads(64, 8, 64, torch.bfloat16), 64, False, sliding_window=100, sinks=torch.zeros(64))
     check_sm90_attention(Heads(16, 8, 256, torch.bfloat16), 64, False, sliding_window=1000)
     check_sm90_packed(Heads(16, 16, 80, torch.bfloat16), False)
@@ -1168,6 +1187,8 @@ def sm90_attention_variants() -> None:
         for page in (16, 64, 128):
             launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page)
             launch_on(90, sm90_attention, Heads(8, 2, size, dtype), page, in_codes=True)
+        for in_codes in (False, True) if size == 128 else ():
+            launch_on(90, sm90_attention, Heads(8, 2, size, dtype), 64, in_codes=in_codes, writes_codes=True)
     for group in (1, 3, 8, 32):
         launch_on(90, sm90_attention, Heads(2 * group, 2, 128, torch.bfloat16), 64)
     for size, group in itertools.product(sm90.PREFILL_SCHEDULES, (4, 7)):
@@ -1180,6 +1201,7 @@ def triton_attention_variants() -> None:
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page)
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True)
         launch_on(90, decode_and_prefill, Heads(8, 2, size, torch.bfloat16), page, in_codes=True, of_tokens=True)
+    launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, writes_codes=True)
     for name, value in every_option.items():
         launch_on(90, decode_and_prefill, Heads(8, 2, 128, torch.bfloat16), 16, **{name: value})
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.bfloat16), 16, **every_option)

@@ -17,7 +17,7 @@ class Entry:
         scales: of such a layer, names of the parameters that it stores beside the weight.
         exact: of a linear layer on a GPU, its product in exact arithmetic.
         norm_adds: of a row-parallel layer without a bias, whether the norm behind it adds what the workers give.
-        codes: of a norm or an activation, what it writes as codes, too; None: nothing.
+        codes: of a norm, an activation or attention, what it writes as codes, too; None: nothing.
         heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
             that is found out.
         plan: of the places where an encoder's sequences begin, a plan of attention to them, behind what it is for.

@@ -33,12 +33,15 @@ from vllm_batch_invariant.ops.attention import (
     certificate,
     paged_attention,
 )
+from vllm_batch_invariant.ops.attention.cuda import paged_attention as attention_on_gpu
 from vllm_batch_invariant.ops.attention.params import PagedAttention
 from vllm_batch_invariant.ops.attention.plan import Kernels, Plan, Planner
 from vllm_batch_invariant.ops.attention.reference import paged_attention as reference_attention
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.common.kv_cache import E4M3, codes_of, scales_of
 from vllm_batch_invariant.ops.devices import DEVICES
+from vllm_batch_invariant.ops.quantise import QuantiseReduction, quantise
+from vllm_batch_invariant.ops.quantise.kept import kept
 
 HEADS = Heads(2, 1, 64, torch.float16)
 """In bf16 the interpreter multiplies wrongly."""
@@ -461,6 +464,58 @@ def test_a_plan_zeroes_the_counters_whatever_a_sleeping_engines_memory_came_back
         planner.plan(begins, lengths, starts[-1], starts[1])
         assert len(planner.semaphores) > 0
         assert not planner.semaphores.any()
+
+
+def decode_call(heads: Heads, lengths: list[int], tokens: int, codes: Codes = None) -> PagedAttention:
+    """Requests of so many keys, the newest ``tokens`` of which are asked for."""
+    chunks = [Chunk(Request(heads, length, seed), length - tokens, length) for seed, length in enumerate(lengths)]
+    call = call_of(paged(chunks, 16, 0, math.nan), REDUCTION, scale=heads.size**-0.5)
+    return replace(call, cache=call.cache.coded(*codes)) if codes else call
+
+
+TO_CODES = QuantiseReduction.of_dtype(torch.float16, E4M3, 128)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@pytest.mark.parametrize(
+    ("heads", "tokens", "lengths", "codes"),
+    [
+        (Heads(4, 2, 128, torch.float16), 1, [1, 65, 2600], None),
+        (Heads(2, 2, 128, torch.float16), 3, [3, 900], (0.25, 8.0)),
+        (Heads(8, 1, 128, torch.float16), 1, [900, 40], None),
+    ],
+    ids=str,
+)
+def test_decode_keeps_the_codes_that_its_rows_are_quantised_to(heads, tokens, lengths, codes):
+    """Of heads that one program has, and of those that several share; also of zeros and of what is not finite."""
+    call = decode_call(heads, lengths, tokens, codes)
+    call.query[0, 0] = math.nan
+    for keys in (0, 3):
+        call.cache.values[call.cache.block_table[0, 0], 0, keys] = 0
+    alone, made = (torch.empty_like(call.query) for _ in range(2))
+    attention_on_gpu(call, alone)
+    attention_on_gpu(call, made, codes=TO_CODES)
+    assert_same_bits(made, alone)
+    assert kept(alone.flatten(1), TO_CODES) is None
+    found = kept(made.flatten(1), TO_CODES)
+    assert found is not None
+    for one, other in zip(found, quantise(alone.flatten(1), codes=E4M3, group=128), strict=True):
+        assert one.shape == other.shape
+        assert_same_bits(*(each.view(torch.uint8) if each.dtype == E4M3 else each for each in (one, other)))
+
+
+def test_no_codes_are_kept_of_rows_that_a_kernel_of_decode_has_not_all():
+    """Of a prefill, of heads that are no group, and of a part of a memory."""
+    heads, of_small = Heads(4, 2, 128, torch.float16), Heads(4, 2, 64, torch.float16)
+    for call in (decode_call(heads, [300], 200), decode_call(of_small, [300], 1)):
+        out = torch.empty_like(call.query)
+        attention_on_gpu(call, out, codes=TO_CODES)
+        assert kept(out.flatten(1), TO_CODES) is None
+    call = decode_call(heads, [300, 20], 1)
+    part, by_heads = (torch.empty(3, 4, 128, dtype=torch.float16)[:2], torch.empty(4, 2, 128, dtype=torch.float16))
+    for out in (part, by_heads.transpose(0, 1)):
+        attention_on_gpu(call, out, codes=TO_CODES)
+        assert kept(out.flatten(1), TO_CODES) is None
 
 
 @pytest.fixture

@@ -2,14 +2,20 @@
 numbers and codes.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.ops.attention.cases import Chunk, Heads, Request, paged
+from tests.assertions import assert_same_bits
+from tests.ops.attention.cases import Chunk, Heads, Request, call_of, paged
+from tests.ops.quantise.test_kept import assert_kept
 from vllm_batch_invariant.ops.attention import AttentionReduction, paged_attention
+from vllm_batch_invariant.ops.attention.cuda import paged_attention as attention_on_gpu
 from vllm_batch_invariant.ops.attention.plan import DECODE_ROWS, WIDE_DECODE_ROWS, Kernels, Planner
 from vllm_batch_invariant.ops.attention.shapes import AttentionShape
 from vllm_batch_invariant.ops.common.kv_cache import E4M3
+from vllm_batch_invariant.ops.quantise import QuantiseReduction
 
 GROUP_OF_EIGHT = Heads(8, 1, 128, torch.bfloat16)
 LENGTHS = {
@@ -80,3 +86,33 @@ def test_it_has_the_bits_of_the_triton_kernel_at_every_launch(heads, lengths, st
     expected = attend(by_triton)
     for launch in launches:
         assert torch.equal(launch, expected)
+
+
+@pytest.mark.parametrize("by_sm90", [True, False], ids=["gluon", "triton"])
+@pytest.mark.parametrize("scales", [None, (0.25, 8.0)], ids=["numbers", "codes"])
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("heads", [GROUP_OF_EIGHT, Heads(4, 4, 128, torch.float16), Heads(12, 4, 128, torch.bfloat16)])
+def test_it_keeps_the_codes_that_its_rows_are_quantised_to(heads, lengths, tokens, scales, by_sm90):
+    """Also of a row that is not finite; and rows have the bits that they have without codes."""
+    known = {length: Request(heads, length, length) for length in set(lengths)}
+    chunks = [Chunk(known[length], max(length - tokens, 0), length) for length in lengths]
+    reduction = AttentionReduction.of_device("cuda", "triton")
+    operands = tuple(tensor.cuda() for tensor in paged(chunks, 64))
+    operands[0][0, 0] = torch.nan
+    call = call_of(operands, reduction, scale=0.1)
+    if scales:
+        call = replace(call, cache=call.cache.coded(*scales))
+    shape, codes = AttentionShape.of(call), QuantiseReduction.of_dtype(heads.dtype, E4M3, 128)
+    rows = len(call.query)
+    planner = Planner(shape, call.query.device, len(lengths), rows, sum(lengths), kernels=Kernels(by_sm90, DECODE_ROWS))
+
+    def attend(codes: QuantiseReduction | None) -> torch.Tensor:
+        plan, out = planner.plan(call.query_start_loc, call.seq_lens, rows, tokens), torch.empty_like(call.query)
+        attention_on_gpu(call, out, plan, codes)
+        return out.flatten(1)
+
+    alone = attend(None)
+    assert_same_bits(attend(None), alone)
+    for _ in range(3):
+        assert_kept(attend(codes), alone, codes)

@@ -343,14 +343,16 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             cache: PagedCache = PackedKeys.of(key[:rows], value[:rows], attn_metadata.query_start_loc)
         else:
             cache = self._cache_of_step(layer, kv_cache, attn_metadata)
-        self._attend(query[:rows], cache, attn_metadata, output[:rows])
+        self._attend(layer, query[:rows], cache, attn_metadata, output[:rows])
         return output
 
     def _cache_of_step(self, layer: torch.nn.Module, kv_cache: torch.Tensor, batch: Metadata) -> PagedCache:
         keys, values, *scales = self._parts(layer, kv_cache)
         return PagedCache(keys, values, batch.block_table, None, *scales)
 
-    def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
+    def _attend(
+        self, layer: torch.nn.Module, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor
+    ) -> None:
         attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.planned_as))
 
     @property

@@ -20,6 +20,7 @@ from .attention import (
     cache_of,
     split_cache,
 )
+from .code_fusion import codes_of
 
 PAGE_SIZE = AttentionReduction.of_device("cuda").key_tile
 """Keys in a page unless the user says otherwise: a tile of them."""
@@ -144,6 +145,11 @@ class CudaFixedSplitAttention(FixedSplitAttention):
     attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
     serves_encoders: ClassVar[tuple[str, ...]] = ("triton",)
 
+    @property
+    def writes_codes(self) -> bool:
+        """Whether its kernels can write codes of what they give."""
+        return uses_triton()
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -159,6 +165,17 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         caches = [cache.transpose(1, 2) for cache in split_cache(kv_cache)]
         scales = layer._k_scale, layer._v_scale
         patch_points.WRITE_CACHE.get()(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
+
+    def _attend(
+        self, layer: torch.nn.Module, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor
+    ) -> None:
+        codes = codes_of(layer)
+        if codes is None:
+            super()._attend(layer, query, cache, batch, out)
+            return
+        from ...ops.attention.cuda import paged_attention
+
+        paged_attention(self._call(query, cache, batch), out, batch.plans[self.planned_as], codes)
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:
         if self.is_of_encoder or self.reads_another_cache or self.scales_tokens:  # which no operation fuses
@@ -198,7 +215,9 @@ class ExactCudaAttention(ExactAttention):
         cache = super()._cache_of_step(layer, kv_cache, batch)
         return replace(cache, stored=self.cache_in(kv_cache))
 
-    def _attend(self, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor) -> None:
+    def _attend(
+        self, layer: torch.nn.Module, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor
+    ) -> None:
         from ...ops.exact.cuda import paged_attention
 
         paged_attention(self._call(query, cache, batch), out, batch.plans[self.planned_as])

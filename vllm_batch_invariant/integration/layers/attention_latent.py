@@ -114,7 +114,7 @@ class LatentAttention(FixedSplitAttention):
         w_uk, w_uv = layer.kv_b_proj.weight.view(self.num_heads, sum(sizes), self.latent_size).split(sizes, dim=1)
         latent = query.new_empty((rows, self.num_heads, self.latent_size))
         cache = self._cache_of_step(layer, kv_cache, attn_metadata)
-        self._attend(self.absorbed(query[:rows], w_uk), cache, attn_metadata, latent)
+        self._attend(layer, self.absorbed(query[:rows], w_uk), cache, attn_metadata, latent)
         values = bmm(latent.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
         output[:rows].view(rows, self.num_heads, self.v_head_dim).copy_(values)
         return output

@@ -1,12 +1,14 @@
-"""A norm or an activation on a GPU writes what it gives also as the codes that the layer behind it multiplies.
+"""A norm, an activation or attention on a GPU writes what it gives also as the codes that the layer behind it
+multiplies.
 
 A decoder layer of the models in :mod:`.decoders` hands rows from one operation to the next, which nobody changes
 between them::
 
-    qkv_proj(input_layernorm(x)),  mlp(post_attention_layernorm(x)),  down_proj(act_fn(x))
+    qkv_proj(input_layernorm(x)),  o_proj(attn(q, k, v)),  mlp(post_attention_layernorm(x)),  down_proj(act_fn(x))
 
-Where the second quantises groups of a row to e4m3, the kernel of the first has these groups in its tile. The bits are
-those of the operations apart, which they stay while somebody looks at what one of them gives.
+Where the second quantises groups of a row to e4m3, the kernel of the first has these groups in its tile; of attention
+that of decode, where a group is a head. The bits are those of the operations apart, which they stay while somebody
+looks at what one of them gives.
 """
 
 import logging
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import envs
 from ...ops.dispatch import module_for
 from ...ops.quantise import QuantiseReduction
 from ..reviews import patch_points
@@ -35,17 +38,17 @@ class Codes(NamedTuple):
 
 
 def codes_of(layer: Any) -> QuantiseReduction | None:
-    """What a norm or an activation writes now; None: its rows alone."""
+    """What a norm, an activation or attention writes now; None: its rows alone."""
     found = beside(layer).codes
     return None if found is None or is_watched(*found.modules) else found.reduction
 
 
 class _WritingCodes(Fusion):
-    """Norms and activations, and the quantising behind them."""
+    """Norms, activations and attention, and the quantising behind them."""
 
     def fuse_in(self, worker: Any) -> None:
         if count := fuse(worker.get_model()):
-            logger.info("%d norms and activations write the codes of what they give.", count)
+            logger.info("%d norms, activations and layers of attention write the codes of what they give.", count)
 
 
 WRITING_CODES = _WritingCodes()
@@ -58,12 +61,14 @@ def fuse(model: torch.nn.Module) -> int:
         return fused
     for decoder in filter(is_known, model.modules()):
         for layer, through, reader in _pairs(decoder):
-            reduction = _reduction_of(reader)
-            forward = _forward_of(layer)
-            if reduction is None or reduction.group is None or forward is None or beside(layer).codes:
+            reduction, forward = _reduction_of(reader), _forward_of(layer)
+            if reduction is None or reduction.group is None or beside(layer).codes:
+                continue
+            if forward:
+                layer._forward_method = forward
+            elif not _is_attention(layer):
                 continue
             beside(layer).codes = Codes(reduction, (layer, *through, reader))
-            layer._forward_method = forward
             fused += 1
     return fused
 
@@ -75,6 +80,7 @@ def _pairs(decoder: Any) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
     for layer in decoder.layers:
         block = getattr(layer, kinds.name)
         yield layer.input_layernorm, (layer.self_attn,), layer.self_attn.qkv_proj
+        yield layer.self_attn.attn, (), layer.self_attn.o_proj
         if hasattr(block, "experts"):
             yield layer.post_attention_layernorm, (block,), block.experts
         else:
@@ -90,8 +96,15 @@ def _reduction_of(reader: Any) -> QuantiseReduction | None:
     return method.reduction.quantised if isinstance(method, CudaExperts) and method.reduction else None
 
 
+def _is_attention(layer: Any) -> bool:
+    """Whether a layer of attention looks itself for what it writes. No GPU has run an engine with it: it does where
+    :data:`...envs.UNTRIED` says so.
+    """
+    return envs.starts_untried() and getattr(getattr(layer, "impl", None), "writes_codes", False)
+
+
 def _forward_of(layer: Any) -> Callable[..., Any] | None:
-    """The method of a norm or an activation that writes codes; None of other kinds."""
+    """The method of a norm or an activation that writes codes; None of other layers."""
     if is_ours(layer):
 
         def norm(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:

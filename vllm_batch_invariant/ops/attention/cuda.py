@@ -16,6 +16,8 @@ from ..common.kv_cache import is_aligned, scale_strides
 from ..common.launch import launch
 from ..common.nvidia_gpus import attends_by_tma, converts_e4m3
 from ..common.rows import with_packed_rows
+from ..quantise.cuda import NOT_QUANTISED, Quantised, quantised
+from ..quantise.reduction import QuantiseReduction
 from . import sm90
 from .params import PackedKeys, PagedAttention
 from .plan import Kernels, Plan, Planner
@@ -27,10 +29,19 @@ READS_E4M3 = READS_PACKED = READS_LATENT = SEES_RANGES = True
 _LOG2_E = math.log2(math.e)
 
 
-def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
+def paged_attention(
+    call: PagedAttention, out: torch.Tensor, plan: Plan | None = None, codes: QuantiseReduction | None = None
+) -> None:
     """Write the attention of ``call`` to ``out``; see the operation's package for the contract.
 
     A request's own keys and values must be finite: a row weighs the later ones of its block by 0.
+
+    Args:
+        call: the batch and the layer.
+        out: [tokens, query_heads, head_size].
+        plan: of the step; None: it is made.
+        codes: what the rows of all heads are quantised to next, which a step of decode keeps with the memory of ``out``
+            where a group is a head; else it is not made.
 
     Raises:
         NotCovered: a head size above 512, or queries in fp16 over codes with a scale a token and head.
@@ -49,6 +60,9 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
     window = call.spec.sliding_window
     if plan.window not in (None, window):
         raise ValueError(f"a plan for a window of {plan.window} keys does not fit a call with one of {window}")
+    made = NOT_QUANTISED
+    if codes is not None and _has_codes(call, out, plan, codes):
+        made = quantised(out.flatten(1), codes)
     by_sm90 = planner.sm90 and call.ranges is None and sm90.takes(call, out) and plan.window == window
     if plan.prefill_ctas and by_sm90 and planner.prefills_by_sm90 and not call.cache.holds_codes:
         work = sm90.PrefillWork(
@@ -67,9 +81,15 @@ def paged_attention(call: PagedAttention, out: torch.Tensor, plan: Plan | None =
         indptr = planner.work_indptr[: plan.cta_shares + 1]
         work = sm90.DecodeWork(indptr, planner.decode_work, partials, planner.semaphores, plan.partial_rows)
         schedule = sm90.decode_schedule(planner.shape, planner.decode_rows, plan.partial_rows)
-        sm90.launch_decode(call, out, work, plan.reduction, schedule)
+        sm90.launch_decode(call, out, work, plan.reduction, schedule, made)
     elif plan.has_decode:
-        _launch(call, out, plan, prefill_like=False)
+        _launch(call, out, plan, prefill_like=False, made=made)
+
+
+def _has_codes(call: PagedAttention, out: torch.Tensor, plan: Plan, codes: QuantiseReduction) -> bool:
+    """Whether a step's kernel writes codes: of every row, and of all of a memory."""
+    is_whole = out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes
+    return is_whole and not plan.prefill_ctas and codes.group == out.shape[-1] == call.query.shape[-1]
 
 
 def plan_alone(call: PagedAttention, kernels: Kernels | None = None) -> Plan:
@@ -96,7 +116,9 @@ def _tensor_descriptor(cache: torch.Tensor, key_tile: int, padded_head_size: int
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, key_tile, padded_head_size])
 
 
-def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool) -> None:
+def _launch(
+    call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: bool, made: Quantised = NOT_QUANTISED
+) -> None:
     """Write the attention of one of a plan's two lists of work, by the Triton kernel."""
     planner, shape, device = plan.planner, plan.planner.shape, call.query.device
     spec, cache = call.spec, call.cache
@@ -148,6 +170,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
             *written.stride()[:2],
+            *made.operands,
         ),
         on=query,
         USE_TMA=use_tma,
@@ -174,6 +197,7 @@ def _launch(call: PagedAttention, out: torch.Tensor, plan: Plan, prefill_like: b
         BLOCK_M=schedule.block_m,
         PARTIAL_ROWS=partial_rows,
         PARTIAL_BLOCK=triton.next_power_of_2(partial_rows),
+        **made.constants,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         maxnreg=schedule.maxnreg,

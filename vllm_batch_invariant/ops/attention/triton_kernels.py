@@ -29,6 +29,7 @@ import triton.language as tl
 
 from ..common.triton_e4m3 import as_loaded, from_e4m3
 from ..common.triton_names import aggregate, value
+from ..quantise.triton_kernels import OutCodes, store_codes
 from .splits import finite_max, is_end_of_split, merge_splits, normalize, split_of, start_of
 from .walk import (
     Output,
@@ -36,7 +37,6 @@ from .walk import (
     items_of_program,
     keys_of_block,
     partial_rows,
-    result_rows,
     rows_of_block,
     share_partials,
 )
@@ -376,8 +376,8 @@ def attend_keys(
 
 
 @triton.jit
-def store_result(state, out, work, token, head, mask):
-    """Write the result of rows, (token of the request, query head) pairs."""
+def store_result(state, out, work, token, head, exists):
+    """Write the result of those rows that there are, (token of the request, query head) pairs, and its codes."""
     sink = tl.zeros((state.m.shape[0],), tl.float32)
     if out.USE_SINKS:
         sink = tl.load(out.sinks_ptr + head).to(tl.float32) * _LOG2_E
@@ -386,11 +386,19 @@ def store_result(state, out, work, token, head, mask):
         result = result * tl.load(out.v_scale_ptr + work.kv_head * out.stride_scale)
     offs_d = tl.arange(0, out.PADDED_HEAD_DIM)
     row = (work.query_start + token).to(tl.int64)
+    result = result.to(out.ptr.dtype.element_ty)
     tl.store(
         out.ptr + row[:, None] * out.stride_token + head[:, None] * out.stride_head + offs_d[None, :],
-        result.to(out.ptr.dtype.element_ty),
-        mask=mask,
+        result,
+        mask=exists[:, None] & (offs_d < out.HEAD_DIM)[None, :],
     )
+    if out.HAS_CODES:
+        codes = out.codes
+        LENGTH: tl.constexpr = out.NUM_KV_HEADS * out.QUERIES_PER_KV * out.HEAD_DIM
+        store_codes(
+            result, row, exists, (head * out.HEAD_DIM)[:, None], codes.ptr, codes.scale_ptr, codes.scale_rows,
+            LENGTH, codes.GROUP, codes.QUANTISE,
+        )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -431,7 +439,7 @@ def _merge_some(state, partials, idx, mask, left, AT_ONCE: tl.constexpr, MASKED:
 def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr):
     """Merges the partial results of a block of rows, in ascending order, and writes the result."""
     offs_r = tl.arange(0, BLOCK)
-    token, head, mask_d = result_rows(work, out, BLOCK)
+    token, head = rows_of_block(work, out, BLOCK)
     mask = (offs_r < partials.ROWS) & (token < work.query_len)
     state = _no_rows(BLOCK, out.PADDED_HEAD_DIM)
     idx = partial_rows(work, partials, first_split, BLOCK)
@@ -445,10 +453,10 @@ def merge_partials(out, partials, work, first_split, splits, BLOCK: tl.constexpr
     for done in range(by_many, splits, FEW):
         state = _merge_some(state, partials, idx, mask, offs_r * 0 + splits - done, FEW, True)
         idx += FEW * partials.NUM_KV_HEADS * partials.ROWS
-    store_result(state, out, work, token, head, mask[:, None] & mask_d)
+    store_result(state, out, work, token, head, mask)
 
 
-@triton.jit(do_not_specialize=["stride_scale_head", "stride_table", "window"])
+@triton.jit(do_not_specialize=["stride_scale_head", "stride_table", "window", "code_scale_rows"])
 def attention_kernel(
     q_ptr,
     k_cache,
@@ -483,6 +491,9 @@ def attention_kernel(
     stride_v_slot,
     stride_o_token,
     stride_o_head,
+    codes_ptr,
+    code_scale_ptr,
+    code_scale_rows,
     USE_TMA: tl.constexpr,
     PAGED: tl.constexpr,
     HOLDS_CODES: tl.constexpr,
@@ -507,6 +518,8 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     PARTIAL_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANTISE: tl.constexpr,
 ):
     """Works on every item of ``work_ptr``. CTAs that share the splits of a block of rows leave them among the partial
     results; the last one to arrive merges them all, in ascending order.
@@ -526,6 +539,8 @@ def attention_kernel(
         semaphores_ptr: for each workspace index and KV head, splits that are done; 0 before and after.
         qk_scale_log2, soft_cap, slopes_ptr: times log2(e).
         sinks_ptr: [query heads], as a model has them.
+        codes_ptr, code_scale_ptr, code_scale_rows, GROUP, QUANTISE: of
+            :func:`..quantise.triton_kernels.store_codes`, of rows of all heads of a token; None: no codes are written.
         PREFILL_LIKE: work is prefill-like, and the tensor cores limit the speed; else memory does.
         MAY_SHARE: some block is shared.
     """
@@ -534,9 +549,11 @@ def attention_kernel(
     partials = Partials(
         partial_m_ptr, partial_l_ptr, partial_acc_ptr, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM, PADDED_HEAD_DIM
     )
+    codes = OutCodes(codes_ptr, code_scale_ptr, code_scale_rows, GROUP, QUANTISE)
     out = Output(
         out_ptr, stride_o_token, stride_o_head, sinks_ptr, v_scale_ptr, stride_scale_head, USE_SINKS,
-        HOLDS_CODES and not SCALES_OF_TOKENS, QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM,
+        HOLDS_CODES and not SCALES_OF_TOKENS, QUANTISE is not None, codes, NUM_KV_HEADS, QUERIES_PER_KV, HEAD_DIM,
+        PADDED_HEAD_DIM,
     )  # fmt: skip
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):
@@ -601,4 +618,4 @@ def attention_kernel(
         if MAY_SHARE:
             share_partials(out, partials, work, semaphores_ptr, keys, SPLIT_SEGMENTS, PARTIAL_BLOCK, merge_partials)
         if work.workspace_idx < 0:
-            store_result(state, out, work, token, head, mask)
+            store_result(state, out, work, token, head, token < work.query_len)

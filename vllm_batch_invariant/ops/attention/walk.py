@@ -24,6 +24,9 @@ class Output:
     stride_scale: value  # from that of a KV head to that of the next
     USE_SINKS: tl.constexpr
     SCALES_VALUES: tl.constexpr
+    HAS_CODES: tl.constexpr
+    codes: value  # of rows of all heads
+    NUM_KV_HEADS: tl.constexpr
     QUERIES_PER_KV: tl.constexpr
     HEAD_DIM: tl.constexpr
     PADDED_HEAD_DIM: tl.constexpr

@@ -13,7 +13,10 @@ value = base_value
 def _as_value(one: Any) -> Any:
     """What a ``constexpr_function`` has unwrapped, wrapped again."""
     if isinstance(one, tl.tuple):
-        return tl.tuple([_as_value(part) for part in one])
+        parts = [_as_value(part) for part in one]
+        return tl.tuple(parts, tl.tuple_type([part.type for part in parts], one.type.fields))
+    if isinstance(one, tuple) and triton.knobs.runtime.interpret:  # which gives a kernel its tuples as they are
+        return tl.tuple(one, tl.tuple_type([None] * len(one), getattr(one, "_fields", None)))
     return one if isinstance(one, base_value) else tl.constexpr(one)
 
 

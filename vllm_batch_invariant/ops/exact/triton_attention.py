@@ -292,8 +292,8 @@ def exact_attention_kernel(
         PADDED_HEAD_DIM,
     )  # fmt: skip
     out = Output(
-        out_ptr, stride_o_token, stride_o_head, None, None, None, False, False, QUERIES_PER_KV, HEAD_DIM,
-        PADDED_HEAD_DIM,
+        out_ptr, stride_o_token, stride_o_head, None, None, None, False, False, False, None, NUM_KV_HEADS,
+        QUERIES_PER_KV, HEAD_DIM, PADDED_HEAD_DIM,
     )  # fmt: skip
     first_item, end_item, step = items_of_program(work_indptr, NUM_KV_HEADS, PREFILL_LIKE)
     for item in tl.range(first_item, end_item, step):

@@ -7,6 +7,18 @@ import triton.language as tl
 
 from ..common.dependent_launch import let_next_begin, wait_for_kernel_before
 from ..common.triton_exact_math import e4m3_bits, from_bf16, is_finite, rint, top_of, top_of_numbers
+from ..common.triton_names import aggregate, value
+
+
+@aggregate
+class OutCodes:
+    """Where a kernel writes the codes of its result, as :func:`store_codes` does."""
+
+    ptr: value  # of codes, or None: it writes none
+    scale_ptr: value
+    scale_rows: value
+    GROUP: tl.constexpr
+    QUANTISE: value
 
 
 @triton.jit
@@ -25,7 +37,7 @@ def quotient(x, step):
     """
     lift = tl.where(step < 2.0**-60, 2.0**60, 1.0)  # what a quotient lacks is a normal number, too
     step *= lift
-    inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    inverse = tl.div_rn(step * 0.0 + 1.0, step)
     x *= lift
     n = x * inverse
     too_much = tl.fma(n, tl.broadcast_to(step, x.shape), -x)  # of -0, +0, which leaves n as it is
@@ -33,7 +45,7 @@ def quotient(x, step):
 
 
 @triton.jit
-def _codes_of(
+def codes_of(
     x,
     finite,
     step,
@@ -62,7 +74,7 @@ def _codes_of(
 
 
 @triton.jit
-def _scale_of(top_bits, static_ptr, QUANTISE: tl.constexpr, STATIC: tl.constexpr):
+def scale_of(top_bits, static_ptr, QUANTISE: tl.constexpr, STATIC: tl.constexpr):
     """Of groups with these bits of their largest magnitudes: whether they have codes but 0, scales and inverses."""
     finite = is_finite(top_bits)
     top = top_bits.to(tl.float32, bitcast=True)
@@ -88,26 +100,26 @@ def store_codes(
     Args:
         y: [M, N] of the dtype that is quantised, 0 behind a row's length; N is a multiple of GROUP.
         row, row_mask: [M], which rows of [rows, LENGTH], and whether there are so many.
-        column: of the tile's first column, a multiple of GROUP.
+        column: of the tile's first column, or those of each row's [M, 1], multiples of GROUP.
         codes_ptr, scale_ptr, scale_rows: of :func:`quantise_kernel`.
     """
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     OF_ROW: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
     y = tl.reshape(y, (y.shape[0], GROUPS, GROUP))
     top_bits = top_of_numbers(y, 2)[:, :, None]
-    finite, step, inverse = _scale_of(top_bits, scale_ptr, QUANTISE, False)
+    finite, step, inverse = scale_of(top_bits, scale_ptr, QUANTISE, False)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     OF_16_BITS: tl.constexpr = y.dtype.primitive_bitwidth == 16
-    codes = _codes_of(from_bf16(y), finite, step, inverse, QUANTISE, False, DTYPE, OF_16_BITS)
+    codes = codes_of(from_bf16(y), finite, step, inverse, QUANTISE, False, DTYPE, OF_16_BITS)
     codes = tl.reshape(codes, (y.shape[0], GROUPS * GROUP))
     start = row.to(tl.int64)[:, None]
     # a thread stores codes of the 16 bytes of y that it has: the layout of y decides in which order a kernel adds it
-    offs = column + tl.max_contiguous(tl.arange(0, GROUPS * GROUP), 128 // y.dtype.primitive_bitwidth)
-    tl.store(codes_ptr + start * LENGTH + offs[None, :], codes, mask=row_mask[:, None] & (offs < LENGTH)[None, :])
-    group = column // GROUP + tl.arange(0, GROUPS)
+    offs = column + tl.max_contiguous(tl.arange(0, GROUPS * GROUP), 128 // y.dtype.primitive_bitwidth)[None, :]
+    tl.store(codes_ptr + start * LENGTH + offs, codes, mask=row_mask[:, None] & (offs < LENGTH))
+    group = column // GROUP + tl.arange(0, GROUPS)[None, :]
     scales = tl.reshape(tl.where(is_finite(top_bits), step, float("nan")), (y.shape[0], GROUPS))
-    offs = group.to(tl.int64)[None, :] * scale_rows + start
-    tl.store(scale_ptr + offs, scales, mask=row_mask[:, None] & (group < OF_ROW)[None, :])
+    offs = group.to(tl.int64) * scale_rows + start
+    tl.store(scale_ptr + offs, scales, mask=row_mask[:, None] & (group < OF_ROW))
 
 
 @triton.jit(do_not_specialize=["scale_rows"])
@@ -145,16 +157,16 @@ def quantise_kernel(
         x, offs = _load(x_ptr, first, ends, start, BLOCK)
         tops = tl.maximum(tops, top_of(x[None], 0))
     top_bits = tl.max(tops, 1)[:, None]
-    finite, step, inverse = _scale_of(top_bits, static_ptr, QUANTISE, STATIC)
+    finite, step, inverse = scale_of(top_bits, static_ptr, QUANTISE, STATIC)
     of_row = scale_ptr + group.to(tl.int64)[:, None] * scale_rows + row
     tl.store(of_row, tl.where(is_finite(top_bits), step, float("nan")), mask=group[:, None] < OF_ROW)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     OF_16_BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     if GROUP <= BLOCK:
-        codes = _codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
+        codes = codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
         tl.store(codes_ptr + offs, codes, mask=offs < ends)
     else:
         for start in range(0, GROUP, BLOCK):
             x, offs = _load(x_ptr, first, ends, start, BLOCK)
-            codes = _codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
+            codes = codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
             tl.store(codes_ptr + offs, codes, mask=offs < ends)

@@ -16,6 +16,7 @@ import triton
 from ...common.compile_errors import is_of_a_compiler, reason
 from ...common.kv_cache import is_aligned, scale_strides
 from ...common.launch import launch
+from ...quantise.cuda import NOT_QUANTISED, Quantised
 from ..params import AttentionSpec, PackedKeys, PagedAttention, PagedCache
 from ..reduction import AttentionReduction
 from ..shapes import AttentionShape
@@ -321,8 +322,11 @@ def launch_decode(
     work: DecodeWork,
     reduction: AttentionReduction,
     schedule: DecodeSchedule,
+    made: Quantised = NOT_QUANTISED,
 ) -> None:
-    """Write the attention of the parts in ``work`` to ``out``, by splits of ``reduction``, that of the plan."""
+    """Write the attention of the parts in ``work`` to ``out``, by splits of ``reduction``, that of the plan, and codes
+    of heads of 128 as ``made`` says.
+    """
     from .decode import decode_kernel
 
     block_table = call.cache.block_table
@@ -347,12 +351,14 @@ def launch_decode(
             block_table.stride(0),
             *call.query.stride()[:2],
             *out.stride()[:2],
+            *made.operands,
         ),
         on=out,
         waits=True,
         **_layer_constexprs(call, reduction),
         PARTIAL_ROWS=work.partial_rows,
         PARTIAL_BLOCK=triton.next_power_of_2(work.partial_rows),
+        **made.constants,
         NUM_STAGES=schedule.num_stages,
         maxnreg=schedule.maxnreg,
     )

@@ -16,12 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...common.gluon_names import copy_block
 from ...common.sm90_ring import next_stage
 from ...common.triton_names import aggregate
+from ...quantise import triton_kernels as quantise
+from ...quantise.triton_kernels import OutCodes
 from .. import splits, work
 from . import shapes
 
 BLOCK_N = gl.constexpr(shapes.BLOCK_N)
 WARPGROUP_M = gl.constexpr(shapes.WARPGROUP_M)
 _LOG2_E = gl.constexpr(math.log2(math.e))
+_INFINITY = gl.constexpr(0x7F800000)
+"""Its bits in fp32."""
 
 # Triton's functions as Gluon's, with the same body, as Triton makes its own library's.
 split_of = gluon.jit(splits.split_of.fn)
@@ -32,6 +36,8 @@ merge_sums = gluon.jit(splits.merge_sums.fn)
 merge_acc = gluon.jit(splits.merge_acc.fn)
 add_sink = gluon.jit(splits.add_sink.fn)
 load_work = gluon.jit(work.load_work.fn)
+_scale_of = gluon.jit(quantise.scale_of.fn)
+_codes_of = gluon.jit(quantise.codes_of.fn)
 
 
 @aggregate
@@ -64,6 +70,15 @@ class Rows:
     ptr: gl.tensor
     stride_token: gl.tensor
     stride_head: gl.tensor
+
+
+@aggregate
+class Output:
+    """The output, and of decode the codes of its rows, [tokens, heads * HEAD_SIZE]."""
+
+    rows: Rows
+    HAS_CODES: gl.constexpr
+    codes: OutCodes
 
 
 @aggregate
@@ -263,6 +278,31 @@ def row_offsets(rows, work, offs_m, token, QUERIES_PER_KV: gl.constexpr):
     """Of the rows ``offs_m`` of a work item's request and KV head, which belong to the request's tokens ``token``."""
     offs = (work.query_start + token).to(gl.int64) * rows.stride_token
     return offs + (work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV) * rows.stride_head
+
+
+@gluon.jit
+def write_rows(out, work, result, offs_m, offs_d, mask, cfg):
+    """Writes results [rows, HEAD_DIM] of a work item's request and KV head, and their codes: a head is a group."""
+    QUERIES_PER_KV: gl.constexpr = cfg.QUERIES_PER_KV
+    token = offs_m // QUERIES_PER_KV
+    offs = row_offsets(out.rows, work, offs_m, token, QUERIES_PER_KV)
+    gl.store(out.rows.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])
+    if out.HAS_CODES:
+        codes = out.codes
+        HEADS: gl.constexpr = cfg.NUM_KV_HEADS * QUERIES_PER_KV
+        magnitudes = (result.to(gl.int16, bitcast=True) & 0x7FFF).to(gl.int32)
+        top = gl.max(magnitudes, 1).to(gl.int16).to(result.dtype, bitcast=True).to(gl.float32)  # [rows]
+        top_bits = top.to(gl.int32, bitcast=True)
+        counts, step, inverse = _scale_of(top_bits[:, None], codes.scale_ptr, codes.QUANTISE, False)
+        DTYPE: gl.constexpr = codes.ptr.dtype.element_ty
+        coded = _codes_of(result.to(gl.float32), counts, step, inverse, codes.QUANTISE, False, DTYPE, True)
+        row = (work.query_start + token).to(gl.int64)
+        head = work.kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV
+        offs = (row * HEADS + head) * cfg.HEAD_DIM
+        gl.store(codes.ptr + offs[:, None] + offs_d[None, :], coded, mask=mask[:, None])
+        scale = gl.where(top_bits[:, None] < _INFINITY, step, float("nan"))
+        offs = head.to(gl.int64) * codes.scale_rows + row
+        gl.store(codes.scale_ptr + offs[:, None], scale, mask=mask[:, None])
 
 
 @gluon.jit

@@ -35,12 +35,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_names import barrier
 from ...common.triton_names import aggregate, value
+from ...quantise.triton_kernels import OutCodes
 from ..work import Work
 from . import codes
 from .common import (
     BLOCK_N,
     Config,
     KeyRange,
+    Output,
     Ring,
     RingPosition,
     Rows,
@@ -59,6 +61,7 @@ from .common import (
     softmax_weights,
     split_of,
     sums_with_sinks,
+    write_rows,
 )
 from .merge import Head, Partials, allocate_ml, get_partial_layout, merge_partials
 
@@ -68,7 +71,7 @@ class Warpgroup:
     """What the warpgroup that multiplies works with."""
 
     q: Rows
-    out: Rows
+    out: Output
     work_indptr_ptr: gl.tensor
     work_ptr: gl.tensor
     partials: Partials
@@ -333,10 +336,8 @@ def _write_out(wg, work, merged, offs_m, offs_d, layout: gl.constexpr):
     if wg.cfg.HOLDS_CODES:
         result = codes.in_order(result)
     result = gl.convert_layout(result, layout)
-    token = offs_m // QUERIES_PER_KV
-    offs = row_offsets(wg.out, work, offs_m, token, QUERIES_PER_KV)
-    mask = (offs_m < wg.partials.ROWS) & (token < work.query_len)
-    gl.store(wg.out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])
+    mask = (offs_m < wg.partials.ROWS) & (offs_m // QUERIES_PER_KV < work.query_len)
+    write_rows(wg.out, work, result, offs_m, offs_d, mask, wg.cfg)
 
 
 @gluon.jit
@@ -448,7 +449,7 @@ def _consumer(wg):
         pending_before = gl.to_tensor(-1)
 
 
-@gluon.jit(do_not_specialize=["stride_scale", "stride_table"])
+@gluon.jit(do_not_specialize=["stride_scale", "stride_table", "code_scale_rows"])
 def decode_kernel(
     q_ptr,
     k_desc,
@@ -471,6 +472,9 @@ def decode_kernel(
     stride_q_head,
     stride_o_token,
     stride_o_head,
+    codes_ptr,
+    code_scale_ptr,
+    code_scale_rows,
     NUM_KV_HEADS: gl.constexpr,
     QUERIES_PER_KV: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -480,6 +484,8 @@ def decode_kernel(
     PARTIAL_BLOCK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUANTISE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
     """Works on the items of its CTA's share of ``work_ptr``.
@@ -494,6 +500,8 @@ def decode_kernel(
         PARTIAL_ROWS: rows of a block that have partial results; ``PARTIAL_BLOCK`` is the next power of two.
         NUM_STAGES: tiles in the ring.
         WINDOW: keys that a token sees, its own among them, that of the plan; 0: all.
+        codes_ptr, code_scale_ptr, code_scale_rows, GROUP, QUANTISE: of
+            :func:`...quantise.triton_kernels.store_codes`, of rows of all heads of a token; None: no codes are written.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = k_desc.layout
@@ -526,9 +534,11 @@ def decode_kernel(
     fence_async_shared()
     barrier()
     ring = Ring(k_smem, v_smem, full_bar, full_bar, empty_bar)
+    out = Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head))
+    out_codes = OutCodes(codes_ptr, code_scale_ptr, gl.to_tensor(code_scale_rows), GROUP, QUANTISE)
     warpgroup = Warpgroup(
         Rows(q_ptr, gl.to_tensor(stride_q_token), gl.to_tensor(stride_q_head)),
-        Rows(out_ptr, gl.to_tensor(stride_o_token), gl.to_tensor(stride_o_head)),
+        Output(out, QUANTISE is not None, out_codes),
         work_indptr_ptr,
         work_ptr,
         Partials(partial_m_ptr, partial_l_ptr, partial_acc_ptr, PARTIAL_ROWS, PARTIAL_BLOCK),

@@ -17,7 +17,7 @@ from ...common.gluon_names import barrier, copy_elements, reinterpret
 from ...common.triton_names import aggregate
 from ..work import Work
 from . import shapes
-from .common import SoftmaxState, merge_split, row_offsets, sums_with_sinks
+from .common import SoftmaxState, merge_split, sums_with_sinks, write_rows
 
 _MAX_HALF_BATCH = 8
 """Splits in half a batch, whose merging is unrolled."""
@@ -246,7 +246,5 @@ def merge_partials(out, partials, ring, ml_smem, head, merged_splits, sinks_ptr,
         l, alpha = sums_with_sinks(state.m, l, sinks_ptr, query_head)
         acc = acc * alpha[:, None]
     l = gl.where(l == 0.0, 1.0, l)
-    token = offs_m // cfg.QUERIES_PER_KV
-    offs = row_offsets(out, head.work, offs_m, token, cfg.QUERIES_PER_KV)
-    result = (acc / l[:, None] * head.v_scale).to(out.ptr.dtype.element_ty)
-    gl.store(out.ptr + offs[:, None] + offs_d[None, :], result, mask=mask[:, None])
+    result = (acc / l[:, None] * head.v_scale).to(out.rows.ptr.dtype.element_ty)
+    write_rows(out, head.work, result, offs_m, offs_d, mask, cfg)
