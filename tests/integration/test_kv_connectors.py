@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.engine import kv_connectors
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -61,7 +62,20 @@ def test_memory_of_one_engine_is_refused_on_a_cpu() -> None:
     assert found("OffloadingConnector") == ["the KV connector OffloadingConnector on a CPU"]
 
 
-@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "NixlConnector", "MultiConnector", "another"])
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector"])
+def test_an_engine_reads_another_ones_memory_on_a_cpu_and_untried_on_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found(name, extra={"backends": ["UCX"], "num_threads": 2, "kv_lease_duration": 60}) == []
+    for setting in ("bidirectional_kv_xfer", "enforce_handshake_compat"):
+        assert found(name, extra={setting: True}) == [f"the KV connector {name} with its setting {setting}"]
+    assert found(name, "0.33.0", "cuda") == [f"the KV connector {name} on a GPU"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(name, "0.33.0", "cuda") == []
+    assert found(name, "0.33.0", "cuda", window=128) == [f"the KV connector {name} beside windows of attention"]
+
+
+@pytest.mark.parametrize("name", ["LMCacheConnectorV1", "NixlPushConnector", "MultiConnector", "another"])
 def test_other_connectors_are_refused_by_name(name: str) -> None:
     [said] = found(name)
     assert said.startswith(f"the KV connector {name}")

@@ -344,7 +344,7 @@ def _connector_elsewhere(config: Config) -> str | None:
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
     ran = RAN.kv_connectors.get(name, {}).get(ops.type, "none")
-    if not version.startswith(ran):
+    if not version.startswith(ran) and not (name in connectors.NIXL and envs.starts_untried()):
         on = ops.name if ran == "none" else f"{ops.name} with vLLM {version}"
         return f"the KV connector {name} on {on}"
     first = connectors.unknown_setting(config)
@@ -1916,16 +1916,18 @@ REFUSED = (
         lambda config: _when(getattr(config, "watermark_config", None), "watermarking"),
     ),
     Feature(
-        "KV connectors and offloading but ExampleConnector, OffloadingConnector and SimpleCPUOffloadConnector",
+        "KV connectors and offloading but ExampleConnector, NixlConnector, OffloadingConnector and "
+        "SimpleCPUOffloadConnector",
         "nobody has shown that it gives back the bytes that it was given, and of engines with the same bits alone",
-        "use ExampleConnector, or leave --kv-transfer-config and --kv-offloading-size out",
+        "use ExampleConnector or NixlConnector, or leave --kv-transfer-config and --kv-offloading-size out",
         _other_connector,
     ),
     Feature(
-        "ExampleConnector but on a CPU with vLLM 0.32 and a GPU with 0.33, the other two but on the latter; unknown "
-        "settings of theirs",
+        "ExampleConnector but on a CPU with vLLM 0.32 and a GPU with 0.33, NixlConnector but on the former, the other "
+        "two but on the latter; unknown settings of theirs",
         "they have not been run there",
-        "use ExampleConnector, on a GPU with vLLM 0.33 any, or leave --kv-transfer-config and --kv-offloading-size out",
+        "use ExampleConnector, or leave --kv-transfer-config and --kv-offloading-size out; "
+        f"{envs.UNTRIED.name}=1 starts NixlConnector",
         _connector_elsewhere,
     ),
     Feature(

@@ -35,6 +35,8 @@ class Entry:
         kv_layers: of one in a worker, the number of caches.
         kv_saves: whether it stores a layer now.
         kv_written: folders of this step, with what they will be called.
+        kv_begun: of one that hands pages over, the key under which each request began.
+        kv_beats: of one that reads them, when each request's lease was prolonged.
     """
 
     expected: Any = None
@@ -60,6 +62,8 @@ class Entry:
     kv_layers: int = 0
     kv_saves: bool = False
     kv_written: dict[Any, Any] = field(default_factory=dict)
+    kv_begun: dict[str, str] = field(default_factory=dict)
+    kv_beats: dict[str, list[float]] = field(default_factory=dict)
 
 
 def beside(holder: Any) -> Entry:

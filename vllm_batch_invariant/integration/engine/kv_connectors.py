@@ -25,21 +25,24 @@ from typing import Any
 
 from ..reviews import connectors, patch_points
 from ..side_table import beside
-from . import endpoint
+from . import endpoint, nixl
 
 METHOD = "batch_invariant_kv_key"
 """Of a worker: gives its connector the key."""
 
 
 def install() -> None:
-    """Complete vLLM's connector of files in a process that makes one: for the engine, its worker or both."""
+    """Complete vLLM's connectors in a process that makes one: for the engine, its worker or both."""
     factory = patch_points.CONNECTOR_FACTORY.get()
     create = factory.create_connector.__func__
 
     @wraps(create)
     def create_connector(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if connectors.name(config) == connectors.FILES:
+        name = connectors.name(config)
+        if name == connectors.FILES:
             _complete()
+        elif name in connectors.NIXL:
+            nixl.complete()
         return create(cls, config, *args, **kwargs)
 
     factory.create_connector = classmethod(create_connector)

@@ -104,7 +104,7 @@ def install(device_of: Callable[[Any], Any]) -> None:
         return call(self, method, *args, **kwargs)
 
     core.collective_rpc = collective_rpc
-    core.__init__ = _with_keys(core.__init__)
+    core.step_fn = WithKeys()
     core.reset_prefix_cache = _after_arrivals(core.reset_prefix_cache, core.step_with_batch_queue)
     for name in ("step", "step_with_batch_queue"):
         setattr(core, name, _looking(getattr(core, name)))
@@ -406,16 +406,20 @@ def _watch_of(core: Any) -> Watch:
     return kept.watch
 
 
-def _with_keys(create: Callable[..., None]) -> Callable[..., None]:
-    """An engine's constructor, after which what it stores outside of its cache has the weights in its name."""
+class WithKeys:
+    """An engine's attribute with its step, which its constructor sets when it has workers, scheduler and hashes. From
+    then on what it stores outside of its cache has the weights in its name. The constructor itself cannot be replaced:
+    in a process of an engine's own it is what loads plugins.
+    """
 
-    @wraps(create)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's
-        create(self, *args, **kwargs)
-        if kv_connectors.of_engine(self) is not None:
-            kv_connectors.take_weights(self, digest_in(_served(self)))
+    def __get__(self, core: Any, owner: type | None = None) -> Any:
+        return self if core is None else core.__dict__["step_fn"]
 
-    return __init__
+    def __set__(self, core: Any, step: Callable[..., Any]) -> None:
+        is_first = "step_fn" not in core.__dict__
+        core.__dict__["step_fn"] = step
+        if is_first and kv_connectors.of_engine(core) is not None:
+            kv_connectors.take_weights(core, digest_in(_served(core)))
 
 
 def _before_call(core: Any, device_of: Callable[[Any], Any]) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 FILES = "ExampleConnector"
 """vLLM's connector of files, which any number of engines may share."""
+NIXL = ("NixlConnector", "NixlPullConnector")
+"""vLLM's connector by which an engine reads the memory of another one, by its two names."""
 _IN_MEMORY = ("cpu_bytes_to_use",)
 KNOWN: Mapping[str, tuple[str, ...]] = {
     FILES: ("shared_storage_path",),
     "OffloadingConnector": (*_IN_MEMORY, "eviction_policy", "store_threshold", "max_tracker_size"),
     "SimpleCPUOffloadConnector": (*_IN_MEMORY, "cpu_bytes_to_use_per_rank", "lazy_offload"),
+    **dict.fromkeys(NIXL, ("backends", "num_threads", "kv_lease_duration")),
 }
 """Settings (``kv_connector_extra_config``) of each connector that move bytes as they are. Those of the second and the
 third are of the memory of one engine.

@@ -238,6 +238,10 @@ INIT_NONE_HASH = PatchPoint(("vllm.v1.core.kv_cache_utils",), "init_none_hash")
 """Makes ``NONE_HASH`` of its module, which is the parent of a prompt's first block when blocks are hashed."""
 FILE_CONNECTOR = PatchPoint(("vllm.distributed.kv_transfer.kv_connector.v1.example_connector",), "ExampleConnector")
 """Stores keys and values of prompts in files, and loads them."""
+NIXL_CONNECTOR = PatchPoint(("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector",), "NixlPullConnector")
+"""Hands keys and values over to an engine that reads them from this one's memory."""
+NIXL_WORKER = PatchPoint(("vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker",), "NixlPullConnectorWorker")
+"""Its part that reads."""
 CONNECTOR_FACTORY = PatchPoint(("vllm.distributed.kv_transfer.kv_connector.factory",), "KVConnectorFactory")
 """Makes the connectors of schedulers and of workers."""
 KV_CONNECTOR = PatchPoint(("vllm.distributed.kv_transfer",), "get_kv_transfer_group")
@@ -365,7 +369,7 @@ OPTIONAL = {
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
     *("MAMBA2", "MAMBA2_NORM", "MAMBA2_BACKEND", "MAMBA2_BUILDER", "MAMBA2_METADATA"),
     "SHARED_NORM",
-    *("INIT_NONE_HASH", "FILE_CONNECTOR"),
+    *("INIT_NONE_HASH", "FILE_CONNECTOR", "NIXL_CONNECTOR", "NIXL_WORKER"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
 """Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
@@ -386,6 +390,8 @@ MEMBERS = {
         *("get_num_new_matched_tokens", "build_connector_meta", "_found_match_for_prompt"),
         *("_generate_foldername_debug", "register_kv_caches", "start_load_kv", "save_kv_layer", "wait_for_save"),
     ),
+    "NIXL_CONNECTOR": ("get_num_new_matched_tokens", "request_finished", "request_finished_all_groups"),
+    "NIXL_WORKER": ("_send_heartbeats", "_pop_done_transfers"),
     "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
     "REQUEST": ("from_engine_core_request", "append_output_token_ids"),
