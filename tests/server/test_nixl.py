@@ -1,0 +1,146 @@
+"""Prefill by one server and decode by another, which reads keys and values from the memory of the first: the bits of
+one server. Skipped without NIXL.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from vllm_batch_invariant.envs import FLAG
+from vllm_batch_invariant.integration.engine.nixl import KEY
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness.server import free_port, serve
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has run it"),
+]
+SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
+LEASE, PAGES = 12, 40
+"""Seconds, and how many a cache has: they are soon another request's."""
+LENGTHS = (1, 5, 127, 128, 129, 300)
+GREEDY, SEEDED = {"temperature": 0}, {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5}
+HANDS_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server and the model that it serves."""
+
+    url: str
+    model: str
+
+    def ask(self, prompt: list[int], **options: Any) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 12, "logprobs": 3, **GREEDY, **options}
+        return httpx.post(f"{self.url}/completions", json=body, timeout=300).json()
+
+    def hand_over(self, prompt: list[int]) -> dict[str, Any]:
+        """What it says of a prompt's pages."""
+        return self.ask(prompt, max_tokens=1, kv_transfer_params=HANDS_OVER)["kv_transfer_params"]
+
+    def read(self) -> float:
+        """Tokens that it has read from others."""
+        lines = httpx.get(f"{self.url.removesuffix('/v1')}/metrics").text.splitlines()
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith("vllm:external_prefix_cache_hits_total")
+        )
+
+
+def bits(answer: dict[str, Any]) -> tuple[Any, ...]:
+    [choice] = answer["choices"]
+    logprobs = choice["logprobs"]
+    return choice["text"], choice["finish_reason"], logprobs["token_logprobs"], logprobs["top_logprobs"]
+
+
+def prompt(number: int, length: int = 200) -> list[int]:
+    return [(number * place * place + 3 * place + length) % 1000 + 10 for place in range(length)]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Asked]]:
+    """Two of one model, plain vLLM's, and one of other weights, which vLLM tells apart by nothing."""
+    folder = tmp_path_factory.mktemp("models")
+    model, found = folder / "model", {}
+    with ExitStack() as stack:
+        for seed, kinds in ((0, {"one": "1", "another": "1", "plain": "0"}), (1, {"other weights": "1"})):
+            model.unlink(missing_ok=True)
+            model.symlink_to(make_checkpoint(folder / f"of {seed}", SHAPE, seed=seed))
+            with ThreadPoolExecutor() as pool:
+                started = {name: pool.submit(stack.enter_context, served(model, kinds[name])) for name in kinds}
+            found |= {name: Asked(one.result().base_url, str(model)) for name, one in started.items()}
+        yield found
+
+
+def served(model: Path, flag: str) -> Any:
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE},
+    }
+    arguments = ["--max-model-len", "512", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(PAGES)]
+    arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    return serve(str(model), arguments, {FLAG: flag, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **side})
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_prefill_by_one_server_and_decode_by_another_are_one_server(
+    servers: dict[str, Asked], options: dict[str, Any]
+) -> None:
+    """One after the other, and beside each other."""
+    one, another = servers["one"], servers["another"]
+    number = 7 + len(options)
+    for concurrent in (1, 4):
+        prompts = [prompt(number + concurrent, length) for length in LENGTHS]
+        before = another.read()
+        with ThreadPoolExecutor(concurrent) as pool:
+            handed = list(pool.map(one.hand_over, prompts))
+            found = list(
+                pool.map(lambda each, params: another.ask(each, kv_transfer_params=params, **options), prompts, handed)
+            )
+        assert another.read() - before == sum(LENGTHS)
+        assert [bits(answer) for answer in found] == [bits(one.ask(each, **options)) for each in prompts]
+
+
+@pytest.mark.parametrize("giver", ["other weights", "plain"])
+def test_what_has_other_bits_is_computed(servers: dict[str, Asked], giver: str) -> None:
+    one, another = servers[giver], servers["another"]
+    before, asked = another.read(), prompt(len(giver))
+    found = another.ask(asked, kv_transfer_params=one.hand_over(asked))
+    assert another.read() == before
+    assert bits(found) == bits(servers["one"].ask(asked))
+
+
+def test_nothing_but_the_key_has_kept_other_weights_apart(servers: dict[str, Asked]) -> None:
+    """What is read decides the answer."""
+    one, another, asked = servers["other weights"], servers["another"], prompt(41)
+    mine = servers["one"].hand_over(prompt(43))[KEY]
+    before = another.read()
+    found = another.ask(asked, kv_transfer_params={**one.hand_over(asked), KEY: mine})
+    assert another.read() > before
+    assert bits(found) != bits(servers["one"].ask(asked))
+
+
+def test_a_read_behind_the_end_of_a_lease_ends_the_request_with_an_error(servers: dict[str, Asked]) -> None:
+    one, another, asked = servers["one"], servers["another"], prompt(47)
+    handed = one.hand_over(asked)
+    time.sleep(LEASE + 3)
+    for number in range(51, 67):  # whose pages are those that were let go of
+        one.ask(prompt(number, 400))
+    found = another.ask(asked, kv_transfer_params=handed)
+    assert "choices" not in found
+    assert found["error"]["code"] == 500
+    assert bits(another.ask(asked)) == bits(one.ask(asked)), "it goes on"
