@@ -67,6 +67,7 @@ def test_an_engine_reads_another_ones_memory_on_a_cpu_and_untried_on_a_gpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert found(name, extra={"backends": ["UCX"], "num_threads": 2, "kv_lease_duration": 60}) == []
+    assert found(name, policy="recompute") == []
     for setting in ("bidirectional_kv_xfer", "enforce_handshake_compat"):
         assert found(name, extra={setting: True}) == [f"the KV connector {name} with its setting {setting}"]
     assert found(name, "0.33.0", "cuda") == [f"the KV connector {name} on a GPU"]

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has run it"),
 ]
 SHAPE = Shape(intermediate=512, layers=2, dtype="bfloat16")
-LEASE, PAGES = 12, 40
+LEASE, PAGES = 30, 40
 """Seconds, and how many a cache has: they are soon another request's."""
 LENGTHS = (1, 5, 127, 128, 129, 300)
 GREEDY, SEEDED = {"temperature": 0}, {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5}
@@ -70,7 +70,9 @@ def prompt(number: int, length: int = 200) -> list[int]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Asked]]:
-    """Two of one model, plain vLLM's, and one of other weights, which vLLM tells apart by nothing."""
+    """Two of one model, plain vLLM's, and one of other weights, which vLLM tells apart by nothing; the first computes
+    what it could not read.
+    """
     folder = tmp_path_factory.mktemp("models")
     model, found = folder / "model", {}
     with ExitStack() as stack:
@@ -78,16 +80,21 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Aske
             model.unlink(missing_ok=True)
             model.symlink_to(make_checkpoint(folder / f"of {seed}", SHAPE, seed=seed))
             with ThreadPoolExecutor() as pool:
-                started = {name: pool.submit(stack.enter_context, served(model, kinds[name])) for name in kinds}
+                policies = {name: "recompute" if name == "one" else "fail" for name in kinds}
+                started = {
+                    name: pool.submit(stack.enter_context, served(model, flag, policies[name]))
+                    for name, flag in kinds.items()
+                }
             found |= {name: Asked(one.result().base_url, str(model)) for name, one in started.items()}
         yield found
 
 
-def served(model: Path, flag: str) -> Any:
+def served(model: Path, flag: str, policy: str) -> Any:
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
         "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"kv_lease_duration": LEASE},
     }
     arguments = ["--max-model-len", "512", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(PAGES)]
@@ -103,14 +110,15 @@ def test_prefill_by_one_server_and_decode_by_another_are_one_server(
     """One after the other, and beside each other."""
     one, another = servers["one"], servers["another"]
     number = 7 + len(options)
+
+    def handed_over(each: list[int]) -> dict[str, Any]:
+        return another.ask(each, kv_transfer_params=one.hand_over(each), **options)
+
     for concurrent in (1, 4):
         prompts = [prompt(number + concurrent, length) for length in LENGTHS]
         before = another.read()
         with ThreadPoolExecutor(concurrent) as pool:
-            handed = list(pool.map(one.hand_over, prompts))
-            found = list(
-                pool.map(lambda each, params: another.ask(each, kv_transfer_params=params, **options), prompts, handed)
-            )
+            found = list(pool.map(handed_over, prompts))
         assert another.read() - before == sum(LENGTHS)
         assert [bits(answer) for answer in found] == [bits(one.ask(each, **options)) for each in prompts]
 
@@ -134,13 +142,20 @@ def test_nothing_but_the_key_has_kept_other_weights_apart(servers: dict[str, Ask
     assert bits(found) != bits(servers["one"].ask(asked))
 
 
-def test_a_read_behind_the_end_of_a_lease_ends_the_request_with_an_error(servers: dict[str, Asked]) -> None:
-    one, another, asked = servers["one"], servers["another"], prompt(47)
-    handed = one.hand_over(asked)
+def test_what_was_read_behind_the_end_of_a_lease_is_an_error_or_computed_as_the_reader_is_told(
+    servers: dict[str, Asked],
+) -> None:
+    pairs = (servers["one"], servers["another"]), (servers["another"], servers["one"])
+    asked = prompt(47), prompt(49)
+    handed = [giver.hand_over(each) for (giver, _), each in zip(pairs, asked, strict=True)]
     time.sleep(LEASE + 3)
     for number in range(51, 67):  # whose pages are those that were let go of
-        one.ask(prompt(number, 400))
-    found = another.ask(asked, kv_transfer_params=handed)
-    assert "choices" not in found
-    assert found["error"]["code"] == 500
-    assert bits(another.ask(asked)) == bits(one.ask(asked)), "it goes on"
+        for giver, _ in pairs:
+            giver.ask(prompt(number, 400))
+    failed, computed = (
+        reader.ask(each, kv_transfer_params=params)
+        for (_, reader), each, params in zip(pairs, asked, handed, strict=True)
+    )
+    assert failed["error"]["code"] == 500
+    assert bits(computed) == bits(servers["another"].ask(asked[1]))
+    assert bits(servers["another"].ask(asked[0])) == bits(servers["one"].ask(asked[0])), "it goes on"

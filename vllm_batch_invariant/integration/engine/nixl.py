@@ -7,7 +7,7 @@ itself: of plain vLLM, of another release, of other weights, or handed over by a
 
 Pages stay where they are for the time of a lease, which the reader prolongs while its request waits. vLLM's reader does
 not look whether a lease had run out while it read, and pages may be another request's by then: here it does, and the
-load has failed.
+load has failed, which ends the request or has its prompt computed, as vLLM is told (``kv_load_failure_policy``).
 """
 
 import logging
@@ -41,9 +41,7 @@ def complete() -> None:
 
 
 def by_key(matched: Callable[..., tuple[int | None, bool]]) -> Callable[..., tuple[int | None, bool]]:
-    """vLLM's method that counts the tokens of a request that are read, when its first step is scheduled: none of another
-    key.
-    """
+    """vLLM's method that counts what a request that is first scheduled reads: nothing of another key."""
 
     @wraps(matched)
     def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -56,7 +56,8 @@ def _unknown(transfer: Any) -> Iterator[str]:
     for field in ("kv_connector_module_path", "enable_permute_local_kv"):
         if value := getattr(transfer, field, None):
             yield f"{field}={value}"
-    if (policy := getattr(transfer, "kv_load_failure_policy", "fail")) != "fail":
+    policies = ("fail", "recompute") if transfer.kv_connector in NIXL else ("fail",)
+    if (policy := getattr(transfer, "kv_load_failure_policy", "fail")) not in policies:
         yield f"kv_load_failure_policy={policy}"
     if not _MADE_ID.fullmatch(str(transfer.engine_id)):
         yield f"engine_id={transfer.engine_id}"
