@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from ..answers import GENERATE, Answer, RequestSpec, answer_from, url_of, url_with
+from ..answers import GENERATE, Answer, RequestSpec, answer_from, url_of
 from ..outcome import NoTestError
 from ..printing import one_line
 from . import images, pooling
@@ -99,7 +99,7 @@ class Generating:
     async def other(self, arrival: Arrival) -> bool:
         """Send a concurrent request; returns whether it was aborted."""
         spec = self._spec
-        items = [url_with(*images.file_of(one)) for one in arrival.items]
+        items = [images.url(one) for one in arrival.items]
         items += [url_of(*one) for one in (spec.items if arrival.same else ())]
         body = spec.prompt_body(self._model, arrival.prompt, items) | over_http(arrival.params, spec.chat)
         if arrival.kind is not Kind.ABORTED:

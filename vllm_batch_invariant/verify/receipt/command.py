@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,13 @@ from ..arguments import (
     add_adapter,
     add_base_url,
     add_html,
+    add_items,
     add_json,
     add_model,
     at_least,
     check_adapter,
     check_base_url,
+    check_items,
     check_model,
     check_reports,
     choose_mode,
@@ -278,9 +279,7 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
     check_adapter(parser, options)
     if options.items and (options.base_url or getattr(options, "without_engine", False)):
         parser.error(f"--{options.items[0][0]} is for an engine that is started here: a server tells no tensors")
-    for kind, where in options.items:
-        if not where.startswith(("data:", "file:")) and not Path(where).is_file():
-            parser.error(f"--{kind} {where}: no such file")
+    check_items(parser, options)
     if options.model_files and not options.base_url:
         parser.error("--model-files is for a server: the files of a model that is loaded here are known")
     if options.model_files and not options.model_files.is_dir():
@@ -294,24 +293,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add_model(target)
     add_base_url(target)
     add_adapter(target, "the request has", repeatable=False)
-    for option, what in (("--image", "an image"), ("--audio", "a sound (WAV, one channel of 16 bits)")):
-        target.add_argument(
-            option,
-            dest="items",
-            action="append",
-            type=partial(_item, option.lstrip("-")),
-            default=[],
-            metavar="FILE",
-            help=f"with an engine here: {what} before the prompt, a file or a data: URL; repeatable, in their order",
-        )
+    add_items(target, "with an engine here")
     target.add_argument(
         "--model-files", type=Path, metavar="FOLDER", help="with --base-url: a folder here with the served files"
     )
-
-
-def _item(kind: str, where: str) -> tuple[str, str]:
-    """An item's kind, and its file by a path that holds in any folder, or its URL."""
-    return kind, where if where.startswith(("data:", "file:")) else str(Path(where).resolve())
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:

@@ -13,7 +13,7 @@ from .text import Text
 
 def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
-    sampling, given = Sampling(**asked["sampling"]), images.read_all(asked["items"])
+    sampling, given = Sampling(**asked["sampling"]), images.read_all(llm, asked["items"])
     prompt, made = _prompt(llm, Text(**asked["prompt"]), given)
     token_ids = tuple(prompt["prompt_token_ids"])
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
@@ -32,7 +32,7 @@ def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
         worker_main.tell([asdict(note) for note in notes])
 
     receipt = Receipt.from_json(asked["receipt"])
-    given = images.read_all(asked["items"])
+    given = images.read_all(llm, asked["items"])
     words = asked["prompt"] and Text(**asked["prompt"])
     token_ids = _prompt(llm, words, given)[0]["prompt_token_ids"] if words else None
     how: dict[str, Any] = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
