@@ -36,6 +36,7 @@ from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.outcome import Outcome, Status
+from vllm_batch_invariant.verify.receipt import PooledReceipt
 from vllm_batch_invariant.verify.reproduce import offline
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
@@ -175,6 +176,12 @@ FUZZED = Settings(16, CHUNKS, 32, True, False, True, False, "", 200, pooler="own
 """As the engine of the first case, so far as schedules look at it."""
 PLANTED = tuple(fault for fault in OF_POOLING if fault == "pooler" or not ON_GPU)
 """Faults: the graphs of a GPU would leave out what is planted in a layer."""
+PAIR = ["Which order?", "An order of additions."]
+RECEIPTS = {
+    "embed": [{"task": "embed", "dimensions": 100}, {"task": "embed", "activation": False}, {"task": "score"}],
+    "classify": [{"task": "classify"}, {"task": "classify", "activation": False}],
+}
+"""What receipts are made of, by the method of ``LLM``."""
 QUICK = ("embeddings of the last token", "a Llama that classifies")
 """Those that run also where each minute counts."""
 
@@ -223,6 +230,8 @@ def run(case: Case, folder: Path, shared: Path, flag: str, **more: Any) -> dict[
         done: dict[str, Any] = {}
         if flag == "1" and not more and case is CASES[QUICK[0]]:  # one engine for all
             done["fuzzed"], done["reproduced"], done["checked"] = fuzzed(engine), reproduced(engine), checked(engine)
+        if flag == "1" and not more and (wanted := RECEIPTS.get(case.method)):
+            done["receipts"] = engine.call("tests.engine.receipts:pooled", prompt(45, 45), PAIR, wanted)
         done |= {
             name: engine.call("tests.engine.pooled:pooled", requests, reset)
             for name, (requests, reset) in plan(case).items()
@@ -357,6 +366,23 @@ def test_commands_compare_the_embeddings_of_an_engine(asked: Callable[[str], dic
     tested = {case.name: case.detail for case in results.cases if case.outcome is Outcome.HOLDS}
     assert set(tested) == {AGAIN[1], PREEMPTED[1]}
     assert re.search(r"12 answers of \d+ rows and values .* [1-9]\d* preemptions", tested[PREEMPTED[1]])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_receipt_of_what_is_pooled_is_equal_among_others_and_a_changed_bit_is_found(
+    name: str, asked: Callable[[str], dict[str, Any]]
+) -> None:
+    """With a pooler that takes another row beside others it is not equal."""
+    made = asked(name)["receipts"]
+    assert [one["said"].splitlines()[-1] for one in made if one["said"].splitlines()[-1][:6] != "equal:"] == []
+    for one in made:
+        kept = PooledReceipt.from_json(one["receipt"])
+        assert one["by method"] == one["receipt"]
+        assert "computed again 8 times with" in one["said"]
+        last, count = one["of changed"].splitlines()[-1], len(kept.pooled.values)
+        assert re.fullmatch(rf"differs: value {count - 1} is 0x.*; 1 of {count} values differ", last)
+        assert one["faulty"].splitlines()[-1].startswith("differs: value ")
+        assert "pooler_config" in kept.environment.engine
 
 
 @pytest.mark.skipif(ON_GPU, reason="the second model runner forgets what a preempted request has collected")

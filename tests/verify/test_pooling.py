@@ -275,7 +275,7 @@ def test_a_bisection_refuses_a_model_that_pools(
     monkeypatch.setenv(FLAG, "1")
     said = ended(capsys, "bisect", "x/y")
     assert said.status == Status.NO_TEST
-    assert "the model pools (embed) and gives no tokens to bisect: reproduce --task embed" in said.lines[-1]
+    assert "the model pools (embed) and gives no tokens to bisect: " in said.lines[-1]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from ..answers import PROMPT
+from ..answers import GENERATE, PROMPT
 from ..arguments import (
     OneLineParser,
     add_adapter,
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     runs: list[tuple[Case, BisectResult]] = []
     with waiting(notes, "starting an engine"):
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
-    pooling.refuse(pooling.about(llm), "tokens to bisect")
+    pooling.require(pooling.about(llm), GENERATE, "tokens to bisect")
     setting = setting_of(llm, options.model)
     with waiting(notes, "bisecting", told=False) as now:
         cases = list(_cases(llm, options))
