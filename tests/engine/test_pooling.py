@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.engine.bisected import assert_each_is_named
 from tests.engine.engines import (
     CHECK,
     EAGER_ON_GPU,
@@ -24,6 +25,7 @@ from tests.engine.engines import (
     some_exhaustive,
     tokens,
 )
+from tests.engine.engines import run as run_engine
 from tests.engine.pooled import PREEMPTED_AFTER
 from tests.engine.test_models import SIZES
 from tests.faults.fuzz import OF_POOLING
@@ -405,6 +407,39 @@ def test_two_workers_keep_the_bits(tmp_path: Path, checkpoint: Path) -> None:
     case = CASES["a reward of each token"]
     done = run(case, tmp_path, checkpoint, "1", tensor_parallel_size=2)
     assert moved(case, done, RUNS[:4]) == []
+
+
+def bisected(folder: Path, task: str, flag: str = "1", function: str = "pooled", **settings: Any) -> dict[str, Any]:
+    """What bisections of an engine find: of the usual function by what is planted."""
+    limits = {"model": str(folder), "max_model_len": 512, "dtype": "bfloat16"}
+    return run_engine(
+        limits | {"enforce_eager": True} | settings | OF_DEVICE, [], flag, bisection=(function, {"task": task})
+    ).bisected
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@pytest.mark.exhaustive
+def test_a_bisection_names_the_layer_the_mean_or_the_norm_that_looks_at_the_batch(checkpoint: Path) -> None:
+    assert_each_is_named(bisected(checkpoint, "embed", **embedding("MEAN")))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@pytest.mark.exhaustive
+def test_a_bisection_names_the_classifier_or_its_activation(tmp_path: Path, checkpoint: Path) -> None:
+    torch.manual_seed(0)
+    llama_that_classifies().to(torch.bfloat16).save_pretrained(tmp_path)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    assert_each_is_named(bisected(tmp_path, "classify"))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@pytest.mark.exhaustive
+def test_a_bisection_of_plain_vllm_names_an_operation(checkpoint: Path) -> None:
+    settings = embedding("MEAN") | {"dtype": "float32"}
+    found = bisected(checkpoint, "embed", "0", "pooled_of_a_word", **settings)["found"]
+    assert found["divergence"]["key"]["module"].startswith("model.layers.")
+    assert found["operands_differ"] == []
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has one model runner")

@@ -224,7 +224,8 @@ def check_task(
     for name in of_text if pools else of_pooling:
         value = getattr(options, name)
         if value != parser.get_default(name) and value != []:
-            given += [f"--{one}" for one in (dict(value) if name == "items" else [name.replace("_", "-")])]
+            named = dict(value) if name == "items" else ["no-" * (value is False) + name.replace("_", "-")]
+            given += [f"--{one}" for one in named]
     if given and not pools:
         parser.error(f"{', '.join(given)}: for a model that pools, with --task {', '.join(pooling.TASKS)}")
     if given:
