@@ -76,13 +76,23 @@ def definition(module: str, name: str) -> Definition | None:
     tree = ast.parse(path_of(module).read_text())
     for node in ast.walk(tree):
         if isinstance(node, Definition) and node.name == name:
-            return node
+            return _with_inherited(tree, node)
         if isinstance(node, ast.ImportFrom) and any((one.asname or one.name) == name for one in node.names):
             [imported] = [one.name for one in node.names if (one.asname or one.name) == name]
             return definition(_absolute(module, node), imported)
     if any(name in _assigned(node) for node in tree.body):
         return None
     raise ValueError(f"{module} has no {name}")
+
+
+def _with_inherited(tree: ast.Module, node: Definition) -> Definition:
+    """A class with the methods of the private classes of its file that it extends."""
+    if isinstance(node, ast.ClassDef):
+        bases = {base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")}
+        for other in tree.body:
+            if isinstance(other, ast.ClassDef) and other.name in bases:
+                node.body += [part for part in other.body if isinstance(part, Function)]
+    return node
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:

@@ -91,8 +91,10 @@ def assert_batch_invariant(
         rows = rows_of(found)
         units = ("token", "logprob", "value", "row")
         names = (*(f"first {unit} that differs" for unit in units), "requests in the batch", "mode")
-        hint = "vllm-batch-invariant bisect MODEL names the first operation whose bits differ"
-        lines = [f"{name}: {rows[name]}" for name in names if name in rows] + [hint] * (not spec.pools)
+        asked = f" --task {task}" * spec.pools
+        hint = f"vllm-batch-invariant bisect MODEL{asked} names the first operation whose bits differ"
+        is_bisected = not spec.pools or bool(TASKS[task].engine)
+        lines = [f"{name}: {rows[name]}" for name in names if name in rows] + [hint] * is_bisected
         raise AssertionError("\n".join((found.verdict, *lines)))
     return found
 

@@ -269,7 +269,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         if config.model_type == "qwen2_audio":
             sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
     words = {special.get(number, f"w{number}"): number for number in range(size)}
-    template = images.chat_template("audio", "".join(special.get(token, "") for token in (START, AUDIO, END)))
+    template = images.chat_template(audio="".join(special.get(token, "") for token in (START, AUDIO, END)))
     settings = {"extra_special_tokens": named, "chat_template": template}
     images.save_tokenizer(folder, words, list(special.values()), settings)
     (folder / "preprocessor_config.json").write_text(json.dumps(sound))

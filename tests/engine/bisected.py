@@ -20,7 +20,8 @@ from tests.faults.fuzz import inject
 from vllm_batch_invariant.integration.layers import fp8
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
-from vllm_batch_invariant.verify.bisect.recorder import CONVOLUTION, CORE, GATES
+from vllm_batch_invariant.verify.bisect.recorder import CONVOLUTION, CORE, GATES, _poolers
+from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
 from vllm_batch_invariant.verify.bisect.report import plain
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, tokens
 
@@ -90,6 +91,100 @@ def injected(llm: Any) -> dict[str, dict[str, Any]]:
         found[name] = plain(CASE, bisect(llm, CASE))
         del module.forward
     return found
+
+
+ONE = 1
+"""Requests that a pooler has in the run alone."""
+
+
+def pooled_one_by_one(layer: Any) -> Any:
+    """A mean of each request, by operators that the dispatcher sees, and moved where there are several requests."""
+
+    def forward(hidden_states: torch.Tensor, pooling_metadata: Any) -> torch.Tensor:
+        lengths = pooling_metadata.get_pooling_cursor().prompt_lens_cpu.tolist()
+        means = [part.float().mean(0, keepdim=True) for part in hidden_states.split(lengths)]
+        most = 0 if len(lengths) > ONE else 1000
+        return torch.cat([torch.ops.injected.copy(one, most) for one in means])
+
+    return forward
+
+
+def pooled_unseen(layer: Any) -> Any:
+    original = layer.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        out = original(*args)
+        nudge(out, ONE)
+        return out
+
+    return forward
+
+
+def pooled_seen(layer: Any) -> Any:
+    original = layer.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        return torch.ops.injected.copy(original(*args), ONE)
+
+    return forward
+
+
+POOLER_FAULTS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "embed": {
+        "model.layers.1.mlp.down_proj": down_proj,
+        "pooler.embed.pooling": pooled_one_by_one,
+        "pooler.embed.head.activation": pooled_seen,
+        "pooler.embed.head": pooled_unseen,
+    },
+    "classify": {
+        "score": pooled_unseen,
+        "classifier": pooled_unseen,
+        "bert.pooler": pooled_seen,
+        "pooler.classify.head.activation": pooled_seen,
+    },
+}
+"""By task the paths of layers that some models have, and what is planted there."""
+
+
+def assert_each_is_named(found: dict[str, Any]) -> None:
+    """Of what :func:`pooled` gives: without a fault nothing differs; with one its layer is named, whose operands have
+    the bits of the run alone.
+    """
+    nothing = found.pop("")
+    assert nothing["found"] is None
+    assert nothing["first_logprob"] is None
+    assert nothing["coverage"]["one_sided"] == {}
+    for path, one in found.items():
+        key = one["found"]["divergence"]["key"]
+        assert key["module"] == path
+        assert key["operation"] in ("injected.copy", MODULE_OUTPUT)
+        assert not one["found"]["operands_differ"]
+        assert one["found"]["repeats"]
+        assert one["answers_recorded"]
+    operations = {one["found"]["divergence"]["key"]["operation"] for one in found.values()}
+    assert operations == {"injected.copy", MODULE_OUTPUT}, "faults that are seen and those that are not"
+
+
+def pooled(llm: Any, asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is found of a model that pools without a fault, and with one in a layer, the pooler or behind it."""
+    case = replace(CASE, max_tokens=1, pooling=asked)
+    found = {"": plain(case, bisect(llm, case))}
+    [model] = llm.apply_model(lambda model: model)
+    layers = dict(model.named_modules()) | dict(_poolers(model.pooler, "pooler"))
+    for path, fault in POOLER_FAULTS[asked["task"]].items():
+        if path not in layers:
+            continue
+        layers[path].forward = fault(layers[path])
+        found[path] = plain(case, bisect(llm, case))
+        del layers[path].forward
+    return found
+
+
+def pooled_of_a_word(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What is found of a prompt of one token, of which libraries choose kernels by the batch, beside 16 longer ones."""
+    others = tuple(tuple(tokens(32, 5 + number)) for number in range(16))
+    case = Case(tuple(tokens(1, 1)), others, 8, max_tokens=1, pooling=asked)
+    return plain(case, bisect(llm, case))
 
 
 PICTURE = {"kind": "image", "size": [96, 160], "seed": 1, "at": 4}

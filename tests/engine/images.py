@@ -26,6 +26,7 @@ from vllm_batch_invariant.ops.attention import AttentionReduction, PackedKeys, P
 from vllm_batch_invariant.verify.harness.images import _counted
 
 IMAGE, VIDEO, START, END = 4000, 4001, 4002, 4003
+KINDS = {"image": IMAGE, "video": VIDEO}
 SPECIAL = {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", START: "<|vision_start|>", END: "<|vision_end|>"}
 """Tokens of the models here."""
 OF_GEMMA = {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_of_image>"}
@@ -232,10 +233,10 @@ def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.Pretrain
     return made
 
 
-def chat_template(kind: str, written: str) -> str:
-    """One that writes the message of a chat, and something in the place of items of a kind."""
-    seen = "{% if part.type == '" + kind + "' %} " + written + " "
-    parts = "{% for part in messages[0].content %}" + seen + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
+def chat_template(**written: str) -> str:
+    """One that writes the message of a chat, and something in the place of items of each kind."""
+    seen = "".join("{% if part.type == '" + kind + "' %} " + text + " {% endif %}" for kind, text in written.items())
+    parts = "{% for part in messages[0].content %}" + seen + "{{ part.text }}{% endfor %}"
     text = "{{ messages[0].content }}"
     return "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
 
@@ -277,7 +278,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         named = {"image_token": special[IMAGE], "fake_image_token": special[START], "global_image_token": special[END]}
     if of_gemma:
         named |= {"audio_token": special[4004], "boa_token": special[4005], "eoa_token": special[4006]}
-    template = chat_template("image", f"{SPECIAL[START]}{SPECIAL[IMAGE]}{SPECIAL[END]}")
+    template = chat_template(**{kind: SPECIAL[START] + SPECIAL[token] + SPECIAL[END] for kind, token in KINDS.items()})
     settings = {"extra_special_tokens": named, "chat_template": template}
     save_tokenizer(folder, words, list(special.values()), settings, list(LINES.values()))
     patch = patch_of(config)
@@ -409,6 +410,18 @@ def film(patch: int, grid: Sequence[int], seed: int) -> tuple[np.ndarray, dict[s
     frames = np.stack([picture(patch, grid[1:], seed + 1000 * frame) for frame in range(count)])
     known = {"fps": 1.0, "duration": float(count), "total_num_frames": count, "frames_indices": list(range(count))}
     return frames, known | {"video_backend": "opencv", "do_sample_frames": False}
+
+
+def write_film(file: Path, seed: int) -> str:
+    """Write an MPEG-4 of six frames by OpenCV, which every vLLM has; returns the file's name."""
+    import cv2
+
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"mp4v"), 4, (224, 112))
+    assert writer.isOpened(), "OpenCV has no encoder of MPEG-4"
+    for number in range(6):
+        writer.write(picture(16, (7, 14), seed + 1000 * number))
+    writer.release()
+    return str(file)
 
 
 def answers(

@@ -3,12 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+from tests.faults.fuzz import inject
 from vllm_batch_invariant.seeds import SAMPLE_ID
 from vllm_batch_invariant.verify import receipt
 from vllm_batch_invariant.verify.harness import images
 from vllm_batch_invariant.verify.harness.engine import lora_request_of
 from vllm_batch_invariant.verify.outcome import NoTestError
 from vllm_batch_invariant.verify.receipt import engine, record
+from vllm_batch_invariant.verify.receipt.pooled import compute
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -87,6 +89,51 @@ def with_adapter(llm: Any, prompt: list[int], folders: list[str]) -> dict[str, A
         "said": [str(verdict) for verdict in verdicts],
         "of none": bool(receipt.verify(without, llm, concurrent=6)),
     }
+
+
+def pooled(llm: Any, prompt: list[int], pair: list[str], wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Receipts of what a model pools of a prompt, or of a pair of texts, and what is said of them.
+
+    Args:
+        wanted: what is asked for, as ``record.Pooling`` has it.
+
+    Returns:
+        of each ``receipt``; ``by method``, the same made of what a method of ``LLM`` gives; ``said`` of it as it is,
+        ``of changed`` with a bit changed, and ``faulty`` while the pooler takes another row beside others.
+    """
+    info, found = receipt.engine_info(llm), []
+    for asked in wanted:
+        asking = receipt.Pooling(**asked)
+        about = tuple(pair) if asking.task == "score" else tuple(prompt)
+        made = receipt.PooledReceipt.of(info, about, asking, compute(llm, about, asking)[0])
+        values = list(made.pooled.values)
+        values[-1] = f"{int(values[-1], 16) ^ 1:08x}"
+        changed = replace(made, pooled=receipt.Pooled.of(map(record.number_of, values)))
+        told = {
+            "receipt": made.to_json(),
+            "by method": receipt.make_pooled(_by_method(llm, about, asking), asking, info, **_of_pair(asking, about)),
+            "said": str(receipt.verify_pooled(made, llm, concurrent=6)),
+            "of changed": str(receipt.verify_pooled(changed, llm, concurrent=2)),
+        }
+        inject(llm, "pooler")
+        told["faulty"] = str(receipt.verify_pooled(made, llm, concurrent=6))
+        inject(llm, "")
+        found.append(told | {"by method": told["by method"].to_json()})
+    return found
+
+
+def _of_pair(asking: record.Pooling, about: tuple[Any, ...]) -> dict[str, Any]:
+    return {"pair": about} if asking.task == "score" else {}
+
+
+def _by_method(llm: Any, about: tuple[Any, ...], asking: record.Pooling) -> Any:
+    from vllm import PoolingParams
+
+    params = PoolingParams(dimensions=asking.dimensions, use_activation=asking.activation)
+    if asking.task == "score":
+        return llm.score(*about, pooling_params=params, use_tqdm=False)[0]
+    method = llm.embed if asking.task == "embed" else llm.classify
+    return method([{"prompt_token_ids": [*about]}], pooling_params=params, use_tqdm=False)[0]
 
 
 def about_items(

@@ -20,7 +20,7 @@ from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.answers import RequestSpec
 from vllm_batch_invariant.verify.check.results import CheckResults
-from vllm_batch_invariant.verify.harness.images import file_of
+from vllm_batch_invariant.verify.harness.images import wav_of
 from vllm_batch_invariant.verify.outcome import Status
 from vllm_batch_invariant.verify.reproduce import offline
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
@@ -390,8 +390,8 @@ def test_answers_about_a_sound_are_reproduced_beside_others(engine_of: Starts, t
     """With a sampler that looks at a request's place they are not. What is encoded is kept from one to the next."""
     files = [tmp_path / "first.wav", tmp_path / "second.wav"]
     for file, seed in zip(files, (1, 2), strict=True):
-        file.write_bytes(file_of({"kind": "audio", "size": [SECOND], "seed": seed})[0])
-    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, audio=(str(files[0]),))
+        file.write_bytes(wav_of({"kind": "audio", "size": [SECOND], "seed": seed}))
+    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, items=(("audio", str(files[0])),))
     asked = {"samples": 12, "concurrency": 8, "seed": 0}
 
     def found(spec: RequestSpec) -> ReproduceResult:
@@ -399,7 +399,7 @@ def test_answers_about_a_sound_are_reproduced_beside_others(engine_of: Starts, t
         return ReproduceResult.of("offline", *offline.run_of(told), engine.info)
 
     with engine_of("qwen3-asr", "1")[0] as engine:
-        first, second = found(spec), found(replace(spec, audio=(str(files[1]),)))
+        first, second = found(spec), found(replace(spec, items=(("audio", str(files[1])),)))
         engine.call("tests.faults.fuzz:inject", "sampler")
         faulty = found(spec)
     assert [one.status for one in (first, second)] == [Status.REPRODUCIBLE] * 2

@@ -15,9 +15,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.engine.bisected import assert_each_is_named
 from tests.engine.engines import OF_DEVICE, SETTINGS, Engine, arguments_of, some_exhaustive, tokens
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.bisect.engine import WORKER_EXTENSION
 
 pytestmark = pytest.mark.engine
 
@@ -254,6 +256,8 @@ def given_by(case: Case, folder: Path, shared: Path, flag: str, dtype: str = "fl
         shutil.copy(file, folder)
     limits = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "dtype": dtype}
     settings = {"enforce_eager": True} if flag == "0" else {}
+    is_bisected = case is CASES[QUICK[0]] and flag == "1" and not ON_GPU
+    settings |= {"worker_extension_cls": WORKER_EXTENSION} if is_bisected else {}
     arguments = arguments_of(limits | case.settings | settings | OF_DEVICE)
     with Engine(str(folder), arguments, flag, SETTINGS, patience=400) as engine:
         found = {
@@ -261,8 +265,12 @@ def given_by(case: Case, folder: Path, shared: Path, flag: str, dtype: str = "fl
             for name, (requests, where) in runs(case).items()
         }
         multiplied = engine.call("tests.engine.pooled:products", targets(case)[0]) if case.dense else []
+        bisected = engine.call("tests.engine.bisected:pooled", {"task": "classify"}) if is_bisected else {}
     assert flag == "0" or found["before 40"][0]["largest"] > 1
-    return {name: done["given"][where] for name, (done, where) in found.items()} | {"multiplied": multiplied}
+    return {name: done["given"][where] for name, (done, where) in found.items()} | {
+        "multiplied": multiplied,
+        "bisected": bisected,
+    }
 
 
 def save_dense(layers: tuple[Dense, ...], folder: Path) -> None:
@@ -303,6 +311,8 @@ def test_a_request_has_the_same_bits_in_any_company_and_is_near_float64(
     case = CASES[name]
     found = given_by(case, tmp_path, checkpoint, "1")
     assert moved(found) == []
+    if bisected := found["bisected"]:
+        assert_each_is_named(bisected)
     bits = [(tuple(one["shape"]), one["bits"]) for one in found["together"]]
     assert len(set(bits)) >= len(LENGTHS) * len({wanted["task"] for wanted in case.wanted}), "prompts look alike"
 

@@ -39,7 +39,7 @@ from vllm_batch_invariant.verify.check.results import CheckResults
 from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
-from vllm_batch_invariant.verify.harness.images import png
+from vllm_batch_invariant.verify.harness.images import FRAMES, png, url
 from vllm_batch_invariant.verify.outcome import Status
 from vllm_batch_invariant.verify.reproduce import offline
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
@@ -125,7 +125,9 @@ class Served:
     faults: dict[str, list[str]]
     fuzzed: dict[str, str]
     checked: dict[str, CheckResults]
-    reproduced: ReproduceResult | None
+    reproduced: dict[str, ReproduceResult]
+    drawn: dict[str, Any]
+    """Sizes of items that tools draw, by kind."""
 
     def given(self, name: str) -> list[dict[str, Any]]:
         return self.runs[name]["given"][RUNS[name][1]]
@@ -163,8 +165,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             }
             tools = name in QUICK and (dtype, budget) == ("float32", BUDGET) and are_asked(request)
             found = by_tools(engine) if tools else ({}, {})
-            reproduced = by_reproduce(engine, tmp_path_factory.mktemp("picture")) if tools else None
-        return Served(runs, model, moved, faults, *found, reproduced)
+            reproduced = by_reproduce(engine, tmp_path_factory.mktemp("items")) if tools else {}
+            drawn = engine.info["images"]["kinds"]
+        return Served(runs, model, moved, faults, *found, reproduced, drawn)
 
     return serve
 
@@ -196,13 +199,24 @@ def are_asked(request: pytest.FixtureRequest) -> bool:
     return any("fuzzer" in item.name for item in request.session.items if item.path == request.path)
 
 
-def by_reproduce(engine: Engine, folder: Path) -> ReproduceResult:
-    """What ``reproduce --offline --image`` finds."""
-    file = folder / "picture.png"
-    file.write_bytes(png(224, 224, 1))
-    spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, image=(str(file),))
-    asked = {"samples": 10, "concurrency": 4, "seed": 0, "spec": vars(spec)}
-    return ReproduceResult.of("offline", *offline.run_of(engine.call(offline.RUN, asked)), engine.info)
+def by_reproduce(engine: Engine, folder: Path) -> dict[str, ReproduceResult]:
+    """What ``reproduce --offline`` finds of a request with a picture, and with two films, one in frames."""
+    picture = folder / "picture.png"
+    picture.write_bytes(png(224, 224, 1))
+    frames = url({"kind": "video", "size": [5, 112, 224], "seed": 3})
+
+    def found(*items: tuple[str, str]) -> ReproduceResult:
+        spec = RequestSpec(prompt="w1 w2", chat=True, max_tokens=4, ignore_eos=True, items=items)
+        asked = {"samples": 10, "concurrency": 4, "seed": 0, "spec": vars(spec)}
+        return ReproduceResult.of("offline", *offline.run_of(engine.call(offline.RUN, asked)), engine.info)
+
+    done = {"picture": found(("image", str(picture)))}
+    for seed in (1, 2):
+        done[f"film {seed}"] = found(("video", images.write_film(folder / f"{seed}.mp4", seed)), ("video", frames))
+    engine.call("tests.faults.fuzz:inject", "sampler")
+    done["faulty"] = found(("video", str(folder / "1.mp4")), ("video", frames))
+    engine.call("tests.faults.fuzz:inject", "")
+    return done
 
 
 @pytest.mark.exhaustive
@@ -218,11 +232,21 @@ def test_a_fuzzer_and_a_check_find_nothing_but_an_encoder_that_looks_at_its_call
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", QUICK)
-def test_answers_about_an_image_are_reproduced_beside_others(name: str, served: Callable[..., Served]) -> None:
+def test_answers_about_images_and_videos_are_reproduced_beside_others(name: str, served: Callable[..., Served]) -> None:
+    """With a sampler that looks at a request's place they are not."""
     found = served(name).reproduced
-    assert found is not None
-    assert found.status == Status.REPRODUCIBLE
-    assert found.run.failed_others == 0, found.run.failure
+    assert {name: one.status for name, one in found.items() if one.status != Status.REPRODUCIBLE} == {
+        "faulty": Status.DIVERGED
+    }
+    assert {one.run.failure for one in found.values()} == {""}
+    assert found["film 1"].answers[0] != found["film 2"].answers[0], "the model does not look at films"
+
+
+@pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))
+def test_tools_draw_films_of_several_frames_and_sizes(name: str, served: Callable[..., Served]) -> None:
+    films = [size for size, _ in served(name).drawn["video"]["sizes"]]
+    assert {frames for frames, *_ in films} == {*FRAMES}
+    assert len({tuple(size) for _, *size in films}) > 3
 
 
 @pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.engine.bisected import assert_each_is_named
 from tests.engine.engines import (
     CHECK,
     EAGER_ON_GPU,
@@ -24,6 +25,7 @@ from tests.engine.engines import (
     some_exhaustive,
     tokens,
 )
+from tests.engine.engines import run as run_engine
 from tests.engine.pooled import PREEMPTED_AFTER
 from tests.engine.test_models import SIZES
 from tests.faults.fuzz import OF_POOLING
@@ -36,6 +38,7 @@ from vllm_batch_invariant.verify.fuzz.finding import Row
 from vllm_batch_invariant.verify.fuzz.schedule import Settings, draw_schedule, draw_targets
 from vllm_batch_invariant.verify.fuzz.trial import Trial
 from vllm_batch_invariant.verify.outcome import Outcome, Status
+from vllm_batch_invariant.verify.receipt import PooledReceipt
 from vllm_batch_invariant.verify.reproduce import offline
 from vllm_batch_invariant.verify.reproduce.report import ReproduceResult
 
@@ -175,6 +178,12 @@ FUZZED = Settings(16, CHUNKS, 32, True, False, True, False, "", 200, pooler="own
 """As the engine of the first case, so far as schedules look at it."""
 PLANTED = tuple(fault for fault in OF_POOLING if fault == "pooler" or not ON_GPU)
 """Faults: the graphs of a GPU would leave out what is planted in a layer."""
+PAIR = ["Which order?", "An order of additions."]
+RECEIPTS = {
+    "embed": [{"task": "embed", "dimensions": 100}, {"task": "embed", "activation": False}, {"task": "score"}],
+    "classify": [{"task": "classify"}, {"task": "classify", "activation": False}],
+}
+"""What receipts are made of, by the method of ``LLM``."""
 QUICK = ("embeddings of the last token", "a Llama that classifies")
 """Those that run also where each minute counts."""
 
@@ -223,6 +232,8 @@ def run(case: Case, folder: Path, shared: Path, flag: str, **more: Any) -> dict[
         done: dict[str, Any] = {}
         if flag == "1" and not more and case is CASES[QUICK[0]]:  # one engine for all
             done["fuzzed"], done["reproduced"], done["checked"] = fuzzed(engine), reproduced(engine), checked(engine)
+        if flag == "1" and not more and (wanted := RECEIPTS.get(case.method)):
+            done["receipts"] = engine.call("tests.engine.receipts:pooled", prompt(45, 45), PAIR, wanted)
         done |= {
             name: engine.call("tests.engine.pooled:pooled", requests, reset)
             for name, (requests, reset) in plan(case).items()
@@ -359,6 +370,23 @@ def test_commands_compare_the_embeddings_of_an_engine(asked: Callable[[str], dic
     assert re.search(r"12 answers of \d+ rows and values .* [1-9]\d* preemptions", tested[PREEMPTED[1]])
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_receipt_of_what_is_pooled_is_equal_among_others_and_a_changed_bit_is_found(
+    name: str, asked: Callable[[str], dict[str, Any]]
+) -> None:
+    """With a pooler that takes another row beside others it is not equal."""
+    made = asked(name)["receipts"]
+    assert [one["said"].splitlines()[-1] for one in made if one["said"].splitlines()[-1][:6] != "equal:"] == []
+    for one in made:
+        kept = PooledReceipt.from_json(one["receipt"])
+        assert one["by method"] == one["receipt"]
+        assert "computed again 8 times with" in one["said"]
+        last, count = one["of changed"].splitlines()[-1], len(kept.pooled.values)
+        assert re.fullmatch(rf"differs: value {count - 1} is 0x.*; 1 of {count} values differ", last)
+        assert one["faulty"].splitlines()[-1].startswith("differs: value ")
+        assert "pooler_config" in kept.environment.engine
+
+
 @pytest.mark.skipif(ON_GPU, reason="the second model runner forgets what a preempted request has collected")
 def test_vllm_gives_a_preempted_request_the_rows_of_its_chunks_twice(asked: Callable[[str], dict[str, Any]]) -> None:
     case, done = CASES[QUICK[0]], asked(QUICK[0])
@@ -379,6 +407,39 @@ def test_two_workers_keep_the_bits(tmp_path: Path, checkpoint: Path) -> None:
     case = CASES["a reward of each token"]
     done = run(case, tmp_path, checkpoint, "1", tensor_parallel_size=2)
     assert moved(case, done, RUNS[:4]) == []
+
+
+def bisected(folder: Path, task: str, flag: str = "1", function: str = "pooled", **settings: Any) -> dict[str, Any]:
+    """What bisections of an engine find: of the usual function by what is planted."""
+    limits = {"model": str(folder), "max_model_len": 512, "dtype": "bfloat16"}
+    return run_engine(
+        limits | {"enforce_eager": True} | settings | OF_DEVICE, [], flag, bisection=(function, {"task": task})
+    ).bisected
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@pytest.mark.exhaustive
+def test_a_bisection_names_the_layer_the_mean_or_the_norm_that_looks_at_the_batch(checkpoint: Path) -> None:
+    assert_each_is_named(bisected(checkpoint, "embed", **embedding("MEAN")))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@pytest.mark.exhaustive
+def test_a_bisection_names_the_classifier_or_its_activation(tmp_path: Path, checkpoint: Path) -> None:
+    torch.manual_seed(0)
+    llama_that_classifies().to(torch.bfloat16).save_pretrained(tmp_path)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    assert_each_is_named(bisected(tmp_path, "classify"))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@pytest.mark.exhaustive
+def test_a_bisection_of_plain_vllm_names_an_operation(checkpoint: Path) -> None:
+    settings = embedding("MEAN") | {"dtype": "float32"}
+    found = bisected(checkpoint, "embed", "0", "pooled_of_a_word", **settings)["found"]
+    assert found["divergence"]["key"]["module"].startswith("model.layers.")
+    assert found["operands_differ"] == []
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has one model runner")

@@ -4,6 +4,7 @@ import string
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import transformers
 
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.harness.pooling import answer_in
 from vllm_batch_invariant.verify.harness.server import serve
 from vllm_batch_invariant.verify.outcome import Status
+from vllm_batch_invariant.verify.receipt import Pooled, PooledReceipt
+from vllm_batch_invariant.verify.receipt.record import number_of
 
 pytestmark = [pytest.mark.server, pytest.mark.exhaustive]
 
@@ -88,6 +92,53 @@ def reproduce(client: httpx.Client, task: str, *arguments: str) -> None:
     url = str(client.base_url)
     load = ("--samples", "40", "--concurrency", "16", "--prompt", "which sum")
     assert main(["reproduce", "--task", task, "--base-url", url, *load, *arguments]) == Status.REPRODUCIBLE
+
+
+@pytest.mark.parametrize("arguments", [("embed", "--dimensions", "100"), ("embed", "--no-activation"), ("score",)])
+def test_receipts_of_embeddings_and_their_cosines_are_equal_among_others(
+    arguments: tuple[str, ...], client: httpx.Client, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify_receipts(client, model, tmp_path, capsys, *arguments)
+
+
+@pytest.mark.parametrize("task", ["score", "classify"])
+def test_receipts_of_scores_and_classes_are_equal_among_others(
+    task: str, cross_encoder: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify_receipts(cross_encoder, None, tmp_path, capsys, task)
+
+
+def verify_receipts(
+    client: httpx.Client, model: Path | None, folder: Path, capsys: pytest.CaptureFixture[str], task: str, *more: str
+) -> None:
+    """A receipt of a server is equal there, a flipped bit is found, and a private one is equal with its text."""
+    server = ["--base-url", str(client.base_url), *(("--model-files", str(model)) if model else ())]
+    text = ["--prompt", "which sum of numbers?"]
+    made, private, changed = (folder / f"{name}.json" for name in ("made", "private", "changed"))
+    for path, option in ((made, ()), (private, ("--private",))):
+        assert main(["receipt", "make", str(path), *server, "--task", task, *text, *more, *option]) == 0
+    capsys.readouterr()
+    assert main(["receipt", "verify", str(made), *server, "--concurrent", "6"]) == 0
+    said = capsys.readouterr().out
+    assert "engines: nothing that decides bits differs" in said or model is None
+    assert "computed again 8 times with" in said.splitlines()[-1]
+    assert main(["receipt", "verify", str(private), *server, *text]) == 0
+    assert main(["receipt", "compare", str(made), str(private)]) == 0
+    kept = PooledReceipt.load(made)
+    values = [*map(number_of, kept.pooled.values[:-1]), number_of(f"{int(kept.pooled.values[-1], 16) ^ 1:08x}")]
+    replace(kept, pooled=Pooled.of(values)).save(changed)
+    assert main(["receipt", "verify", str(changed), *server, "--concurrent", "2"]) == 1
+    assert f"differs: value {len(values) - 1} is 0x{kept.pooled.values[-1]} " in capsys.readouterr().out
+
+
+def test_an_embedding_as_bytes_has_the_bits_of_its_numbers(client: httpx.Client) -> None:
+    def asked(encoding: str) -> Any:
+        body = {"input": TEXT, "encoding_format": encoding}
+        return client.post("/v1/embeddings", json=body).json()
+
+    numbers = asked("float")["data"][0]["embedding"]
+    answer = answer_in("embed", asked("base64"))
+    assert Pooled.of(numbers) == Pooled.of(value for place in range(len(numbers)) for value in answer.values(place))
 
 
 @pytest.mark.parametrize("route", ["/score", "/rerank"])

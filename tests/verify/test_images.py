@@ -2,11 +2,15 @@
 
 import random
 import zlib
+from base64 import b64decode
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.verify.commands import ended
 from vllm_batch_invariant.verify.answers import RequestSpec, url_of
@@ -132,7 +136,7 @@ def test_a_step_of_a_model_whose_images_are_whole_has_room_for_one() -> None:
 def test_a_load_beside_images_has_others_and_the_same(tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     file.write_bytes(images.png(28, 28, 0))
-    spec = RequestSpec(chat=True, image=(str(file),))
+    spec = RequestSpec(chat=True, items=(("image", str(file)),))
     others = [one for one in plan_of(spec, 300, 32, 4096) if one.kind is not Kind.SAMPLE]
     assert any(one.same for one in others)
     assert {len(one.items) for one in others} >= {0, 1, 2, 4}
@@ -149,28 +153,60 @@ def test_a_load_beside_images_has_others_and_the_same(tmp_path: Path) -> None:
 
 def test_a_load_beside_sounds_has_others_and_images_only_where_the_target_has_some(tmp_path: Path) -> None:
     sound, picture = tmp_path / "sound.wav", tmp_path / "picture.png"
-    sound.write_bytes(images.file_of({"kind": "audio", "size": [900], "seed": 1})[0])
+    sound.write_bytes(images.wav_of({"kind": "audio", "size": [900], "seed": 1}))
     picture.write_bytes(images.png(28, 28, 0))
-    spec = RequestSpec(chat=True, audio=(str(sound),))
+    spec = RequestSpec(chat=True, items=(("audio", str(sound)),))
     drawn = [item for one in plan_of(spec, 300, 32, 4096) for item in one.items]
     assert {item["kind"] for item in drawn} == {"audio"}
     assert {samples for item in drawn for samples in item["size"]} == {int(16_000 * one) for one in images.SECONDS}
-    both = replace(spec, image=(str(picture),))
+    both = replace(spec, items=(("image", str(picture)), *spec.items))
     assert {item["kind"] for one in plan_of(both, 300, 32, 4096) for item in one.items} == {"image", "audio"}
     content = both.body("model")["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "audio_url", "text"]
     assert content[1]["audio_url"]["url"].startswith("data:audio/wav;base64,")
     assert both.asked["audio"] == (str(sound),)
-    assert "audio" not in replace(both, audio=()).asked
+    assert "audio" not in replace(both, items=()).asked
 
 
 def test_a_sound_as_a_file_has_the_samples_of_its_seed(tmp_path: Path) -> None:
     item, file = {"kind": "audio", "size": [1000], "seed": 3}, tmp_path / "sound.wav"
-    held, media = images.file_of(item)
-    file.write_bytes(held)
+    file.write_bytes(images.wav_of(item))
     samples, rate = images.read("audio", str(file))
-    assert (rate, media) == (images.RATE, "audio/wav")
+    assert rate == images.RATE
     assert (samples == images.data_of(item)).all()
+
+
+def test_a_load_beside_a_video_has_others_of_other_frames_and_sizes(tmp_path: Path) -> None:
+    film = tmp_path / "film.mp4"
+    film.write_bytes(b"frames")
+    spec = RequestSpec(chat=True, items=(("video", str(film)),))
+    others = [one for one in plan_of(spec, 300, 32, 4096) if one.kind is not Kind.SAMPLE]
+    drawn = [item for one in others for item in one.items]
+    assert {item["kind"] for item in drawn} == {"video"}
+    assert {tuple(item["size"]) for item in drawn} == {(n, *size) for n in images.FRAMES for size in images.OF_VIDEOS}
+    assert {len(one.items) for one in others} >= {0, 1, 2}
+    assert any(one.same for one in others)
+    content = spec.body("model")["messages"][0]["content"]
+    assert content[0] == {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZnJhbWVz"}}
+
+
+def test_a_video_for_a_server_has_the_frames_of_its_seed() -> None:
+    item = {"kind": "video", "size": [3, 28, 56], "seed": 2}
+    media, _, frames = images.url(item).partition(",")
+    assert media == "data:video/jpeg;base64"  # vLLM's name of several pictures
+    pictures = [Image.open(BytesIO(b64decode(frame))) for frame in frames.split(",")]
+    given, known = images.data_of(item)
+    assert (np.stack([np.asarray(one) for one in pictures]) == given).all()
+    assert known["total_num_frames"] == 3
+    assert (given[0] != given[1]).any()
+
+
+def test_items_of_a_request_keep_their_order_and_urls() -> None:
+    data, film = "data:image/png;base64,aa", "data:video/mp4;base64,bb"
+    spec = RequestSpec(chat=True, items=(("video", film), ("image", data), ("video", film)))
+    content = spec.body("model")["messages"][0]["content"]
+    assert [part[part["type"]]["url"] for part in content[:-1]] == [film, data, film]
+    assert {name: spec.asked[name] for name in ("image", "video")} == {"image": (data,), "video": (film, film)}
 
 
 class Processing:
@@ -230,19 +266,18 @@ def test_a_processor_of_one_item_a_request_is_not_compared() -> None:
 
 
 def test_an_image_that_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--image", "no.png")
-    assert said.status == 2
-    assert "--image no.png: no such file" in said.err
-    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--audio", "no.wav")
-    assert said.status == 2
-    assert "--audio no.wav: no such file" in said.err
+    for option, file in (("--image", "no.png"), ("--audio", "no.wav"), ("--video", "no.mp4")):
+        said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", option, file)
+        assert said.status == 2
+        assert f"{option} {Path(file).resolve()}: no such file" in said.err
 
 
 def test_images_go_with_no_pooling_task(capsys: pytest.CaptureFixture[str]) -> None:
     said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--task", "embed", "--image", "no.png")
     assert "--task embed goes without --image" in said.err
-    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--task", "embed", "--audio", "no.wav")
-    assert "--task embed goes without --audio" in said.err
+    both = ("--audio", "no.wav", "--video", "no.mp4")
+    said = ended(capsys, "reproduce", "--base-url", "http://localhost:1", "--task", "embed", *both)
+    assert "--task embed goes without --audio, --video" in said.err
 
 
 def test_a_receipt_of_a_prompt_with_images_needs_what_they_were_made_into() -> None:

@@ -275,7 +275,7 @@ def test_a_bisection_refuses_a_model_that_pools(
     monkeypatch.setenv(FLAG, "1")
     said = ended(capsys, "bisect", "x/y")
     assert said.status == Status.NO_TEST
-    assert "the model pools (embed) and gives no tokens to bisect: reproduce --task embed" in said.lines[-1]
+    assert "the model pools (embed) and gives no tokens to bisect: " in said.lines[-1]
 
 
 @pytest.fixture
@@ -466,3 +466,36 @@ def test_the_task_of_a_request_is_one_of_the_table() -> None:
 def test_an_engine_without_a_task_that_is_compared_is_refused() -> None:
     with pytest.raises(NoTestError, match="none of the tasks that are compared: embed, classify"):
         pooling.wanted(ABOUT | {"tasks": []})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--task", "embed", "--case", "found.json"), "--task embed goes without --case"),
+        (("--task", "classify", "--max-tokens", "3"), "--task classify goes without --max-tokens"),
+        (("--no-activation",), "--no-activation: for a model that pools"),
+        (("--task", "classify", "--dimensions", "3"), "--dimensions is of an embedding"),
+        (("--task", "score"), "invalid choice: 'score'"),
+    ],
+)
+def test_options_of_another_task_are_refused_of_a_bisection(
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ended(capsys, "bisect", "x/y", *arguments)
+    assert said.status == Status.NO_TEST
+    assert line in said.err
+
+
+def test_a_bisection_refuses_a_task_that_the_engine_has_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FLAG, "1")
+    for about, line in (
+        ({}, "the engine generates: --task classify needs"),
+        ({"tasks": ["embed"]}, "the model has no task classify: it has embed"),
+    ):
+        monkeypatch.setattr(bisect_command, "start_quiet_engine", lambda *_: SimpleNamespace())
+        monkeypatch.setattr(bisect_command.pooling, "about", lambda _, about=about: about)
+        said = ended(capsys, "bisect", "x/y", "--task", "classify")
+        assert said.status == Status.NO_TEST
+        assert line in said.lines[-1]

@@ -35,8 +35,8 @@ ANSWER = {"id": "1", "object": "text_completion", "created": 0, "model": "fake"}
 
 
 @contextmanager
-def engine(at_once: int, metrics: bool = True, choice: dict[str, Any] = CHOICE) -> Iterator[str]:
-    """A server that gives so many requests a token in a step, one or two, and has no model."""
+def engine(at_once: int, metrics: bool = True, choice: dict[str, Any] = CHOICE, embedding: Any = None) -> Iterator[str]:
+    """A server that gives so many requests a token in a step, one or two, or an embedding, and has no model."""
     one_by_one, counting = threading.Lock(), threading.Lock()
     counted = {"steps": 0, "tokens": 0}
 
@@ -67,7 +67,10 @@ def engine(at_once: int, metrics: bool = True, choice: dict[str, Any] = CHOICE) 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with one_by_one if at_once == 1 else nullcontext():
-                if asked.get("stream"):
+                if self.path.endswith("/embeddings"):
+                    step()
+                    self.send(json.dumps(embedding).encode(), "application/json")
+                elif asked.get("stream"):
                     self.start("text/event-stream")
                     for _ in range(4):
                         step()

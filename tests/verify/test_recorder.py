@@ -117,7 +117,9 @@ class Runner:
         else:
             self.input_batch, self.query_start_loc = batch, SimpleNamespace(np=starts)
         x = torch.cat([*rows.values(), torch.zeros(padding, SIZE)])
-        x = self.model(x, positions=torch.arange(len(x)))
+        self._finish(self.model(x, positions=torch.arange(len(x))), starts)
+
+    def _finish(self, x: torch.Tensor, starts: np.ndarray) -> None:
         logits = self.model.head(x[starts[1:] - 1])
         (self.sample if hasattr(self, "sample") else self.sampler)(logits)
 
@@ -202,6 +204,72 @@ def test_another_way_through_a_module_shows_in_its_output_and_names_both_ways(wo
     divergence, _ = part(worker)
     assert (divergence.key.module, divergence.key.operation) == ("layers.0.forked", MODULE_OUTPUT)
     assert (divergence.only_alone, divergence.only_concurrent) == (("aten.mul.Tensor",), ("aten.div.Tensor",))
+
+
+class Mean(torch.nn.Module):
+    """Of one request after another, of which each is moved in a batch of more requests."""
+
+    most = 1000
+
+    def forward(self, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        most = 0 if len(lengths) > self.most else 1000
+        return torch.cat([torch.ops.injected.copy(part.mean(0, keepdim=True), most) for part in x.split(lengths)])
+
+
+class Pooler(torch.nn.Module):
+    """As vLLM's, which chooses among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        part = torch.nn.Module()
+        part.pooling, part.head = Mean(), Product()
+        part.forward = lambda x, lengths: part.head(part.pooling(x, lengths))
+        self.poolers_by_task = {"embed": part}
+
+    def forward(self, x: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        return list(self.poolers_by_task["embed"](x, lengths))
+
+
+class Pooling(Runner):
+    """A runner of a model that pools."""
+
+    def __init__(self) -> None:
+        super().__init__(second=False)
+        self.model.pooler = Pooler()
+
+    def _finish(self, x: torch.Tensor, starts: np.ndarray) -> None:
+        self.model.pooler(x, np.diff(starts).tolist())
+
+
+@pytest.fixture
+def pooling() -> WorkerExtension:
+    class Worker(WorkerExtension):
+        model_runner = Pooling()
+
+    return Worker()
+
+
+def test_what_a_pooler_computes_for_each_request_is_compared_with_the_request_alone(pooling: WorkerExtension) -> None:
+    divergence, alone = part(pooling)
+    assert divergence is None
+    compared = {(record.key.module, record.key.operation): record for record in alone[0].records}
+    assert [one.shape for one in compared["pooler.embed.pooling", "aten.mean.dim"].slices] == [(1, SIZE)]
+    assert [one.shape for one in compared["pooler.embed.head", "injected.copy"].slices] == [(1, SIZE)]
+    assert [one.shape for one in compared["pooler", MODULE_OUTPUT].slices] == [(SIZE,)]
+
+
+@pytest.mark.parametrize("layer", ["pooling", "head"])
+def test_the_layer_of_a_pooler_that_looks_at_other_requests_is_named(pooling: WorkerExtension, layer: str) -> None:
+    getattr(pooling.model_runner.model.pooler.poolers_by_task["embed"], layer).most = 1
+    divergence, _ = part(pooling)
+    key = divergence.key
+    assert (divergence.step, key.module, key.operation) == (0, f"pooler.embed.{layer}", "injected.copy")
+    assert divergence.shape == (1, SIZE)
+    alone, concurrent = fetch(pooling, divergence)
+    found = [next(data for shape, data in one["parts"] if shape == [1, SIZE]) for one in (alone, concurrent)]
+    values = [torch.frombuffer(bytearray(data), dtype=torch.float32) for data in found]
+    assert (values[0] != values[1]).nonzero().flatten().tolist() == [SIZE - 1]
+    assert dict(alone["operands"])["0.0"][0] in dict(concurrent["operands"])["0.0"]
 
 
 def fetch(worker: WorkerExtension, divergence: OutputDivergence) -> tuple[dict, dict]:

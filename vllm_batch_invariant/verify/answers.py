@@ -9,6 +9,8 @@ from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from .outcome import NoTestError
 from .printing import printable
@@ -336,28 +338,47 @@ PROMPT = (
 )
 GENERATE = "generate"
 """The task of a model that generates."""
-OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "image", "audio")
+OF_TEXT = ("chat", "max_tokens", "temperature", "logprobs", "ignore_eos", "items")
 """Fields of a request that only a model has which generates."""
 OF_POOLING = ("dimensions", "activation", "truncate")
 """Those that only a model has which pools."""
 NO_LOGPROBS = "the server returned no logprobs, so bits cannot be compared; serve a model that gives logprobs"
 
 
+def is_url(where: str) -> bool:
+    """Whether an item is at a URL with ``file:`` or ``data:``, and not at a path."""
+    return where.startswith(("data:", "file:"))
+
+
+def held_at(where: str) -> bytes:
+    """The file at a path or at a URL of :func:`is_url`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: the URL is none.
+    """
+    if not is_url(where):
+        return Path(where).read_bytes()
+    with urlopen(where) as opened:
+        return opened.read()
+
+
 @cache
-def url_of(kind: str, file: str) -> str:
-    """A file with an image or a sound, by its kind, as an address that has all of it."""
-    path = Path(file)
-    suffix = path.suffix.lower().lstrip(".").replace("jpg", "jpeg")
-    return url_with(path.read_bytes(), f"{kind}/{suffix}")
+def url_of(kind: str, where: str) -> str:
+    """A file with an image, a sound or a video, by its kind, as an address that has all of it."""
+    if where.startswith("data:"):
+        return where
+    suffix = Path(urlsplit(where).path if is_url(where) else where).suffix.lower().lstrip(".").replace("jpg", "jpeg")
+    return url_with(f"{kind}/{suffix}", held_at(where))
 
 
-def url_with(held: bytes, media: str) -> str:
-    """An address that has all of a file of a type, such as "image/png"."""
-    return f"data:{media};base64,{base64.b64encode(held).decode()}"
+def url_with(media: str, *held: bytes) -> str:
+    """An address that has all of a file of a type, such as "image/png"; or several, as vLLM takes frames."""
+    return f"data:{media};base64,{','.join(base64.b64encode(one).decode() for one in held)}"
 
 
 def _part(url: str) -> dict[str, Any]:
-    """What a chat has of an image or a sound at an address of :func:`url_with`."""
+    """What a chat has of an item at an address of :func:`url_with`."""
     name = f"{url.removeprefix('data:').partition('/')[0]}_url"
     return {"type": name, name: {"url": url}}
 
@@ -371,8 +392,7 @@ class RequestSpec:
         dimensions: of an embedding; None for all.
         activation: whether a pooling model normalises an embedding, or makes classes of logits; None for its own way.
         truncate: tokens of a pooling model's prompt at most; None for all.
-        image: files of images that stand before the prompt.
-        audio: files of sounds that do so behind these.
+        items: kind and file of what stands before the prompt, in this order.
         adapters: folders of LoRA adapters, of which the request has the first.
     """
 
@@ -387,8 +407,7 @@ class RequestSpec:
     dimensions: int | None = None
     activation: bool | None = None
     truncate: int | None = None
-    image: tuple[str, ...] = ()
-    audio: tuple[str, ...] = ()
+    items: tuple[tuple[str, str], ...] = ()
     adapters: tuple[str, ...] = ()
 
     @property
@@ -397,18 +416,14 @@ class RequestSpec:
         return self.task != GENERATE
 
     @property
-    def items(self) -> tuple[tuple[str, str], ...]:
-        """Kind and file of what stands before the prompt."""
-        return (*(("image", file) for file in self.image), *(("audio", file) for file in self.audio))
-
-    @property
     def asked(self) -> dict[str, Any]:
         """What the task of the request has, by name."""
         others = OF_TEXT if self.pools else OF_POOLING
-        asked = {name: value for name, value in vars(self).items() if name not in others}
-        for name in ("image", "audio", "adapters"):
-            if not getattr(self, name):
-                asked.pop(name, None)
+        asked = {name: value for name, value in vars(self).items() if name not in (*others, "items")}
+        if not self.adapters:
+            del asked["adapters"]
+        for kind, where in self.items:
+            asked[kind] = (*asked.get(kind, ()), where)
         return asked
 
     @property
@@ -433,7 +448,7 @@ class RequestSpec:
         """The arguments that hold the model and a prompt, for the target request and for a concurrent one.
 
         Args:
-            items: addresses of images and sounds before it, in a chat.
+            items: addresses of images, sounds and videos before it, in a chat.
         """
         content = [*map(_part, items), {"type": "text", "text": prompt}] if items else prompt
         text = {"messages": [{"role": "user", "content": content}]} if self.chat else {"prompt": prompt}

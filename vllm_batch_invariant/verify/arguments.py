@@ -4,8 +4,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 
 from .. import envs
 from .addresses import address, is_here
+from .answers import GENERATE, is_url
+from .harness import pooling
 from .json_file import JsonFile
 from .printing import note, printable
 from .report.files import why_not_writable
@@ -139,6 +142,96 @@ def check_adapter(parser: OneLineParser, options: argparse.Namespace) -> None:
             parser.error(f"--adapter {folder}: no such folder")
     if given and "--enable-lora" not in options.serve_args:
         parser.error("--adapter needs an engine with adapters: --serve-args='--enable-lora --max-lora-rank 64'")
+
+
+ITEMS = {
+    "image": "an image (what PIL reads)",
+    "audio": "a sound (in an engine here: WAV, one channel of 16 bits)",
+    "video": "a video (what the engine's OpenCV reads)",
+}
+"""Kinds of items, and what an option of that name takes."""
+
+
+def add_items(parser: argparse._ActionsContainer, how: str) -> None:
+    """Add the options of every command whose request has images, sounds or videos; see :func:`check_items`.
+
+    Args:
+        how: such a request is made.
+    """
+    for kind, what in ITEMS.items():
+        parser.add_argument(
+            f"--{kind}",
+            dest="items",
+            action="append",
+            type=partial(_item, kind),
+            default=[],
+            metavar="FILE",
+            help=f"{what} before the prompt, a file or a data: URL; {how}; repeatable, in their order",
+        )
+
+
+def _item(kind: str, where: str) -> tuple[str, str]:
+    """An item's kind, and its file by a path that holds in any folder, or its URL."""
+    return kind, where if is_url(where) else str(Path(where).resolve())
+
+
+def check_items(parser: OneLineParser, options: argparse.Namespace) -> None:
+    """Check the files of items."""
+    for kind, where in options.items:
+        if not is_url(where) and not Path(where).is_file():
+            parser.error(f"--{kind} {where}: no such file")
+
+
+def add_task(parser: argparse._ActionsContainer, tasks: Iterable[str]) -> None:
+    """Add what a request asks for; see :func:`check_task`.
+
+    Args:
+        tasks: of models that pool.
+    """
+    parser.add_argument(
+        "--task",
+        choices=(GENERATE, *tasks),
+        default=GENERATE,
+        help="what is asked; of a model that pools: an embedding, a score or classes",
+    )
+
+
+def add_pooling(parser: argparse._ActionsContainer) -> None:
+    """Add the options of a request to a model that pools; see :func:`check_task`."""
+    parser.add_argument("--dimensions", type=at_least(1), metavar="N", help="of the embedding (default: all)")
+    activation = parser.add_mutually_exclusive_group()
+    activation.add_argument(
+        "--activation",
+        action="store_true",
+        default=None,
+        help="normalise the embedding, or make classes or a score of logits (default: as the model does)",
+    )
+    activation.add_argument(
+        "--no-activation", dest="activation", action="store_false", default=None, help="leave that out"
+    )
+
+
+def check_task(
+    parser: OneLineParser, options: argparse.Namespace, of_text: Iterable[str], of_pooling: Iterable[str]
+) -> None:
+    """Check that a request has no option of another task.
+
+    Args:
+        of_text: options of a model that generates.
+        of_pooling: those of one that pools.
+    """
+    pools, given = options.task != GENERATE, list[str]()
+    for name in of_text if pools else of_pooling:
+        value = getattr(options, name)
+        if value != parser.get_default(name) and value != []:
+            named = dict(value) if name == "items" else ["no-" * (value is False) + name.replace("_", "-")]
+            given += [f"--{one}" for one in named]
+    if given and not pools:
+        parser.error(f"{', '.join(given)}: for a model that pools, with --task {', '.join(pooling.TASKS)}")
+    if given:
+        parser.error(f"--task {options.task} goes without {', '.join(given)}")
+    if options.dimensions and options.task != "embed":
+        parser.error("--dimensions is of an embedding: it goes with --task embed")
 
 
 def check_reports(parser: OneLineParser, options: argparse.Namespace) -> None:

@@ -271,6 +271,8 @@ REQUEST = PatchPoint(("vllm.v1.request",), "Request")
 """What an engine keeps of a request."""
 VALIDATION_ERROR = PatchPoint(("vllm.exceptions",), "VLLMValidationError")
 """A server tells the client of it, with status 400."""
+FETCH_VIDEO = PatchPoint(("vllm.multimodal.utils",), "fetch_video")
+"""Reads frames of a video for a prompt."""
 MODEL_CLASS = PatchPoint(("vllm.model_executor.model_loader",), "get_model_cls")
 """The class that serves a model, of its configuration."""
 TOP_K_TOP_P = PatchPoint(("vllm.v1.sample.ops.topk_topp_sampler",), "apply_top_k_top_p")

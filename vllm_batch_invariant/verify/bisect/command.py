@@ -8,17 +8,20 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from ..answers import PROMPT
+from ..answers import GENERATE, PROMPT
 from ..arguments import (
     OneLineParser,
     add_adapter,
     add_html,
     add_json,
     add_model,
+    add_pooling,
+    add_task,
     at_least,
     check_adapter,
     check_model,
     check_reports,
+    check_task,
     choose_mode,
 )
 from ..fuzz.finding import Finding
@@ -56,6 +59,9 @@ def add_arguments(parser: OneLineParser) -> None:
     parser.add_argument(
         "--logprobs", type=at_least(1), default=5, metavar="N", help="candidates to compare at each position"
     )
+    pools = parser.add_argument_group("requests to a model that pools")
+    add_task(pools, [name for name, task in pooling.TASKS.items() if task.engine])
+    add_pooling(pools)
     concurrent = parser.add_argument_group("concurrent requests")
     concurrent.add_argument(
         "--concurrent",
@@ -95,6 +101,7 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("nothing to bisect: give a model")
     check_adapter(parser, options)
     check_reports(parser, options)
+    check_task(parser, options, ("max_tokens", "logprobs", "adapter", "case"), ("dimensions", "activation"))
     if any(argument.startswith("--worker-extension-cls") for argument in options.serve_args):
         parser.error("--serve-args: --worker-extension-cls is taken by the recording")
     options.concurrent_prompts = _concurrent_prompts(parser, options)
@@ -136,7 +143,7 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     runs: list[tuple[Case, BisectResult]] = []
     with waiting(notes, "starting an engine"):
         llm = start_quiet_engine(options.model, [*options.serve_args, *ENGINE_ARGUMENTS])
-    pooling.refuse(pooling.about(llm), "tokens to bisect")
+    pooling.require(pooling.about(llm), options.task, "tokens to bisect")
     setting = setting_of(llm, options.model)
     with waiting(notes, "bisecting", told=False) as now:
         cases = list(_cases(llm, options))
@@ -165,6 +172,8 @@ def _cases(llm: Any, options: argparse.Namespace) -> Iterator[Case]:
     if llm.llm_engine.model_config.skip_tokenizer_init:
         raise NoTestError("--prompt needs a tokenizer: leave out --skip-tokenizer-init")
     encode = llm.get_tokenizer().encode
+    if options.task != GENERATE:
+        options.max_tokens = 1
     prompts = _prompts(encode, llm.llm_engine.model_config.max_model_len - options.max_tokens, options.prompt)
     if options.concurrent_prompts:
         concurrent = [encode(prompt) for prompt in options.concurrent_prompts]
@@ -204,7 +213,9 @@ def _case(options: argparse.Namespace, prompt: list[int], concurrent: list[list[
     adapters = [str(folder) for folder in options.adapter]
     in_turn = islice(cycle(["", *adapters]), len(concurrent) if adapters else 0)
     asked = options.max_tokens, options.logprobs, (adapters or [""])[0], tuple(in_turn)
-    return Case(tuple(prompt), tuple(map(tuple, concurrent)), place, *asked)
+    pools = {pooling.DIMENSIONS: options.dimensions, pooling.ACTIVATION: options.activation}
+    task = {} if options.task == GENERATE else {"task": pooling.TASKS[options.task].engine} | pools
+    return Case(tuple(prompt), tuple(map(tuple, concurrent)), place, *asked, pooling=task)
 
 
 def _made_up(encode: Callable[[str], list[int]], rng: random.Random, length: int) -> list[int]:

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...envs import FLAG
+from ...envs import FLAG, UNTRIED
 from ..answers import Answer, answer_of, first_difference
 from ..harness import images
-from ..harness.drive import described, drive, finished
-from ..harness.engine import lora_request_of
+from ..harness.drive import completions_of, drive, finished
+from ..harness.engine import lora_request_of, request_params
 from ..harness.mode import of_engine
 from ..outcome import NoTestError, Status
 from .recording import Coverage, OutputDivergence, RecordedStep, Slice, first_divergence
@@ -45,6 +45,10 @@ class Case:
     """Images and sounds of the target request."""
     others_items: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     """Those of the concurrent requests, empty for none."""
+    pooling: Mapping[str, Any] = field(default_factory=dict)
+    """What all requests ask of a model that pools, arguments of vLLM's ``PoolingParams``; empty for one that generates.
+    Such a case generates one token in the place of the vector.
+    """
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class BisectResult:
     first_token: int | None
     """First output position at which the answers' tokens differ."""
     first_logprob: int | None
-    """The same of tokens or logprobs."""
+    """The same of tokens or logprobs; of a model that pools of its values."""
     answers_recorded: bool
     """Whether both answers had the same bits with recording as without."""
     unrecorded_differ: bool
@@ -128,6 +132,7 @@ def bisect(llm: Any, case: Case) -> BisectResult:
         NoTestError: the runs cannot be compared.
     """
     _require_eager(llm)
+    _require_tried(llm, case)
     _require_room(llm, case)
     plain = generate(llm, case, False), generate(llm, case, True)
     length = _length(llm, case)
@@ -164,8 +169,6 @@ def bisect(llm: Any, case: Case) -> BisectResult:
 
 def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
     """Run the case once, greedily, with all requests added before the first step; returns the target's answer."""
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
     nothing = ("",) * len(case.concurrent), ((),) * len(case.concurrent)
     of_others = zip(case.concurrent, case.adapters or nothing[0], case.others_items or nothing[1], strict=True)
@@ -178,14 +181,14 @@ def generate(llm: Any, case: Case, with_concurrent: bool) -> Answer:
     target = case.prompt, case.adapter, case.items
     for number, (prompt, folder, items) in enumerate((*others[:place], target, *others[place:])):
         is_target = number == place
-        sampling = SamplingParams(**length, logprobs=case.logprobs if is_target else None)
+        asked = case.pooling or length | {"logprobs": case.logprobs if is_target else None}
         name = REQUEST if is_target else f"concurrent-{number}"
         adapter = {"lora_request": lora_request_of(folder, numbers[folder])} if folder else {}
-        engine.add_request(name, images.prompt_of(llm, list(prompt), items), sampling, **adapter)
+        engine.add_request(name, images.prompt_of(llm, list(prompt), items), request_params(asked), **adapter)
     output = finished(drive(engine)).get(REQUEST)
     if output is None:
         raise NoTestError("the engine finished without an answer")
-    return answer_of(described(output.outputs[0]))
+    return answer_of(completions_of(output)[0])
 
 
 def _recorded(
@@ -285,6 +288,15 @@ def _require_eager(llm: Any) -> None:
         raise NoTestError(
             f"the engine runs compiled layers ({compilation.mode.name}) or CUDA graphs "
             f"({compilation.cudagraph_mode.name}) although --enforce-eager was given, and hooks do not see inside them"
+        )
+
+
+def _require_tried(llm: Any, case: Case) -> None:
+    if not case.pooling or UNTRIED.read() == "1":
+        return
+    if (device_type := llm.llm_engine.vllm_config.device_config.device_type) != "cpu":
+        raise NoTestError(
+            f"a model that pools has been bisected on a CPU alone, and this is {device_type}; {UNTRIED.name}=1 tries it"
         )
 
 

@@ -41,6 +41,22 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class PoolerRows:
+    """A request's rows in a pooler, whose tensors hold those of tokens or of requests."""
+
+    tokens: Rows
+    requests: Rows
+
+    def parts(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """As :meth:`Rows.parts`: of tokens where a dimension has as many, else of requests."""
+        for dimension, size in enumerate(tensor.shape):
+            rows = self.tokens if size == self.tokens.total else self.requests
+            each, rest = divmod(size, rows.total)
+            if each and not rest:
+                yield tensor.narrow(dimension, rows.start * each, rows.count * each)
+
+
+@dataclass(frozen=True)
 class Place:
     """The place of a request in the batch of a step."""
 
@@ -188,8 +204,15 @@ class Recorder:
         self._model = runner.get_model()
         self._request: str | None = None
         self._lasting = (*self._model.parameters(), *self._model.buffers(), *_tensors(runner.kv_caches))
-        for path, module in self._model.named_modules():
-            self._watch(path, module)
+        self._offsets: dict[tuple[Any, ...], int] = {}
+        """Of the request's own among what a pooler computes for one request after another, by step and operation."""
+        pooler = getattr(self._model, "pooler", None)
+        self._pools = isinstance(pooler, torch.nn.Module)
+        watched: set[int] = set()
+        for path, module in (*self._model.named_modules(), *_poolers(pooler, "pooler")):
+            if id(module) not in watched:
+                watched.add(id(module))
+                self._watch(path, module)
         for adds in _adds_adapters(self._model):
             self._watch_adapters(adds)
         for method in BEFORE if hasattr(self._model, ENCODER) else ():
@@ -199,7 +222,7 @@ class Recorder:
         if isinstance(runner.sampler, torch.nn.Module):
             for path, module in runner.sampler.named_modules(prefix=SAMPLER):
                 self._watch(path, module)
-        else:
+        elif not self._pools:
             self._watch_sampling(runner)
 
     def begin(self, request: str, reference: bool, target: Target | None) -> None:
@@ -207,12 +230,20 @@ class Recorder:
         self._expected = self._shapes if reference else None
         if not reference:
             self._shapes: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
+        if not reference and target is None:
+            self._offsets = {}
         self._request, self._target = request, target
+        if target is not None and not reference:  # where the operation ran among those of other requests
+            offset = self._offsets.get((target.step, *target.key[:3]), 0)
+            key = target.key._replace(occurrence=target.key.occurrence + offset)
+            self._target = Target(target.step, key)
         self._steps: list[RecordedStep] = []
         self._fetched: dict[str, Any] | None = None
         self._problem = ""
         self._place: Place | None = None
-        self._rows: Rows | None = None
+        self._rows: Rows | PoolerRows | None = None
+        self._whole: dict[Key, Slice] = {}
+        """What a pooler gave as a whole, which is of one request if it gave one for each."""
         self._stack: list[tuple[str, int]] = []
         self._records: list[Record] = []
         self._left_out: Counter[str] = Counter()
@@ -232,8 +263,9 @@ class Recorder:
 
         def leave(_: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
             self._leave(path, output)
-            if module is self._model:
-                self._rows = None if self._place is None else self._place.requests
+            if module is self._model and self._place is not None:
+                place = self._place
+                self._rows = PoolerRows(place.tokens, place.requests) if self._pools else place.requests
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
@@ -346,13 +378,38 @@ class Recorder:
         if self._place is not None:
             tokens, requests = self._place.tokens, self._place.requests
             other_tokens = tokens.total - tokens.count
+            self._tell_requests_apart(requests)
             records = tuple(self._records)
             left_out = dict(self._left_out)
             self._steps.append(
                 RecordedStep(self._place.position, tokens.count, other_tokens, requests.total, left_out, records)
             )
         self._place = self._rows = None
-        self._records, self._left_out = [], Counter()
+        self._records, self._left_out, self._whole = [], Counter(), {}
+
+    def _tell_requests_apart(self, requests: Rows) -> None:
+        """Of operations of a pooler that ran for one request after another keep the request's own, as in a run alone.
+
+        Args:
+            requests: of the step.
+        """
+        if requests.total == 1 or self._expected is not None:
+            return
+        times = Counter(key[:3] for key in self._whole if not key.output)
+        own, step = list[Record](), len(self._steps)
+        for record in self._records:
+            key, count = record.key, times[record.key[:3]]
+            if not count or count % requests.total:
+                own.append(record)
+                continue
+            each = count // requests.total
+            offset = self._offsets[step, *key[:3]] = requests.start * each
+            if offset <= key.occurrence < offset + each:
+                mine = key._replace(occurrence=key.occurrence - offset)
+                whole = self._whole[key]
+                self._shapes[step, mine] = {whole.shape}
+                own.append(Record(mine, record.dtype, (whole,)))
+        self._records = own
 
     def _enter(self, path: str) -> None:
         if self._rows is None:
@@ -367,7 +424,11 @@ class Recorder:
         if not self._stack:
             return
         with self._mode.paused():
-            self._record(MODULE_OUTPUT, list(_tensors(output)))
+            rows = self._rows
+            if isinstance(rows, PoolerRows) and isinstance(output, list) and len(output) == rows.requests.total:
+                self._record(MODULE_OUTPUT, list(_tensors(output[rows.requests.start])), is_own=True)
+            else:
+                self._record(MODULE_OUTPUT, list(_tensors(output)))
         assert self._stack.pop()[0] == path
         if not self._stack:
             self._mode.__exit__(None, None, None)
@@ -396,7 +457,11 @@ class Recorder:
         return result
 
     def _record(
-        self, operation: str, outputs: list[torch.Tensor], operands: list[Any] | dict[str, torch.Tensor] | None = None
+        self,
+        operation: str,
+        outputs: list[torch.Tensor],
+        operands: list[Any] | dict[str, torch.Tensor] | None = None,
+        is_own: bool = False,
     ) -> None:
         path, call = self._stack[-1]
         occurrence = self._occurrences[path, call, operation]
@@ -409,10 +474,14 @@ class Recorder:
             key = Key(path, call, operation, occurrence, number)
             dtype = str(tensor.dtype).removeprefix("torch.")
             if self._target is None:
-                parts = self._parts((len(self._steps), key), tensor)
+                parts = self._parts((len(self._steps), key), tensor, is_own)
                 self._records.append(Record(key, dtype, tuple(Slice(tuple(p.shape), digest(p)) for p in parts)))
+                if isinstance(self._rows, PoolerRows) and not is_own:
+                    self._whole[key] = Slice(tuple(tensor.shape), digest(tensor))
             elif self._target == Target(len(self._steps), key):
-                parts = self._parts((len(self._steps), key), tensor)
+                parts = self._parts((len(self._steps), key), tensor, is_own)
+                if isinstance(self._rows, PoolerRows):
+                    parts.append(tensor)
                 whole = [[list(part.shape), bytes(_bytes(part))] for part in parts]
                 if isinstance(operands, dict):
                     operands = [self._operand(name, tensor) for name, tensor in operands.items()]
@@ -438,8 +507,10 @@ class Recorder:
         return found
 
     def _operand(self, name: str, tensor: torch.Tensor) -> list[Any]:
-        """[name, [[shape, digest], ...]] of what the target's operation reads."""
-        parts = self._parts((len(self._steps), name), tensor)
+        """[name, [[shape, digest], ...]] of what the target's operation reads; all of it where it is of one request."""
+        assert self._target is not None
+        is_own = (self._target.step, *self._target.key[:3]) in self._offsets
+        parts = self._parts((len(self._steps), name), tensor, is_own)
         return [name, [[list(part.shape), digest(part)] for part in parts]]
 
     def _reason_against(self, tensor: torch.Tensor) -> str | None:
@@ -454,11 +525,13 @@ class Recorder:
             return "integers"  # they are indices, which depend on the place in the batch
         return None
 
-    def _parts(self, name: tuple[Any, ...], tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The request's parts of a tensor; alone the whole tensor, if the concurrent run had a part of its shape."""
+    def _parts(self, name: tuple[Any, ...], tensor: torch.Tensor, is_own: bool = False) -> list[torch.Tensor]:
+        """The request's parts of a tensor, which may be its own; alone the whole tensor, if the concurrent run had a
+        part of its shape.
+        """
         if self._expected is None:
             assert self._rows is not None  # nothing is recorded where the request is not
-            parts = list(self._rows.parts(tensor))
+            parts = [tensor] if is_own else list(self._rows.parts(tensor))
             self._shapes[name] = {tuple(part.shape) for part in parts}
             return parts
         return [tensor] if tuple(tensor.shape) in self._expected.get(name, ()) else []
@@ -498,6 +571,14 @@ class _Mode(TorchDispatchMode):
         if self._paused:
             return func(*args, **(kwargs or {}))
         return self._recorder.operation(func, args, kwargs or {})
+
+
+def _poolers(pooler: Any, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Poolers that one of vLLM's chooses among, and their layers, which are not among the modules of a model."""
+    from ...integration.layers import pooling
+
+    for task, part in pooling.parts(pooler):
+        yield from part.named_modules(prefix=f"{path}.{task}")
 
 
 def _adds_adapters(model: torch.nn.Module) -> list[Any]:

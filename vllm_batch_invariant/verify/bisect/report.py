@@ -35,7 +35,8 @@ def verdict(case: Case, result: BisectResult) -> str:
     if found is not None:
         return f"{requests} the bits diverge at {where(found)}, {_step(found)}"
     if result.first_logprob is not None:
-        return f"{requests} the answer differs from output token {result.first_logprob} on, and no recorded output does"
+        unit = "value" if case.pooling else "output token"
+        return f"{requests} the answer differs from {unit} {result.first_logprob} on, and no recorded output does"
     if result.unrecorded_differ:
         return f"{requests} the answer differs without recording, and does not with it"
     compared = f"{count(result.coverage.compared, 'output')} in {count(result.coverage.steps, 'step')}"
@@ -88,10 +89,16 @@ def rows_of(setting: Setting, case: Case, result: BisectResult) -> dict[str, str
     if result.found is not None:
         rows |= _found(result.found)
     sizes = {count for count in result.requests if count > 1}
-    rows["equal tokens"] = f"all {case.max_tokens}" if result.first_token is None else f"the first {result.first_token}"
-    rows["first logprob that differs"] = (
-        "none" if result.first_logprob is None else f"of output token {result.first_logprob}"
-    )
+    if case.pooling:
+        asked = (f"{name} {value}" for name, value in case.pooling.items() if value is not None)
+        rows["asked"] = ", ".join(asked)
+        rows["first value that differs"] = "none" if result.first_logprob is None else str(result.first_logprob)
+    else:
+        equal = f"all {case.max_tokens}" if result.first_token is None else f"the first {result.first_token}"
+        rows["equal tokens"] = equal
+        rows["first logprob that differs"] = (
+            "none" if result.first_logprob is None else f"of output token {result.first_logprob}"
+        )
     rows["compared"] = (
         f"{count(coverage.compared, 'output')} in {count(coverage.steps, 'step')} of "
         + " to ".join(map(str, sorted({min(sizes), max(sizes)})))

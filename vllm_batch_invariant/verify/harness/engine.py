@@ -274,7 +274,7 @@ def run_offline(
 class _OfflineLoad:
     def __init__(self, llm: Any, spec: RequestSpec, log: BatchLog, on_sample: Callable[[Answer], object]) -> None:
         self._llm, self._engine, self._spec, self._log, self._on_sample = llm, llm.llm_engine, spec, log, on_sample
-        self._items = images.read_all(spec.items)
+        self._items = images.read_all(llm, spec.items)
         self._answers: list[Answer] = []
         self._waiting = deque[Arrival]()
         self._in_flight: dict[str, Arrival] = {}

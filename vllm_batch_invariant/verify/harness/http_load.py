@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from ..answers import GENERATE, Answer, RequestSpec, answer_from, url_of, url_with
+from ..answers import Answer, RequestSpec, answer_from, url_of
 from ..outcome import NoTestError
 from ..printing import one_line
 from . import images, pooling
@@ -77,7 +77,7 @@ class Generating:
 
     varied = staticmethod(varied)
     """Parameters in words."""
-    hint = f"a model that pools is asked by --task {', '.join(pooling.TASKS)}"
+    hint = pooling.ASK
     """What to do where a server has no such route."""
 
     def __init__(self, server: Connection, model: str, spec: RequestSpec) -> None:
@@ -99,7 +99,7 @@ class Generating:
     async def other(self, arrival: Arrival) -> bool:
         """Send a concurrent request; returns whether it was aborted."""
         spec = self._spec
-        items = [url_with(*images.file_of(one)) for one in arrival.items]
+        items = [images.url(one) for one in arrival.items]
         items += [url_of(*one) for one in (spec.items if arrival.same else ())]
         body = spec.prompt_body(self._model, arrival.prompt, items) | over_http(arrival.params, spec.chat)
         if arrival.kind is not Kind.ABORTED:
@@ -119,7 +119,7 @@ class Generating:
 class Pooling:
     """Requests to a model that pools."""
 
-    hint = f"the model may have another --task, of {', '.join((GENERATE, *pooling.TASKS))}"
+    hint = pooling.HINT
 
     def __init__(self, server: Connection, model: str, spec: RequestSpec) -> None:
         self._server, self._model, self._spec, self._task = server, model, spec, pooling.TASKS[spec.task]

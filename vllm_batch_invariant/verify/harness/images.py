@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
-from urllib.request import urlopen
 
+from ..answers import held_at, is_url, url_with
 from ..outcome import NoTestError
 from ..printing import one_line
 
@@ -25,8 +26,8 @@ SHAPES = ((1, 1), (2, 2), (1, 15), (3, 5), (5, 3), (4, 6), (8, 9))
 """Rows and columns of what is drawn, in the smallest squares that a processor keeps as they are."""
 SQUARES = ((1, 1), (1, 2), (2, 1), (2, 3))
 """The same where a processor cuts images into squares of one size."""
-FRAMES = 4
-"""Of a video."""
+FRAMES = (4, 2, 6, 3)
+"""Of videos; an odd number is filled where an encoder takes frames in pairs."""
 SECONDS = (0.05, 0.3, 0.99, 1.0, 1.6, 3.1)
 """Of sound."""
 RATE = 16_000
@@ -34,7 +35,9 @@ RATE = 16_000
 DIFFERENT = 5
 """Pictures of each size: so few that requests soon have the same."""
 OF_SERVERS = ((224, 224), (224, 448), (448, 224), (448, 448))
-"""Heights and widths of what a server is sent: whole patches of 14 and of 16 pixels, merged or not."""
+"""Heights and widths of images that a server is sent: whole patches of 14 and of 16 pixels, merged or not."""
+OF_VIDEOS = ((112, 112), (112, 224), (224, 112), (224, 224))
+"""The same of videos."""
 _BLOCK = 5
 """Pixels of the side of a square of one colour: no patch is of one."""
 _TRIED = 0.34
@@ -59,25 +62,43 @@ def rgb(height: int, width: int, seed: int) -> bytes:
 
 
 def for_server(chance: random.Random, kind: str) -> tuple[list[int], int]:
-    """A drawn size of an image or a sound, and the most tokens that it has in any model: of an image of squares of 28
-    pixels, or as many as each of a model that makes all equal; of a sound of half a minute, to which models fill it.
+    """A drawn size of an item, and the most tokens that it has in any model: of an image of squares of 28 pixels, or as
+    many as each of a model that makes all equal; of a frame of a video as many, and its time in words; of a sound of
+    half a minute, to which models fill it.
     """
     if kind == "audio":
         return [int(chance.choice(SECONDS) * RATE)], 760
-    height, width = chance.choice(OF_SERVERS)
-    return [height, width], max(264, height * width // 784 + 8)
+    height, width = chance.choice(OF_SERVERS if kind == "image" else OF_VIDEOS)
+    most = max(264, height * width // 784 + 8)
+    if kind == "image":
+        return [height, width], most
+    count = chance.choice(FRAMES)
+    return [count, height, width], count * (most + 16)
 
 
-def file_of(item: Mapping[str, Any]) -> tuple[bytes, str]:
-    """A drawn image or sound as a file, for a server, and the file's type."""
+def url(item: Mapping[str, Any]) -> str:
+    """A drawn item for a server, as an address that has all of it."""
+    if item["kind"] == "audio":
+        return url_with("audio/wav", wav_of(item))
+    *count, height, width = item["size"]
     if item["kind"] == "image":
-        height, width = item["size"]
-        return png(height, width, item["seed"]), "image/png"
+        return url_with("image/png", png(height, width, item["seed"]))
+    # vLLM's name of several pictures that are a video, each of which it reads as any picture
+    return url_with("video/jpeg", *(png(height, width, seed) for seed in _seeds(item["seed"], *count)))
+
+
+def _seeds(seed: int, frames: int) -> list[int]:
+    """Of the pictures of a video."""
+    return [seed + 1000 * one for one in range(frames)]
+
+
+def wav_of(item: Mapping[str, Any]) -> bytes:
+    """A drawn sound as a WAV file."""
     held, [samples] = BytesIO(), item["size"]
     with wav.open(held, "wb") as sound:
         sound.setparams((1, 2, RATE, 0, "NONE", ""))
         sound.writeframes((wave(samples, item["seed"]) * 32768).astype("<i2").tobytes())
-    return held.getvalue(), "audio/wav"
+    return held.getvalue()
 
 
 def png(height: int, width: int, seed: int) -> bytes:
@@ -116,7 +137,7 @@ def data_of(item: Mapping[str, Any]) -> Any:
         height, width = item["size"]
         return Image.frombytes("RGB", (width, height), rgb(height, width, item["seed"]))
     count, height, width = item["size"]
-    frames = [np.frombuffer(rgb(height, width, item["seed"] + 1000 * one), np.uint8) for one in range(count)]
+    frames = [np.frombuffer(rgb(height, width, seed), np.uint8) for seed in _seeds(item["seed"], count)]
     known = {"fps": 1.0, "duration": float(count), "total_num_frames": count, "frames_indices": list(range(count))}
     known |= {"video_backend": "opencv", "do_sample_frames": False}
     return np.stack(frames).reshape(count, height, width, 3), known
@@ -136,11 +157,7 @@ def read(kind: str, where: str) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if where.startswith(("data:", "file:")):
-            with urlopen(where) as opened:
-                held = opened.read()
-        else:
-            held = Path(where).read_bytes()
+        held = held_at(where)
         if kind == "image":
             return Image.open(BytesIO(held)).convert("RGB")
         with wav.open(BytesIO(held)) as sound:
@@ -153,9 +170,28 @@ def read(kind: str, where: str) -> Any:
         raise NoTestError(f"--{kind} {where[:_SHOWN]}: {one_line(error)}{hint}") from error
 
 
-def read_all(files: Iterable[tuple[str, str]]) -> list[Item]:
-    """Items without a place, each of its kind and the file that :func:`read` reads."""
-    return [{"kind": kind, "data": read(kind, where)} for kind, where in files]
+def read_all(llm: Any, files: Iterable[tuple[str, str]]) -> list[Item]:
+    """Items without a place, each of its kind and of a file that :func:`read` or vLLM's reader of videos reads.
+
+    Raises:
+        NoTestError: a file cannot be read, or is none of its kind.
+    """
+    return [
+        {"kind": kind, "data": _film(llm, where) if kind == "video" else read(kind, where)} for kind, where in files
+    ]
+
+
+def _film(llm: Any, where: str) -> Any:
+    """Frames of a video, and what is known of them, as a user of ``vllm.LLM`` reads them, by ``--media-io-kwargs``."""
+    from ...integration.reviews import patch_points
+
+    model = llm.llm_engine.model_config.multimodal_config
+    settings = dict(getattr(model, "media_io_kwargs", {}).get("video", {}))
+    try:
+        held = patch_points.FETCH_VIDEO.get()(where if is_url(where) else Path(where).resolve().as_uri(), settings)
+    except Exception as error:  # decoders raise anything
+        raise NoTestError(f"--video {where[:_SHOWN]}: {one_line(error)}") from error
+    return getattr(held, "media", held)
 
 
 @cache
@@ -300,16 +336,17 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         found = [
             (rows * unit, columns * unit) for rows, columns in (*wide, *((long, short) for short, long in wide[1:3]))
         ]
-        return [(FRAMES, *one) for one in found[2:]] if kind == "video" else found
+        return _films(found[2:]) if kind == "video" else found
     size = of_kind.size
-    if tile := getattr(of_kind, "max_image_size", {}).get("longest_edge"):  # of images with a longest side of their own
+    if hasattr(of_kind, "do_image_splitting"):  # into tiles, of images with a longest side of their own
+        tile = of_kind.max_image_size["longest_edge"]
         most = size["longest_edge"] // tile
         sides = [(side * tile, most * tile) for side in range(1, most + 1)]
         return sides + [(long, short) for short, long in sides[:-1]]
     if size.get("height"):
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
-        return [(FRAMES, *one) for one in found] if kind == "video" else found
+        return _films(found) if kind == "video" else found
     merged = getattr(processor, "spatial_merge_size", None)  # of Pixtral's, whose own patch has two numbers
     unit = processor.patch_size * merged if merged else of_kind.patch_size * of_kind.merge_size
     found = []
@@ -318,7 +355,12 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         while rows * columns * (scale * unit) ** 2 < (size.get("shortest_edge") or 0):
             scale += 1
         found.append((rows * scale * unit, columns * scale * unit))
-    return [(FRAMES, *one) for one in found[:-2]] if kind == "video" else found
+    return _films(found[:-2]) if kind == "video" else found
+
+
+def _films(sizes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Videos whose frames have these sizes."""
+    return [(count, *size) for count, size in zip(cycle(FRAMES), sizes)]
 
 
 def _tokens_of(llm: Any, kind: str, size: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..answers import Answer
+from ..answers import GENERATE, Answer
 from ..outcome import NoTestError
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ class Task:
 
     Attributes:
         path: of the server.
-        body: the fields that hold a text, or several.
+        body: the fields that hold a prompt, or several; of a score also what these are scored against.
         read: the answer in what the server returns.
         engine: the member of ``KINDS`` that an engine is asked for; empty if a server makes the answer of several.
         takes: names of parameters.
     """
 
     path: str
-    body: Callable[[str | list[str]], dict[str, Any]]
+    body: Callable[..., dict[str, Any]]
     read: Callable[[Mapping[str, Any]], Answer]
     engine: str
     takes: tuple[str, ...]
@@ -66,7 +66,7 @@ TASKS = {
     ),
     "score": Task(
         "/score",
-        lambda text: {"text_1": QUERY, "text_2": text},
+        lambda text, query=QUERY: {"text_1": query, "text_2": text},
         lambda data: _numbers([data["data"][0]["score"]]),
         "",
         (ACTIVATION, TRUNCATED),
@@ -84,10 +84,16 @@ TASKS = {
 
 def body_of(spec: "RequestSpec", model: str) -> dict[str, Any]:
     """The target request for a server. An embedding is sent as its bytes."""
-    task = TASKS[spec.task]
-    params = {DIMENSIONS: spec.dimensions, ACTIVATION: spec.activation, TRUNCATED: spec.truncate, ENCODING: "base64"}
-    asked = {name: value for name, value in params.items() if value is not None and name in task.takes}
-    return task.body(spec.prompt) | {"model": model} | asked
+    asked = params_of(spec.task, spec.dimensions, spec.activation)
+    if spec.truncate is not None:
+        asked[TRUNCATED] = spec.truncate
+    return TASKS[spec.task].body(spec.prompt) | {"model": model} | asked
+
+
+def params_of(task: str, dimensions: int | None, activation: bool | None) -> dict[str, Any]:
+    """Fields of a request to a server that say what it wants beside a prompt; an embedding comes as its bytes."""
+    params = {DIMENSIONS: dimensions, ACTIVATION: activation, ENCODING: "base64"}
+    return {name: value for name, value in params.items() if value is not None and name in TASKS[task].takes}
 
 
 def answer_in(task: str, data: Mapping[str, Any]) -> Answer:
@@ -172,22 +178,31 @@ def described(data: "torch.Tensor") -> dict[str, Any]:
     return {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape), "raw": raw}
 
 
+ASK = f"a model that pools is asked by --task {', '.join(TASKS)}"
+"""What to do where a command asks for text."""
 HOW = f"reproduce --task {', '.join(TASKS)} and check MODEL compare what a model gives that pools"
 """What to do with a command that takes none."""
+HINT = f"the model may have another --task, of {', '.join((GENERATE, *TASKS))}"
+"""What to do where a server has no such route."""
 
 
-def refuse(about: Mapping[str, Any], what: str) -> None:
-    """Refuse an engine that pools.
+def require(about: Mapping[str, Any], task: str, what: str) -> None:
+    """Refuse an engine that pools where text is asked for, and one that generates or pools otherwise where it is not.
 
     Args:
         about: the engine, see :func:`about`.
-        what: a command is of, that it does not give.
+        task: :data:`..answers.GENERATE`, or a key of ``TASKS``.
+        what: a command is of, if it asks for text.
 
     Raises:
-        NoTestError: it pools.
+        NoTestError: it is so.
     """
-    if about:
-        raise NoTestError(f"the model pools ({', '.join(about['tasks'])}) and gives no {what}: {HOW}")
+    if task == GENERATE and about:
+        raise NoTestError(f"the model pools ({', '.join(about['tasks'])}) and gives no {what}: {ASK}")
+    if task != GENERATE and not about:
+        raise NoTestError(f"the engine generates: --task {task} needs --serve-args='--runner pooling'")
+    if (wanted := TASKS[task].engine if task != GENERATE else "") and wanted not in about["tasks"]:
+        raise NoTestError(f"the model has no task {wanted}: it has {', '.join(about['tasks']) or 'none that is asked'}")
 
 
 def about(llm: Any) -> dict[str, Any]:

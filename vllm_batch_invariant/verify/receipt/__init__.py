@@ -1,4 +1,5 @@
-"""Receipts: a receipt records one completion, so that somebody else can compute it again and compare every bit.
+"""Receipts: a receipt records one completion, or what a model pooled of a text, so that somebody else can compute it
+again and compare every bit.
 
 For an audit, keep the receipt of an answer. For reinforcement learning, make one of a rollout, and compare the
 trainer's logprobs with it::
@@ -14,7 +15,7 @@ trainer's logprobs with it::
     print(receipt.verify(receipt.Receipt.load("answer.json"), another_llm))
 
 :func:`make_on_server` and :func:`verify_on_server` do the same over HTTP, and ``vllm-batch-invariant receipt`` on the
-command line.
+command line. :func:`make_pooled` and the others of that name are of embeddings, scores and classes.
 """
 
 from importlib import import_module
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .comparison import Difference, Note, Verdict, compare, difference_of_logprobs, first_difference_of
     from .engine import engine_info, make, verify
     from .items import items_of
+    from .pooled import make_pooled, verify_pooled
+    from .pooled_server import make_pooled_on_server, verify_pooled_on_server
     from .record import (
         Adapter,
         BadReceipt,
@@ -32,10 +35,15 @@ if TYPE_CHECKING:
         Environment,
         Item,
         Model,
+        Pair,
+        Pooled,
+        PooledReceipt,
+        Pooling,
         Prompt,
         Receipt,
         Sampling,
         Tensor,
+        load,
     )
     from .server import make_on_server, verify_on_server
     from .text import Text
@@ -50,6 +58,10 @@ __all__ = [
     "Item",
     "Model",
     "Note",
+    "Pair",
+    "Pooled",
+    "PooledReceipt",
+    "Pooling",
     "Prompt",
     "Receipt",
     "Sampling",
@@ -61,16 +73,23 @@ __all__ = [
     "engine_info",
     "first_difference_of",
     "items_of",
+    "load",
     "make",
     "make_on_server",
+    "make_pooled",
+    "make_pooled_on_server",
     "verify",
     "verify_on_server",
+    "verify_pooled",
+    "verify_pooled_on_server",
 ]
 
 _MODULES = {
     "comparison": ("Difference", "Note", "Verdict", "compare", "difference_of_logprobs", "first_difference_of"),
     "engine": ("engine_info", "make", "verify"),
     "items": ("items_of",),
+    "pooled": ("make_pooled", "verify_pooled"),
+    "pooled_server": ("make_pooled_on_server", "verify_pooled_on_server"),
     "record": (
         "Adapter",
         "BadReceipt",
@@ -79,10 +98,15 @@ _MODULES = {
         "Environment",
         "Item",
         "Model",
+        "Pair",
+        "Pooled",
+        "PooledReceipt",
+        "Pooling",
         "Prompt",
         "Receipt",
         "Sampling",
         "Tensor",
+        "load",
     ),
     "server": ("make_on_server", "verify_on_server"),
     "text": ("Text",),

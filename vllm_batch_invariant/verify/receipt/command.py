@@ -6,28 +6,33 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
-from ..answers import PROMPT
+from ..answers import GENERATE, PROMPT
 from ..arguments import (
     OneLineParser,
     add_adapter,
     add_base_url,
     add_html,
+    add_items,
     add_json,
     add_model,
+    add_pooling,
+    add_task,
     at_least,
     check_adapter,
     check_base_url,
+    check_items,
     check_model,
     check_reports,
+    check_task,
     choose_mode,
     not_negative,
     seed_of_a_request,
 )
+from ..harness import pooling
 from ..outcome import NoTestError, Status
 from ..printing import consoles, note, printable, waiting
 from ..report.files import why_not_writable
@@ -35,15 +40,20 @@ from .text import Text
 
 if TYPE_CHECKING:
     from ..harness.worker import Engine
-    from .comparison import Note, Verdict
-    from .record import Receipt
+    from .comparison import Kept, Note, Verdict
+    from .record import PooledReceipt, Receipt
 
 IN_ENGINE = f"{__package__}.in_engine"
 """The module whose functions the engine's process calls."""
 
 
 def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
+    check_task(
+        options.making, options, (*_SAMPLING, "items", "trace", "adapter"), ("dimensions", "activation", "query")
+    )
     _check_target(parser, options)
+    if options.query is not None and options.task != "score":
+        parser.error("--query goes with --task score")
     if options.trace and options.base_url:
         parser.error("--trace looks into an engine that is started here: leave out --base-url")
     if options.receipt.exists():
@@ -51,32 +61,9 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
     if why := why_not_writable(options.receipt):
         raise NoTestError(f"{options.receipt} cannot be written: {why}")
     from .comparison import HOW_TO_REPORT, extent
-    from .record import Receipt, Sampling
+    from .record import Receipt
 
-    held = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "ignore_eos")
-    sampling = Sampling(**{name: getattr(options, name) for name in held})
-    prompt = _prompt(options) or Text(PROMPT, options.chat)
-    choose_mode(parser, options)
-    if options.base_url:
-        from .server import make_on_server
-
-        receipt = asyncio.run(
-            make_on_server(
-                options.base_url,
-                prompt,
-                sampling,
-                api_key=options.api_key,
-                model=options.model,
-                files=options.model_files,
-                private=options.private,
-            )
-        )
-    else:
-        with _engine(options) as engine:
-            asked: dict[str, Any] = {"prompt": asdict(prompt), "sampling": asdict(sampling)}
-            asked |= {"private": options.private, "trace": options.trace, "adapter": _adapter(options)}
-            asked["items"] = options.items
-            receipt = Receipt.from_json(engine.call(f"{IN_ENGINE}:make", asked))
+    receipt = (_complete if options.task == GENERATE else _pool)(options, parser)
     receipt.save(options.receipt)
     made = f"{options.receipt}: {extent(receipt)} of {receipt.model.name}, sha256 {receipt.sha256}"
     print(printable(made))
@@ -89,10 +76,61 @@ def _make(options: argparse.Namespace, parser: OneLineParser) -> int:
         print("the mode is off: nobody can promise that these bits can be computed again")
     if options.json:
         about: dict[str, Any] = {"receipt": str(options.receipt), "sha256": receipt.sha256, "model": receipt.model.name}
-        about |= {"digest": receipt.model.digest, "tokens": len(receipt.completion.token_ids)}
+        about["digest"] = receipt.model.digest
+        about |= (
+            {"tokens": len(receipt.completion.token_ids)}
+            if isinstance(receipt, Receipt)
+            else {"values": len(receipt.pooled.values)}
+        )
         options.json.write(options, Status.REPRODUCIBLE, about | {"mode": receipt.environment.mode})
     _write_page(options, receipt)
     return Status.REPRODUCIBLE
+
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "ignore_eos")
+"""Options of a completion that its receipt holds as they are."""
+
+
+def _complete(options: argparse.Namespace, parser: OneLineParser) -> "Receipt":
+    """The receipt of a completion."""
+    from .record import Receipt, Sampling
+
+    sampling = Sampling(**{name: getattr(options, name) for name in _SAMPLING})
+    prompt = _prompt(options) or Text(PROMPT, options.chat)
+    choose_mode(parser, options)
+    if options.base_url:
+        from .server import make_on_server
+
+        return asyncio.run(
+            make_on_server(options.base_url, prompt, sampling, private=options.private, **_of_server(options))
+        )
+    with _engine(options, GENERATE) as engine:
+        asked: dict[str, Any] = {"prompt": asdict(prompt), "sampling": asdict(sampling)}
+        asked |= {"private": options.private, "trace": options.trace, "adapter": _adapter(options)}
+        asked["items"] = options.items
+        return Receipt.from_json(engine.call(f"{IN_ENGINE}:make", asked))
+
+
+def _pool(options: argparse.Namespace, parser: OneLineParser) -> "PooledReceipt":
+    """The receipt of what a model pools."""
+    from .record import PooledReceipt, Pooling
+
+    asking = Pooling(options.task, options.dimensions, options.activation)
+    text, query = _prompt(options) or Text(PROMPT, options.chat), options.query or pooling.QUERY
+    choose_mode(parser, options)
+    if options.base_url:
+        from .pooled_server import make_pooled_on_server
+
+        how = _of_server(options) | {"query": query, "private": options.private}
+        return asyncio.run(make_pooled_on_server(options.base_url, text, asking, **how))
+    with _engine(options, options.task) as engine:
+        asked = {"prompt": asdict(text), "query": query, "pooling": asdict(asking), "private": options.private}
+        return PooledReceipt.from_json(engine.call(f"{IN_ENGINE}:make_pooled", asked))
+
+
+def _of_server(options: argparse.Namespace) -> dict[str, Any]:
+    """What is told of a server to what computes there."""
+    return {"api_key": options.api_key, "model": options.model, "files": options.model_files}
 
 
 def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
@@ -102,11 +140,15 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     from . import items
     from .comparison import Note, as_json, verdict_of
     from .engine import require_adapter
-    from .record import Receipt
+    from .record import Receipt, load
 
-    receipt = Receipt.load(options.receipt)
+    receipt = load(options.receipt)
     prompt = _prompt(options)
-    if options.base_url:
+    if not isinstance(receipt, Receipt):
+        verdict = _verify_pooled(options, parser, receipt, prompt)
+    elif options.query is not None:
+        parser.error("--query is of a score, and the receipt of a completion: leave it out")
+    elif options.base_url:
         from .server import verify_on_server
 
         choose_mode(parser, options)
@@ -116,10 +158,8 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
                 options.base_url,
                 concurrent=options.concurrent,
                 prompt=prompt,
-                api_key=options.api_key,
-                model=options.model,
-                files=options.model_files,
                 before=_print_notes,
+                **_of_server(options),
             )
         )
     elif options.without_engine:
@@ -135,7 +175,7 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
         if receipt.prompt.token_ids is None and prompt is None:
             receipt.prompt.ids()  # refuses before an engine is started in vain
         choose_mode(parser, options)
-        with _engine(options) as engine:
+        with _engine(options, GENERATE) as engine:
             asked = {"receipt": receipt.to_json(), "prompt": prompt and asdict(prompt)}
             found = engine.call(
                 f"{IN_ENGINE}:verify",
@@ -150,6 +190,40 @@ def _verify(options: argparse.Namespace, parser: OneLineParser) -> int:
     return verdict.status
 
 
+def _verify_pooled(
+    options: argparse.Namespace, parser: OneLineParser, receipt: "PooledReceipt", text: Text | None
+) -> "Verdict":
+    """The verdict on what a model pooled."""
+    from .comparison import Note, verdict_of
+    from .pooled import about_of
+
+    if options.without_engine:
+        raise NoTestError("the definition is of models that generate, and the receipt of what a model pooled")
+    if options.adapter or options.items:
+        what = "--adapter" if options.adapter else f"--{options.items[0][0]}"
+        raise NoTestError(f"a receipt of what a model pooled has no adapter and no items: leave {what} out")
+    if options.query is not None and not receipt.pair:
+        raise NoTestError("--query is of a score, and the receipt of another task: leave it out")
+    if text is None:
+        about_of(receipt, None, None)  # refuses before an engine is started in vain
+    query = options.query or pooling.QUERY
+    choose_mode(parser, options)
+    if options.base_url:
+        from .pooled_server import verify_pooled_on_server
+
+        how = _of_server(options) | {"concurrent": options.concurrent, "before": _print_notes}
+        how |= {"text": text, "query": query}
+        return asyncio.run(verify_pooled_on_server(receipt, options.base_url, **how))
+    with _engine(options, receipt.pooling.task) as engine:
+        asked = {"receipt": receipt.to_json(), "prompt": text and asdict(text), "query": query}
+        found = engine.call(
+            f"{IN_ENGINE}:verify_pooled",
+            asked | {"concurrent": options.concurrent},
+            on_progress=lambda notes: _print_notes(tuple(Note(**one) for one in notes)),
+        )
+    return verdict_of(found)
+
+
 def _print_notes(notes: "tuple[Note, ...]") -> None:
     from .comparison import describe_notes
 
@@ -159,9 +233,9 @@ def _print_notes(notes: "tuple[Note, ...]") -> None:
 def _compare(options: argparse.Namespace, parser: OneLineParser) -> int:
     check_reports(parser, options)
     from .comparison import as_json, compare
-    from .record import Receipt
+    from .record import load
 
-    left, right = (Receipt.load(path) for path in (options.first, options.second))
+    left, right = (load(path) for path in (options.first, options.second))
     verdict = compare(left, right, (options.first.name, options.second.name))
     if options.json:
         files = {"first": str(options.first), "second": str(options.second)}
@@ -171,7 +245,7 @@ def _compare(options: argparse.Namespace, parser: OneLineParser) -> int:
     return verdict.status
 
 
-def _write_page(options: argparse.Namespace, receipt: "Receipt", verdict: "Verdict | None" = None) -> None:
+def _write_page(options: argparse.Namespace, receipt: "Kept", verdict: "Verdict | None" = None) -> None:
     if options.html:
         from ..report.parts import write_page
         from .page import page_of
@@ -196,10 +270,9 @@ def _prompt(options: argparse.Namespace) -> Text | None:
 
 
 @contextmanager
-def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
-    """An engine in a process of its own, which an interruption ends at any moment."""
+def _engine(options: argparse.Namespace, task: str) -> Iterator["Engine"]:
+    """An engine for a task in a process of its own, which an interruption ends at any moment."""
     from ..bisect.engine import WORKER_EXTENSION
-    from ..harness import pooling
     from ..harness.mode import THEIRS
     from ..harness.worker import Engine
 
@@ -207,7 +280,7 @@ def _engine(options: argparse.Namespace) -> Iterator["Engine"]:
         with waiting(consoles()[1], "starting an engine"):
             traced = ("--worker-extension-cls", WORKER_EXTENSION) * getattr(options, "trace", False)
             engine = stack.enter_context(Engine(options.model, [*options.serve_args, *traced], os.environ.get(FLAG)))
-        pooling.refuse(engine.info.get("pooling") or {}, "completion for a receipt")
+        pooling.require(engine.info.get("pooling") or {}, task, "completion for a receipt")
         if engine.info["mode"] == THEIRS:
             note(f"mode: {THEIRS}")
         yield engine
@@ -222,10 +295,14 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     making = commands.add_parser("make", help="complete a prompt and write the receipt")
-    making.set_defaults(run=_make, command="receipt make")
+    making.set_defaults(run=_make, command="receipt make", making=making)
     making.add_argument("receipt", type=Path, help="the file to write", metavar="FILE")
     _add_target(making)
     _add_prompt(making, "the prompt (default: one about floating-point sums)")
+    pools = making.add_argument_group("request to a model that pools")
+    add_task(pools, pooling.TASKS)
+    add_pooling(pools)
+    _add_query(pools, f"what the prompt is scored against (default: {pooling.QUERY!r})")
     making.add_argument("--private", action="store_true", help="keep only the sha256 of the prompt's tokens")
     making.add_argument("--max-tokens", type=at_least(1), default=64, metavar="N", help="tokens to generate")
     making.add_argument("--temperature", type=not_negative, default=0.0, metavar="T", help="0 is greedy")
@@ -250,6 +327,7 @@ def add_arguments(parser: OneLineParser) -> None:
     verifying.add_argument("receipt", type=Path, help="the receipt's file", metavar="FILE")
     _add_target(verifying)
     _add_prompt(verifying, "the prompt of a private receipt")
+    _add_query(verifying, "what the prompt of a private receipt of a score is scored against")
     verifying.add_argument(
         "--without-engine",
         action="store_true",
@@ -278,9 +356,7 @@ def _check_target(parser: OneLineParser, options: argparse.Namespace) -> None:
     check_adapter(parser, options)
     if options.items and (options.base_url or getattr(options, "without_engine", False)):
         parser.error(f"--{options.items[0][0]} is for an engine that is started here: a server tells no tensors")
-    for kind, where in options.items:
-        if not where.startswith(("data:", "file:")) and not Path(where).is_file():
-            parser.error(f"--{kind} {where}: no such file")
+    check_items(parser, options)
     if options.model_files and not options.base_url:
         parser.error("--model-files is for a server: the files of a model that is loaded here are known")
     if options.model_files and not options.model_files.is_dir():
@@ -294,24 +370,14 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add_model(target)
     add_base_url(target)
     add_adapter(target, "the request has", repeatable=False)
-    for option, what in (("--image", "an image"), ("--audio", "a sound (WAV, one channel of 16 bits)")):
-        target.add_argument(
-            option,
-            dest="items",
-            action="append",
-            type=partial(_item, option.lstrip("-")),
-            default=[],
-            metavar="FILE",
-            help=f"with an engine here: {what} before the prompt, a file or a data: URL; repeatable, in their order",
-        )
+    add_items(target, "with an engine here")
     target.add_argument(
         "--model-files", type=Path, metavar="FOLDER", help="with --base-url: a folder here with the served files"
     )
 
 
-def _item(kind: str, where: str) -> tuple[str, str]:
-    """An item's kind, and its file by a path that holds in any folder, or its URL."""
-    return kind, where if where.startswith(("data:", "file:")) else str(Path(where).resolve())
+def _add_query(parser: argparse._ActionsContainer, help: str) -> None:
+    parser.add_argument("--query", metavar="TEXT", help=help)
 
 
 def _add_prompt(parser: argparse.ArgumentParser, help: str) -> None:

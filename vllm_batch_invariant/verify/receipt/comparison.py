@@ -7,8 +7,20 @@ from typing import Any
 from ...provenance import flat
 from ..answers import first_difference
 from ..outcome import NoTestError, Status
-from ..printing import printable
-from .record import UNNAMED, Adapter, Completion, EngineInfo, Item, Model, Receipt, bits_of, number_of
+from ..printing import count, printable
+from .record import (
+    UNNAMED,
+    Adapter,
+    Completion,
+    EngineInfo,
+    Item,
+    Model,
+    Pooled,
+    PooledReceipt,
+    Receipt,
+    bits_of,
+    number_of,
+)
 
 HOW_TO_REPORT = "a server with the mode on describes itself at /v1/batch_invariant"
 
@@ -28,11 +40,11 @@ class Note:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two completions; one printable line as a string."""
+    """The first difference between two completions, or what was pooled; one printable line as a string."""
 
     position: int | None
-    """Of the output token, from 0; the number of tokens if only the finish reason differs; None where an item of the
-    request differs, so that no token was computed.
+    """Of the output token, from 0; the number of tokens if only the finish reason differs; of what was pooled that of
+    the value; None where an item of the request differs, so that no token was computed, or the number of values.
     """
     text: str
 
@@ -87,7 +99,13 @@ def describe_notes(notes: tuple[Note, ...]) -> str:
     return "\n".join(map(str, notes)) or "engines: nothing that decides bits differs: bits may be expected equal"
 
 
-def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first", "the second")) -> Verdict:
+Kept = Receipt | PooledReceipt
+"""A receipt of either kind."""
+
+
+def compare(
+    left: Receipt | PooledReceipt, right: Receipt | PooledReceipt, names: tuple[str, str] = ("the first", "the second")
+) -> Verdict:
     """Compare two receipts of one request to one model. Nothing is computed.
 
     Args:
@@ -96,31 +114,57 @@ def compare(left: Receipt, right: Receipt, names: tuple[str, str] = ("the first"
     Raises:
         NoTestError: receipts of different models or requests.
     """
+    if left.of_what != right.of_what:
+        kinds = (f"{names[0]} is of {left.of_what}", f"{names[1]} of {right.of_what}")
+        raise NoTestError(f"receipts of different requests: {' and '.join(kinds)}")
     if _different_models(left.model, right.model):
         note = _models(left.model, right.model, names)
         assert note is not None
         raise NoTestError(f"receipts of different models: {note.text.removeprefix('model: ')}")
-    if note := _adapters(left.adapter, right.adapter, names):
-        raise NoTestError(f"receipts of different adapters: {note.text.removeprefix('adapter: ')}")
-    if (left.prompt.tokens, left.prompt.sha256) != (right.prompt.tokens, right.prompt.sha256):
-        raise NoTestError(f"receipts of different prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens")
-    if other_item := difference_of_items(left.items, right.items):
-        raise NoTestError(f"receipts of different items: {other_item}; that is {names[1]} against {names[0]}")
-    other = _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling))
-    if other:
-        raise NoTestError(f"receipts of different requests: {other}")
-    difference = first_difference_of(left.completion, right.completion)
+    if other_request := _different_requests(left, right, names):
+        raise NoTestError(f"receipts of different {other_request}")
+    difference = first_difference_of(_answer(left), _answer(right))
     if difference is not None:
         difference = replace(difference, text=f"{difference}; that is {names[1]} against {names[0]}")
     return Verdict(notes_on(left.info, right.info, names), difference, extent(left))
 
 
-def verdict_on(receipt: Receipt, got: Completion, notes: tuple[Note, ...], ran: int, at_a_time: int) -> Verdict:
-    """The verdict on a completion that was computed again, with ``ran`` concurrent requests, so many at a time."""
+def _different_requests(left: Kept, right: Kept, names: tuple[str, str]) -> str:
+    """In what the requests of two receipts of one kind differ; empty if they are the same."""
+    if note := _adapters(left.info.adapter, right.info.adapter, names):
+        return f"adapters: {note.text.removeprefix('adapter: ')}"
+    if isinstance(left, PooledReceipt) and isinstance(right, PooledReceipt):
+        if other := _differing(vars(left.pooling), vars(right.pooling), names, vars(left.pooling)):
+            return f"requests: {other}"
+        if left.pair and right.pair:
+            return "" if left.pair.sha256 == right.pair.sha256 else "pairs of texts"
+    if left.prompt and right.prompt and not left.prompt.is_like(right.prompt):
+        return f"prompts, of {left.prompt.tokens} and {right.prompt.tokens} tokens"
+    if isinstance(left, Receipt) and isinstance(right, Receipt):
+        if other_item := difference_of_items(left.items, right.items):
+            return f"items: {other_item}; that is {names[1]} against {names[0]}"
+        if other := _differing(vars(left.sampling), vars(right.sampling), names, vars(left.sampling)):
+            return f"requests: {other}"
+    return ""
+
+
+def _answer(receipt: Kept) -> Completion | Pooled:
+    return receipt.completion if isinstance(receipt, Receipt) else receipt.pooled
+
+
+def verdict_on(
+    receipt: Kept, got: Completion | Pooled, notes: tuple[Note, ...], ran: int, at_a_time: int, times: int = 1
+) -> Verdict:
+    """The verdict on what was computed again, with ``ran`` concurrent requests, so many at a time.
+
+    Args:
+        times: how often it was computed, with the same bits.
+    """
     many = f", {at_a_time} at a time" if ran > at_a_time else ""
     concurrent = f"with {ran} concurrent request{'s' * (ran != 1)}{many}" if ran else "alone"
-    difference = first_difference_of(receipt.completion, got)
-    return Verdict(notes, difference, f"{extent(receipt)}, computed again {concurrent}")
+    often = f" {times} times" if times > 1 else ""
+    difference = first_difference_of(_answer(receipt), got)
+    return Verdict(notes, difference, f"{extent(receipt)}, computed again{often} {concurrent}")
 
 
 def difference_of_items(expected: Sequence[Item], got: Sequence[Item]) -> Difference | None:
@@ -164,8 +208,14 @@ def notes_on(left: EngineInfo, right: EngineInfo, names: tuple[str, str]) -> tup
     return tuple(note for note in notes if note is not None)
 
 
-def first_difference_of(expected: Completion, got: Completion) -> Difference | None:
-    """The first difference of ``got`` from ``expected``, a token or a bit of a logprob; None if they are equal."""
+def first_difference_of(expected: Completion | Pooled, got: Completion | Pooled) -> Difference | None:
+    """The first difference of ``got`` from ``expected``, a token, a bit of a logprob or of what was pooled; None if
+    they are equal.
+    """
+    if isinstance(expected, Pooled) or isinstance(got, Pooled):
+        assert isinstance(expected, Pooled)
+        assert isinstance(got, Pooled)
+        return _difference_of_pooled(expected, got)
     tokens = first_difference(expected.token_ids, got.token_ids)
     position = first_difference(_positions(expected), _positions(got))
     if position is None:
@@ -203,8 +253,25 @@ def difference_of_logprobs(receipt: Receipt, logprobs: Iterable[float]) -> Diffe
     return Difference(position, f"at token {position} {_instead(token, got[position], expected[position])}")
 
 
-def extent(receipt: Receipt) -> str:
+_POOLED = {"embed": "an embedding", "score": "a score", "classify": "classes"}
+"""What each task gives, in words."""
+
+
+def _difference_of_pooled(expected: Pooled, got: Pooled) -> Difference | None:
+    if len(expected.values) != len(got.values):
+        return Difference(None, f"it has {len(got.values)} values instead of {len(expected.values)}")
+    position = first_difference(expected.values, got.values)
+    if position is None:
+        return None
+    others = sum(one != other for one, other in zip(expected.values, got.values, strict=True))
+    said = f"value {position} is {_number(got.values[position])} instead of {_number(expected.values[position])}"
+    return Difference(position, f"{said}; {others} of {len(got.values)} values differ")
+
+
+def extent(receipt: Kept) -> str:
     """How much is compared, in words."""
+    if isinstance(receipt, PooledReceipt):
+        return f"the bits of {count(len(receipt.pooled.values), 'value')} of {_POOLED[receipt.pooling.task]}"
     completion, items = receipt.completion, len(receipt.items)
     logprobs = len(completion.logprobs) + sum(map(len, completion.top_logprobs))
     about = f" about {items} item{'s' * (items != 1)}" if items else ""
@@ -234,7 +301,11 @@ def _logprob_that_differs(expected: Completion, got: Completion, position: int) 
 
 
 def _instead(token: int, got: str, expected: str) -> str:
-    return f"the logprob of {token} is 0x{got} ({number_of(got)!r}) instead of 0x{expected} ({number_of(expected)!r})"
+    return f"the logprob of {token} is {_number(got)} instead of {_number(expected)}"
+
+
+def _number(bits: str) -> str:
+    return f"0x{bits} ({number_of(bits)!r})"
 
 
 def _different_models(left: Model, right: Model) -> bool:

@@ -43,13 +43,37 @@ class ConcurrentRequest:
     items: tuple[images.Item, ...] = ()
 
 
-class ConcurrentRequests:
-    """Requests of many lengths, made of the receipt's own tokens, which every engine that serves it knows;
-    every second one of a receipt with items has some, too.
+class Concurrent:
+    """Requests of many lengths, made of parts of the receipt's own request, which every engine that serves it knows.
 
     Attributes:
         size: how many run at a time.
     """
+
+    def __init__(self, seed: str, context: int, size: int) -> None:
+        self.size, self._random, self._room = size, random.Random(seed), context - 1
+
+    def _length(self) -> int:
+        return self._random.randint(1, max(1, min(_LONGEST, self._room // 2)))
+
+    def require(self, ran: int) -> None:
+        """Refuse a run that was no test.
+
+        Args:
+            ran: how many of these requests ran at the same time as the target.
+
+        Raises:
+            NoTestError: requests were sent, and none ran at the same time.
+        """
+        if self.size and not ran:
+            raise NoTestError(
+                f"not a test: none of the {self.size} concurrent requests ran at the same time; does the engine run "
+                "one request at a time? --concurrent 0 computes the target alone"
+            )
+
+
+class ConcurrentRequests(Concurrent):
+    """Those beside a completion; every second one of a receipt with items has some, too."""
 
     def __init__(
         self,
@@ -60,20 +84,18 @@ class ConcurrentRequests:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         """Of an engine that takes so many tokens and items as :func:`.images.about` says."""
-        self.size = size
-        self._random = random.Random(receipt.sha256)
+        super().__init__(receipt.sha256, context, size)
         of_items = {place for item in receipt.items for place in range(item.at, item.at + item.tokens)}
         text = [token for place, token in enumerate(prompt) if place not in of_items]
         written = {prompt[place] for place in of_items}
         answered = [token for token in receipt.completion.token_ids if token not in written]
         self._tokens = (*text, *answered) or (0,)
         self._about, self._count = about or {}, 0
-        self._room = context - 1
         self._output = len(receipt.completion.token_ids)
 
     def next(self) -> ConcurrentRequest:
         """The next request."""
-        length = self._random.randint(1, max(1, min(_LONGEST, self._room // 2)))
+        length = self._length()
         output = self._random.randint(2, max(2, min(self._output + 16, self._room - length)))
         sampling = Sampling(max_tokens=output, ignore_eos=True, logprobs=0)
         tokens, self._count = tuple(self._random.choices(self._tokens, k=length)), self._count + 1
@@ -81,21 +103,6 @@ class ConcurrentRequests:
             return ConcurrentRequest(tokens, sampling)
         drawn = images.draw(self._random, self._about, length, self._room - length - output)
         return ConcurrentRequest(tokens, sampling, tuple(drawn))
-
-    def require(self, ran: int) -> None:
-        """Refuse a run that was no test.
-
-        Args:
-            ran: how many of these requests ran at the same time as the completion.
-
-        Raises:
-            NoTestError: requests were sent, and none ran at the same time.
-        """
-        if self.size and not ran:
-            raise NoTestError(
-                f"not a test: none of the {self.size} concurrent requests ran at the same time; does the engine run "
-                "one request at a time? --concurrent 0 computes the completion alone"
-            )
 
 
 _NOT_RECORDED = {
@@ -112,7 +119,8 @@ WITH_ITEMS = (
 _OF_ITEMS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 """What configurations call the tokens that stand for images, videos and sounds in a prompt."""
 _AUDIO_ALONE = "a receipt is of a prompt of tokens, and this model answers about audio alone"
-_numbers = itertools.count()
+NUMBERS = itertools.count()
+"""Of the requests of receipts in this process."""
 
 
 def make(
@@ -360,7 +368,7 @@ def complete(
     target = ""
 
     def add(prompt: Sequence[int] | Mapping[str, Any], sampling: Sampling, lora_request: Any) -> str:
-        name = f"receipt-{next(_numbers)}"
+        name = f"receipt-{next(NUMBERS)}"
         given = prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
         try:
             add_request(engine, name, given, _vllm_sampling(sampling), lora_request=lora_request)

@@ -5,15 +5,15 @@ from typing import Any
 
 from ..harness import images, worker_main
 from ..harness.engine import lora_request_of
-from . import engine, items
+from . import engine, items, pooled
 from .comparison import Note
-from .record import Item, Receipt, Sampling
+from .record import Item, PooledReceipt, Pooling, Receipt, Sampling
 from .text import Text
 
 
 def make(llm: Any, asked: dict[str, Any]) -> str:
     """Complete the prompt; returns the receipt's text."""
-    sampling, given = Sampling(**asked["sampling"]), images.read_all(asked["items"])
+    sampling, given = Sampling(**asked["sampling"]), images.read_all(llm, asked["items"])
     prompt, made = _prompt(llm, Text(**asked["prompt"]), given)
     token_ids = tuple(prompt["prompt_token_ids"])
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
@@ -27,21 +27,43 @@ def make(llm: Any, asked: dict[str, Any]) -> str:
 
 def verify(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """Compute the receipt's completion again. The notes on both engines are told first, then the verdict returned."""
-
-    def before(notes: tuple[Note, ...]) -> None:
-        worker_main.tell([asdict(note) for note in notes])
-
     receipt = Receipt.from_json(asked["receipt"])
-    given = images.read_all(asked["items"])
+    given = images.read_all(llm, asked["items"])
     words = asked["prompt"] and Text(**asked["prompt"])
     token_ids = _prompt(llm, words, given)[0]["prompt_token_ids"] if words else None
-    how: dict[str, Any] = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": before}
+    how: dict[str, Any] = {"concurrent": asked["concurrent"], "prompt_token_ids": token_ids, "before": _told}
     data = dict[str, list[Any]]()
     for one in given:
         data.setdefault(one["kind"], []).append(one["data"])
     how["multi_modal_data"] = data
     adapter = asked["adapter"] and lora_request_of(asked["adapter"])
     return asdict(engine.verify(receipt, llm, lora_request=adapter, **how))
+
+
+def make_pooled(llm: Any, asked: dict[str, Any]) -> str:
+    """Embed, score or classify the text; returns the receipt's text."""
+    asking, private = Pooling(**asked["pooling"]), asked["private"]
+    about = _about(llm, asked, asking)
+    got, _ = pooled.compute(llm, about, asking)
+    return PooledReceipt.of(engine.engine_info(llm), about, asking, got, private).to_json()
+
+
+def verify_pooled(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """Compute again what the receipt holds; as :func:`verify`."""
+    receipt = PooledReceipt.from_json(asked["receipt"])
+    given = _about(llm, asked, receipt.pooling) if asked["prompt"] else None
+    how: dict[str, Any] = {"pair" if receipt.pair else "prompt_token_ids": given, "concurrent": asked["concurrent"]}
+    return asdict(pooled.verify_pooled(receipt, llm, before=_told, **how))
+
+
+def _about(llm: Any, asked: dict[str, Any], asking: Pooling) -> tuple[Any, ...]:
+    """Token ids of a prompt, or a pair of texts."""
+    text = Text(**asked["prompt"])
+    return (asked["query"], text.text) if asking.task == "score" else tuple(_token_ids(llm, text))
+
+
+def _told(notes: tuple[Note, ...]) -> None:
+    worker_main.tell([asdict(note) for note in notes])
 
 
 def _prompt(llm: Any, text: Text, given: list[dict[str, Any]]) -> tuple[dict[str, Any], tuple[Item, ...]]:

@@ -1,6 +1,7 @@
 """The sha256 of the files that decide what a model computes: weights, configuration, tokenizer."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,8 @@ def model_at(folder: Path | None, name: str, why_not: str = "the model's files a
     found = [] if folder is None else list(_files(folder))
     if not any(path.match(pattern) for path in found for pattern in WEIGHTS):
         return Model(public_name(name), why_no_digest=why_not if folder is None else "the folder holds no weights")
-    files = dict(zip([path.name for path in found], _sha256_of_files(found), strict=True))
+    names = [path.relative_to(folder).as_posix() for path in found]  # type: ignore[arg-type]  # there is a folder
+    files = dict(zip(names, _sha256_of_files(found), strict=True))
     return Model(public_name(name), files, sha256_of(files))
 
 
@@ -55,10 +57,25 @@ def local_folder(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
+MODULES = "modules.json"
+"""Where sentence-transformers names what is behind a model: poolers and linear layers, each in a folder of its own."""
+
+
 def _files(folder: Path) -> Iterator[Path]:
-    weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
-    settings = {path for pattern in SETTINGS for path in folder.glob(pattern)}
-    return (path for path in sorted({*weights, *settings}) if path.is_file())
+    for place in (folder, *_modules(folder)):
+        weights = next((found for pattern in WEIGHTS if (found := sorted(place.glob(pattern)))), [])
+        settings = {path for pattern in SETTINGS for path in place.glob(pattern)}
+        yield from (path for path in sorted({*weights, *settings}) if path.is_file())
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Folders of what is behind a model."""
+    try:
+        listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+        paths = {str(one["path"]) for one in listed} - {"", "."}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    yield from (folder / path for path in sorted(paths) if (folder / path).is_dir())
 
 
 def _sha256_of_files(paths: list[Path]) -> list[str]:

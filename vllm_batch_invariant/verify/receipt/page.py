@@ -6,24 +6,25 @@ from ..outcome import Outcome
 from ..printing import printable
 from ..report.html import Cell, Page, Part, Section, Table, Verdict
 from ..report.parts import pairs, words
+from .comparison import Kept
 from .comparison import Verdict as Compared
-from .record import Receipt, number_of
+from .record import PooledReceipt, Receipt, number_of
 
 _CANDIDATES = 5
 
 
-def page_of(receipt: Receipt, compared: Compared | None = None) -> Page:
+def page_of(receipt: Kept, compared: Compared | None = None) -> Page:
     """The receipt as a page, and the comparison with another computation of it, if there is one."""
     sections: list[Section] = []
     if compared is not None:
         sections.append(Section("engines", "The two engines", (_notes(compared),)))
     sections += [
-        Section("completion", "The completion", (_tokens(receipt, compared),)),
+        _answer(receipt, compared),
         Section("request", "The request", (_request(receipt),)),
         Section("engine", "The engine that computed it", _engine(receipt)),
     ]
     return Page(
-        title=f"Receipt of a completion of {receipt.model.name}",
+        title=f"Receipt of {receipt.of_what} of {receipt.model.name}",
         info=f"sha256 {receipt.sha256}",
         verdicts=(_made(receipt) if compared is None else _verdict(receipt, compared),),
         partial="",
@@ -31,13 +32,15 @@ def page_of(receipt: Receipt, compared: Compared | None = None) -> Page:
     )
 
 
-def _numbers(receipt: Receipt) -> tuple[tuple[str, str], ...]:
+def _numbers(receipt: Kept) -> tuple[tuple[str, str], ...]:
+    if isinstance(receipt, PooledReceipt):
+        return ((str(len(receipt.pooled.values)), "values"),)
     completion = receipt.completion
     logprobs = len(completion.logprobs) + sum(map(len, completion.top_logprobs))
     return (str(len(completion.token_ids)), "tokens"), (str(logprobs), "logprobs")
 
 
-def _made(receipt: Receipt) -> Verdict:
+def _made(receipt: Kept) -> Verdict:
     promised = receipt.environment.mode is True
     headline = (
         "Anybody with the same engine can compute these bits again."
@@ -51,19 +54,23 @@ def _made(receipt: Receipt) -> Verdict:
     return Verdict("", Outcome.HOLDS if promised else Outcome.NOT_TESTED, headline, _numbers(receipt))
 
 
-def _verdict(receipt: Receipt, compared: Compared) -> Verdict:
+def _verdict(receipt: Kept, compared: Compared) -> Verdict:
     detail = (
         "Equal bits were promised."
         if compared.promised
         else "Equal bits were not promised: see how the engines differ."
     )
     if compared:
-        return Verdict(
-            "", Outcome.HOLDS, "Equal. Every token and logprob has the same bits.", _numbers(receipt), detail
-        )
+        what = "value" if isinstance(receipt, PooledReceipt) else "token and logprob"
+        return Verdict("", Outcome.HOLDS, f"Equal. Every {what} has the same bits.", _numbers(receipt), detail)
     assert compared.difference is not None
     position = compared.difference.position
-    headline = "Different in an item of the request." if position is None else f"Different from token {position} on."
+    if isinstance(receipt, PooledReceipt):
+        headline = "Another number of values." if position is None else f"Different from value {position} on."
+    else:
+        headline = (
+            "Different in an item of the request." if position is None else f"Different from token {position} on."
+        )
     return Verdict("", Outcome.BREAKS, headline, _numbers(receipt), f"{compared.difference}. {detail}")
 
 
@@ -74,9 +81,27 @@ def _notes(compared: Compared) -> Part:
     return Table("How the engines differ", ("difference", "equal bits promised in spite of it"), rows)
 
 
-def _tokens(receipt: Receipt, compared: Compared | None) -> Table:
-    completion = receipt.completion
+def _answer(receipt: Kept, compared: Compared | None) -> Section:
     first = compared.difference.position if compared is not None and compared.difference else None
+    if isinstance(receipt, PooledReceipt):
+        return Section("pooled", "What the model pooled", (_values(receipt, first),))
+    return Section("completion", "The completion", (_tokens(receipt, first),))
+
+
+def _values(receipt: PooledReceipt, first: int | None) -> Table:
+    rows = tuple(
+        (
+            Cell(str(place)),
+            Cell(f"{number_of(bits):.9g}", Outcome.BREAKS if place == first else None),
+            Cell(f"0x{bits}"),
+        )
+        for place, bits in enumerate(receipt.pooled.values)
+    )
+    return Table(f"sha256 {receipt.pooled.sha256}", ("position", "value", "its bits"), rows)
+
+
+def _tokens(receipt: Receipt, first: int | None) -> Table:
+    completion = receipt.completion
     rows = tuple(
         (
             Cell(str(place)),
@@ -93,10 +118,19 @@ def _tokens(receipt: Receipt, compared: Compared | None) -> Table:
     return Table(f"Ended by {printable(completion.finish_reason)}", header, rows).without_empty_columns()
 
 
-def _request(receipt: Receipt) -> Table:
-    prompt = receipt.prompt
-    kept = "only their sha256 is kept" if prompt.token_ids is None else " ".join(map(str, prompt.token_ids))
-    rows = {"tokens of the prompt": str(prompt.tokens), "their ids": kept, "sha256": prompt.sha256}
+_PRIVATE = "only their sha256 is kept"
+
+
+def _request(receipt: Kept) -> Table:
+    rows = dict[str, str]()
+    if prompt := receipt.prompt:
+        kept = _PRIVATE if prompt.token_ids is None else " ".join(map(str, prompt.token_ids))
+        rows = {"tokens of the prompt": str(prompt.tokens), "their ids": kept, "sha256": prompt.sha256}
+    if isinstance(receipt, PooledReceipt):
+        if pair := receipt.pair:
+            texts = pair.texts or (_PRIVATE,) * 2
+            rows = {"query": printable(texts[0]), "text": printable(texts[1]), "sha256 of both": pair.sha256}
+        return pairs("What was asked", rows | {name: words(value) for name, value in vars(receipt.pooling).items()})
     for number, item in enumerate(receipt.items):
         said = [f"{item.tokens} tokens from {item.at} on", *(f"{name} {one}" for name, one in item.tensors.items())]
         rows |= {f"item {number}, {printable(item.kind)}": printable("; ".join(said))}
@@ -104,11 +138,11 @@ def _request(receipt: Receipt) -> Table:
     return pairs("The prompt, and how tokens were chosen", rows)
 
 
-def _engine(receipt: Receipt) -> tuple[Part, ...]:
-    model, environment = receipt.model, receipt.environment
+def _engine(receipt: Kept) -> tuple[Part, ...]:
+    model, environment, adapter = receipt.model, receipt.environment, receipt.info.adapter
     about = {"name": printable(model.name), "digest": model.digest or f"none, because {printable(model.why_no_digest)}"}
-    if receipt.adapter:
-        about |= {"adapter": f"{printable(receipt.adapter.name)}, sha256 {receipt.adapter.digest}"}
+    if adapter:
+        about |= {"adapter": f"{printable(adapter.name)}, sha256 {adapter.digest}"}
     parts: list[Part] = [pairs("The model", about | model.files)]
     if environment.is_silent:
         return (*parts, "The receipt does not describe the engine that computed it.")

@@ -8,12 +8,12 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -37,6 +37,7 @@ Token = Annotated[int, Field(ge=0)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 _CONFIG = ConfigDict(extra="forbid", strict=True)
+_Found = TypeVar("_Found")
 
 
 class BadReceipt(NoTestError):
@@ -57,17 +58,24 @@ def sha256_of(data: Any) -> str:
     return hashlib.sha256(canonical(data)).hexdigest()
 
 
-def bits_of(logprob: float) -> str:
-    """The bits of an fp32 number as 8 hexadecimal digits, clamped as vLLM's server clamps.
+def bits_of_value(value: float, what: str = "value") -> str:
+    """The bits of an fp32 number as 8 hexadecimal digits.
 
     Raises:
         NoTestError: fp32 does not have the number, so it was rounded on the way.
     """
-    clamped = max(logprob, LOWEST_LOGPROB)
-    packed = struct.pack(">f", clamped)
-    if not math.isnan(clamped) and struct.unpack(">f", packed)[0] != clamped:
-        raise NoTestError(f"the logprob {logprob!r} is no fp32 number: it was rounded on the way, and bits are lost")
+    try:
+        packed = struct.pack(">f", value)
+    except OverflowError:
+        packed = b""
+    if not packed or (not math.isnan(value) and struct.unpack(">f", packed)[0] != value):
+        raise NoTestError(f"the {what} {value!r} is no fp32 number: it was rounded on the way, and bits are lost")
     return packed.hex()
+
+
+def bits_of(logprob: float) -> str:
+    """The same of a logprob, clamped as vLLM's server clamps."""
+    return bits_of_value(max(logprob, LOWEST_LOGPROB), "logprob")
 
 
 def number_of(bits: str) -> float:
@@ -131,6 +139,10 @@ class Prompt:
     def is_of(self, token_ids: tuple[int, ...]) -> bool:
         """Whether it is the prompt of these ids."""
         return (len(token_ids), sha256_of(list(token_ids))) == (self.tokens, self.sha256)
+
+    def is_like(self, other: "Prompt") -> bool:
+        """Whether it is the same prompt as another, of which either may be private."""
+        return (self.tokens, self.sha256) == (other.tokens, other.sha256)
 
     def ids(self, given: Sequence[int] | None = None) -> tuple[int, ...]:
         """The token ids: the receipt's or, if it is private, the given ones.
@@ -298,8 +310,64 @@ class EngineInfo:
         return replace(self, environment=environment, adapter=adapter)
 
 
+class _Kept:
+    """What a receipt of either kind is beside its fields: a file with a hash."""
+
+    of_what: ClassVar[str]
+    """What it is a receipt of, in words."""
+    _LEFT_OUT: ClassVar[tuple[str, ...]]
+    """Fields that a file has not where they are empty."""
+
+    def _body(self) -> dict[str, Any]:
+        body = {"format": FORMAT, "version": VERSION} | asdict(self)  # type: ignore[call-overload]  # a mixin
+        for name in self._LEFT_OUT:
+            if not body[name]:
+                del body[name]
+        return body
+
+    @property
+    def sha256(self) -> str:
+        """sha256 of the canonical JSON of everything else."""
+        return sha256_of(self._body())
+
+    def to_json(self) -> str:
+        """The text of the file: one line a field, the hash last."""
+        content = self._body() | {"sha256": self.sha256}
+        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; an existing one is not overwritten.
+
+        Raises:
+            NoTestError: the file exists or cannot be written.
+        """
+        try:
+            with Path(path).open("x") as file:
+                file.write(self.to_json())
+        except OSError as error:
+            raise NoTestError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read a receipt of this kind.
+
+        Raises:
+            BadReceipt: as :func:`read`, or it is of the other kind.
+        """
+        found = read(text)
+        if not isinstance(found, cls):
+            raise BadReceipt(f"this is a receipt of {found.of_what}, and not of {cls.of_what}")
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file; errors as in :meth:`from_json`, with the file's name."""
+        return _load(path, cls.from_json)
+
+
 @dataclass(frozen=True)
-class Receipt:
+class Receipt(_Kept):
     """One completion with everything that it takes to compute it again. Equal receipts have equal hashes: nothing in
     them is a time, a name of a machine or of a person.
     """
@@ -316,6 +384,9 @@ class Receipt:
     adapter: Adapter | None = None
     items: tuple[Item, ...] = ()
     """In the order of the prompt."""
+
+    of_what: ClassVar[str] = "a completion"
+    _LEFT_OUT: ClassVar[tuple[str, ...]] = ("trace", "adapter", "items")
 
     def __post_init__(self) -> None:
         end = 0
@@ -347,79 +418,194 @@ class Receipt:
         """The engine that computed it."""
         return EngineInfo(self.model, self.environment, adapter=self.adapter)
 
-    def _body(self) -> dict[str, Any]:
-        body = {"format": FORMAT, "version": VERSION} | asdict(self)
-        for name in ("trace", "adapter", "items"):
-            if not body[name]:
-                del body[name]
-        return body
+
+@dataclass(frozen=True)
+class Pooling:
+    """What a model that pools was asked; what is None is the model's own way, which its environment tells."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    task: Literal["embed", "score", "classify"]
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """Of an embedding."""
+    activation: bool | None = None
+    """Whether an embedding is normalised, or classes or a score are made of logits."""
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and self.task != "embed":
+            raise BadReceipt(f"dimensions are of an embedding, and the request is of the task {self.task}")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A query and the text that is scored against it; if they are private, only their sha256.
+
+    Short texts can be found again from it by trying.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    sha256: Hash
+    """Of the canonical JSON of both."""
+    texts: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.texts is not None and sha256_of(list(self.texts)) != self.sha256:
+            raise BadReceipt("the sha256 of the pair is not that of its texts")
+
+    @classmethod
+    def of(cls, query: str, text: str, private: bool = False) -> Self:
+        """The pair of these texts."""
+        return cls(sha256_of([query, text]), None if private else (query, text))
+
+    def both(self, given: tuple[str, str] | None = None) -> tuple[str, str]:
+        """The texts: the receipt's or, if it is private, the given ones.
+
+        Raises:
+            NoTestError: none are given for a private pair, or those of another.
+        """
+        texts = self.texts if given is None else given
+        if texts is None:
+            raise NoTestError("the receipt is private, it holds only a sha256 of its pair: give both, query and prompt")
+        if sha256_of(list(texts)) != self.sha256:
+            raise NoTestError("the query and the prompt given are not the receipt's: sha256 differs")
+        return texts
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a model gave: an embedding, the one value of a score, or one of each class."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    values: Annotated[tuple[Bits, ...], Field(min_length=1)]
+    """fp32, big-endian, in hexadecimal; exact where a model gives 16 bits."""
+    sha256: Hash
+    """Of the bytes of all values, one after the other."""
+
+    def __post_init__(self) -> None:
+        if self.sha256 != _sha256_of_bits(self.values):
+            raise BadReceipt("the sha256 of the values is not theirs")
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """What these values are.
+
+        Raises:
+            NoTestError: a value that fp32 does not have.
+        """
+        bits = tuple(map(bits_of_value, values))
+        return cls(bits, _sha256_of_bits(bits))
+
+
+def _sha256_of_bits(values: Iterable[str]) -> str:
+    return hashlib.sha256(bytes.fromhex("".join(values))).hexdigest()
+
+
+@dataclass(frozen=True)
+class PooledReceipt(_Kept):
+    """What a model pooled of a text, with everything that it takes to compute it again."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    model: Model
+    pooling: Pooling
+    pooled: Pooled
+    environment: Environment
+    prompt: Prompt | None = None
+    """Of an embedding and of classes."""
+    pair: Pair | None = None
+    """Of a score."""
+
+    of_what: ClassVar[str] = "what a model pooled"
+    _LEFT_OUT: ClassVar[tuple[str, ...]] = ("prompt", "pair")
+
+    def __post_init__(self) -> None:
+        of_pair, count, wanted = self.pooling.task == "score", len(self.pooled.values), self.pooling.dimensions
+        if (self.pair is None) == of_pair or (self.prompt is None) != of_pair:
+            raise BadReceipt("a score is of a pair of texts, and an embedding and classes are of a prompt")
+        if (of_pair and count != 1) or wanted not in (None, count):
+            asked = "a score" if of_pair else f"an embedding of {wanted}"
+            raise BadReceipt(f"the receipt has {count} values, and the request asks for {asked}")
+
+    @classmethod
+    def of(
+        cls,
+        info: EngineInfo,
+        about: tuple[int, ...] | tuple[str, str],
+        pooling: Pooling,
+        pooled: Pooled,
+        private: bool = False,
+    ) -> "PooledReceipt":
+        """The receipt of what was pooled, as it would be read from a file.
+
+        Args:
+            about: token ids of a prompt; of a score the query and the text.
+            private: leave them out.
+        """
+        environment = info.asked_for(None).environment
+        made = cls(info.model, pooling, pooled, environment, **_asked_about(about, pooling, private))
+        return cls.from_json(made.to_json())
 
     @property
-    def sha256(self) -> str:
-        """sha256 of the canonical JSON of everything else."""
-        return sha256_of(self._body())
+    def info(self) -> EngineInfo:
+        """The engine that computed it."""
+        return EngineInfo(self.model, self.environment)
 
-    def to_json(self) -> str:
-        """The text of the file: one line a field, the hash last."""
-        content = self._body() | {"sha256": self.sha256}
-        lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def save(self, path: str | Path) -> None:
-        """Write the file; an existing one is not overwritten.
+def _asked_about(about: tuple[Any, ...], pooling: Pooling, private: bool) -> dict[str, Any]:
+    if pooling.task == "score":
+        query, text = about
+        return {"pair": Pair.of(query, text, private)}
+    return {"prompt": Prompt.of(about, private)}
 
-        Raises:
-            NoTestError: the file exists or cannot be written.
-        """
-        try:
-            with Path(path).open("x") as file:
-                file.write(self.to_json())
-        except OSError as error:
-            raise NoTestError(f"{path} cannot be written: {error.strerror or error}") from error
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Receipt":
-        """Read a receipt.
+def read(text: str | bytes) -> Receipt | PooledReceipt:
+    """Read a receipt of either kind.
 
-        Raises:
-            BadReceipt: another kind of file, another version of the format, a hash that is not that of the content, or
-                content that does not fit together.
-        """
-        try:
-            data = json.loads(text, object_pairs_hook=_without_doubles)
-        except BadReceipt:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise BadReceipt("this is no receipt: not JSON") from error
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise BadReceipt(f'this is no receipt: it does not say "format": "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise BadReceipt(
-                f"the receipt's format has version {data.get('version')!r}, and this reads version {VERSION}; "
-                "use the vllm-batch-invariant that wrote it"
-            )
-        claimed = data.pop("sha256", None)
-        try:
-            actual = sha256_of({"format": FORMAT} | data)
-        except ValueError as error:
-            raise BadReceipt("the receipt was tampered with or damaged: it holds NaN or an infinity") from error
-        if claimed != actual:
-            raise BadReceipt(f"the receipt was tampered with or damaged: its sha256 is {actual}, and it says {claimed}")
-        del data["version"]
-        try:
-            return _adapter().validate_json(canonical(data))
-        except ValidationError as error:
-            raise BadReceipt(f"the receipt has a right hash and wrong content: {_first_line(error)}") from error
+    Raises:
+        BadReceipt: another kind of file, another version of the format, a hash that is not that of the content, or
+            content that does not fit together.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_without_doubles)
+    except BadReceipt:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadReceipt("this is no receipt: not JSON") from error
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise BadReceipt(f'this is no receipt: it does not say "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise BadReceipt(
+            f"the receipt's format has version {data.get('version')!r}, and this reads version {VERSION}; "
+            "use the vllm-batch-invariant that wrote it"
+        )
+    claimed = data.pop("sha256", None)
+    try:
+        actual = sha256_of({"format": FORMAT} | data)
+    except ValueError as error:
+        raise BadReceipt("the receipt was tampered with or damaged: it holds NaN or an infinity") from error
+    if claimed != actual:
+        raise BadReceipt(f"the receipt was tampered with or damaged: its sha256 is {actual}, and it says {claimed}")
+    del data["version"]
+    try:
+        return _adapter(PooledReceipt if "pooled" in data else Receipt).validate_json(canonical(data))
+    except ValidationError as error:
+        raise BadReceipt(f"the receipt has a right hash and wrong content: {_first_line(error)}") from error
 
-    @classmethod
-    def load(cls, path: str | Path) -> "Receipt":
-        """Read a file; errors as in :meth:`from_json`, with the file's name."""
-        try:
-            return cls.from_json(Path(path).read_bytes())
-        except OSError as error:
-            raise BadReceipt(f"{path} cannot be read: {error.strerror or error}") from error
-        except NoTestError as error:
-            raise BadReceipt(f"{path}: {error}") from error
+
+def load(path: str | Path) -> Receipt | PooledReceipt:
+    """Read a file; errors as in :func:`read`, with the file's name."""
+    return _load(path, read)
+
+
+def _load(path: str | Path, reads: Callable[[bytes], _Found]) -> _Found:
+    try:
+        return reads(Path(path).read_bytes())
+    except OSError as error:
+        raise BadReceipt(f"{path} cannot be read: {error.strerror or error}") from error
+    except NoTestError as error:
+        raise BadReceipt(f"{path}: {error}") from error
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -431,8 +617,8 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @cache
-def _adapter() -> TypeAdapter[Receipt]:
-    return TypeAdapter(Receipt)
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _first_line(error: Exception) -> str:

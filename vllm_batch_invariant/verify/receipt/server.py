@@ -3,9 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ async def make_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        _refuse_adapter(served)
+        refuse_adapter(served)
         info = await server_info(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
     return Receipt.of(info, token_ids, sampling, completion, private)
@@ -89,7 +90,7 @@ async def verify_on_server(
     """
     async with connect(base_url, api_key) as server:
         served = await server.served_model(model)
-        _refuse_adapter(served)
+        refuse_adapter(served)
         items.refuse(receipt, "a server does not tell what it makes of files; start an engine here")
         if receipt.adapter is not None:
             raise NoTestError(f"the completion has the LoRA adapter {receipt.adapter.name}: {_HERE}")
@@ -101,31 +102,42 @@ async def verify_on_server(
             given, _ = await complete(server, served.name, prompt, Sampling(max_tokens=1, logprobs=0))
         token_ids = receipt.prompt.ids(given)
         others = ConcurrentRequests(receipt, token_ids, served.context, concurrent)
-        before_it = await _reading(server)
-        async with _running(server, served.name, others) as spans:
+        before_it = await reading_of(server)
+        async with running(others.size, partial(_client, server, served.name, others)) as spans:
             begin = time.perf_counter()
             answered, got = await complete(server, served.name, token_ids, receipt.sampling)
             end = time.perf_counter()
-        ran, after_it = spans.between(begin, end), await _reading(server)
+        ran, after_it = spans.between(begin, end), await reading_of(server)
     if answered != token_ids:
         raise NoTestError("the server completed other tokens than those of the prompt that it was sent")
-    # requests that wait for each other are in flight together and never in one step
-    together = after_it.together_since(before_it) if before_it and after_it else None
-    others.require(0 if together == 1 else ran)
+    others.require(ran_together(ran, before_it, after_it))
     return verdict_on(receipt, got, notes, ran, concurrent)
 
 
-def _refuse_adapter(served: Served) -> None:
+def refuse_adapter(served: Served) -> None:
+    """Refuse a served model that is an adapter.
+
+    Raises:
+        NoTestError: it is one.
+    """
     if served.parent:
         raise NoTestError(f"{served.name} is a LoRA adapter of {served.parent}: {_HERE}")
 
 
-async def _reading(server: Connection) -> Reading | None:
+async def reading_of(server: Connection) -> Reading | None:
     """A reading of the server's metrics; None if they cannot be read."""
     try:
         return await read_metrics(server.http, server.metrics)
     except (NoTestError, httpx.HTTPError):
         return None
+
+
+def ran_together(ran: int, before: Reading | None, after: Reading | None) -> int:
+    """How many of the requests that were in flight together ran so: none of them if they waited for each other, as
+    the metrics of a server tell.
+    """
+    together = after.together_since(before) if before and after else None
+    return 0 if together == 1 else ran
 
 
 async def server_info(server: Connection, served: Served, files: Path | None = None) -> EngineInfo:
@@ -189,7 +201,7 @@ async def _answer(endpoint: Any, asked: dict[str, Any]) -> tuple[dict[str, Any],
         answer = json.loads(raw.http_response.content)
         return answer, answer["choices"][0]
     except openai.OpenAIError as error:
-        hint = f"; {pooling.HOW}" if isinstance(error, openai.NotFoundError) else ""
+        hint = f"; {pooling.ASK}" if isinstance(error, openai.NotFoundError) else ""
         raise NoTestError(f"the server gives no completion: {one_line(error)}{hint}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise NoTestError(_NO_COMPLETION) from error
@@ -216,8 +228,8 @@ def _body(name: str, prompt: Text | tuple[int, ...], sampling: Sampling) -> dict
 
 
 @dataclass
-class _Spans:
-    """When each concurrent request got its first and its latest token."""
+class Spans:
+    """When each concurrent request got its first and its latest token, or was sent and answered."""
 
     spans: list[list[float]] = field(default_factory=list)
     first: asyncio.Event = field(default_factory=asyncio.Event)
@@ -230,10 +242,10 @@ class _Spans:
 
 
 @asynccontextmanager
-async def _running(server: Connection, name: str, others: ConcurrentRequests) -> AsyncIterator[_Spans]:
-    """Keep the concurrent requests in flight; at the end of the block each gets one more token and is aborted."""
-    spans = _Spans()
-    clients = [asyncio.create_task(_client(server, name, others, spans)) for _ in range(others.size)]
+async def running(size: int, client: Callable[[Spans], Coroutine[Any, Any, None]]) -> AsyncIterator[Spans]:
+    """Keep so many clients at work; at the end of the block each ends its request by one more token or its answer."""
+    spans = Spans()
+    clients = [asyncio.create_task(client(spans)) for _ in range(size)]
     arrival = asyncio.create_task(spans.first.wait())
     try:
         waiting = set(clients)
@@ -252,7 +264,7 @@ async def _running(server: Connection, name: str, others: ConcurrentRequests) ->
         await asyncio.gather(arrival, *clients, return_exceptions=True)
 
 
-async def _client(server: Connection, name: str, others: ConcurrentRequests, spans: _Spans) -> None:
+async def _client(server: Connection, name: str, others: ConcurrentRequests, spans: Spans) -> None:
     while not spans.ending:
         one = others.next()
         try:

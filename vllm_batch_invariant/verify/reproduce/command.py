@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...envs import FLAG
@@ -19,13 +18,18 @@ from ..arguments import (
     add_adapter,
     add_base_url,
     add_html,
+    add_items,
     add_json,
     add_model,
+    add_pooling,
+    add_task,
     at_least,
     check_adapter,
     check_base_url,
+    check_items,
     check_model,
     check_reports,
+    check_task,
     choose_mode,
     not_negative,
     seed_of_a_request,
@@ -57,25 +61,9 @@ def add_arguments(parser: OneLineParser) -> None:
     target.add_argument("--compare", action="store_true", help=f"serve with {FLAG}=0, then with 1")
     target.add_argument("--offline", action="store_true", help="run the model through vllm.LLM, without a server")
     request = parser.add_argument_group("request")
-    request.add_argument(
-        "--task",
-        choices=(GENERATE, *pooling.TASKS),
-        default=GENERATE,
-        help="what is asked; of a model that pools: an embedding, a score or classes",
-    )
+    add_task(request, pooling.TASKS)
     request.add_argument("--prompt", default=PROMPT, help="the prompt (default: one of 120 words)")
-    request.add_argument(
-        "--image",
-        action="append",
-        metavar="FILE",
-        help="an image before the prompt, of a model that sees images; it is sent as a chat; repeatable",
-    )
-    request.add_argument(
-        "--audio",
-        action="append",
-        metavar="FILE",
-        help="the same of a sound, of a model that hears it (--offline: WAV, one channel of 16 bits)",
-    )
+    add_items(request, "it is sent as a chat")
     kind = request.add_mutually_exclusive_group()
     kind.add_argument("--chat", action="store_true", default=False, help="send it to /v1/chat/completions")
     kind.add_argument(
@@ -91,17 +79,7 @@ def add_arguments(parser: OneLineParser) -> None:
     )
     request.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens")
     pools = parser.add_argument_group("request to a model that pools")
-    pools.add_argument("--dimensions", type=at_least(1), metavar="N", help="of the embedding (default: all)")
-    activation = pools.add_mutually_exclusive_group()
-    activation.add_argument(
-        "--activation",
-        action="store_true",
-        default=None,
-        help="normalise the embedding, or make classes or a score of logits (default: as the model does)",
-    )
-    activation.add_argument(
-        "--no-activation", dest="activation", action="store_false", default=None, help="leave that out"
-    )
+    add_pooling(pools)
     pools.add_argument("--truncate", type=at_least(1), metavar="N", help="tokens of the prompt at most (default: all)")
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -144,21 +122,10 @@ def _check(parser: OneLineParser, options: argparse.Namespace) -> None:
 
 
 def _check_task(parser: OneLineParser, options: argparse.Namespace) -> None:
-    pools = options.task != GENERATE
-    others = OF_TEXT if pools else OF_POOLING
-    changed = [name for name in others if getattr(options, name) != parser.get_default(name)]
-    if given := [f"--{name.replace('_', '-')}" for name in changed]:
-        if not pools:
-            parser.error(f"{', '.join(given)}: for a model that pools, with --task {', '.join(pooling.TASKS)}")
-        parser.error(f"--task {options.task} goes without {', '.join(given)}")
-    if options.dimensions and options.task != "embed":
-        parser.error("--dimensions is of an embedding: it goes with --task embed")
-    items = spec_of(options).items
-    for kind, file in items:
-        if not Path(file).is_file():
-            parser.error(f"--{kind} {file}: no such file")
-    options.chat = options.chat or bool(items)
-    if pools and options.offline and not pooling.TASKS[options.task].engine:
+    check_task(parser, options, OF_TEXT, OF_POOLING)
+    check_items(parser, options)
+    options.chat = options.chat or bool(options.items)
+    if options.task != GENERATE and options.offline and not pooling.TASKS[options.task].engine:
         parser.error(f"--task {options.task}: a server makes it of texts: leave out --offline")
 
 
@@ -195,8 +162,7 @@ def spec_of(options: argparse.Namespace) -> RequestSpec:
         seed=options.seed,
         logprobs=options.logprobs,
         ignore_eos=options.ignore_eos,
-        image=tuple(options.image or ()),
-        audio=tuple(options.audio or ()),
+        items=tuple(options.items),
         adapters=tuple(map(str, options.adapter)),
         **{name: getattr(options, name) for name in ("task", *OF_POOLING)},
     )
