@@ -19,7 +19,7 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
 from ..reviews import encoding, patch_points, sources
 from ..side_table import beside
-from . import convolution
+from . import complex_rotary, convolution
 
 HEAD_SIZES = (64, 72, 80, 88, 128)
 """Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and
@@ -259,16 +259,17 @@ def towers(model: Any) -> dict[str, Any]:
 
 
 def prepare(model: Any) -> None:
-    """Have the encoders of a loaded model that are Transformers' classes attend by ours, and those of audio multiply
-    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone. Of
-    Idefics 3 a square of zeros is encoded like any other: vLLM leaves it out, and cannot tell whose rows those behind
-    it are.
+    """Have the encoders of a loaded model multiply complex numbers as real ones; those that are Transformers' classes
+    attend by ours; and those of audio multiply where they convolve, attend by ours in classes of their own, too, and
+    see what is theirs alone. Of Idefics 3 a square of zeros is encoded like any other: vLLM leaves it out, and cannot
+    tell whose rows those behind it are.
     """
     kinds = encoding.encoded_by(type(model))
     parts: Any = getattr(model, "model", None)
     if kinds and hasattr(parts, "image_pixels_to_features"):
         parts.image_pixels_to_features = partial(parts.image_pixels_to_features, remove_padding=False)
     for tower in towers(model).values() if kinds else ():
+        complex_rotary.replace_in(tower)
         if _is_in_transformers(tower):
             from transformers import AttentionInterface, AttentionMaskInterface
             from transformers.masking_utils import sdpa_mask
