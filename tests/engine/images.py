@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine import gemma4 as of_gemma_4
-from tests.engine import kept_states, multimodal
+from tests.engine import kept_states, kimi_vl_processor, mla, multimodal
 from tests.engine import llama4 as of_llama_4
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
@@ -45,6 +47,8 @@ PATCH = 4004
 OF_LLAMA_4 = {IMAGE: "<|image|>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|patch|>"}
 OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
 """The same of Llama 4's."""
+OF_KIMI = {IMAGE: "<|media_pad|>", START: "<|media_start|>", END: "<|media_end|>", PATCH: "<|media_content|>"}
+"""The same of Kimi-VL's."""
 IDEFICS = ("idefics3", "smolvlm")
 """Types of models."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
@@ -187,6 +191,26 @@ def smolvlm() -> transformers.PretrainedConfig:
     return idefics3(transformers.SmolVLMConfig, 72)
 
 
+def kimi_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72, angles by row and column, and positions interpolated between those of 8 x 8
+    patches, of which four are a token; and a decoder like Moonlight, with latent attention and experts. Of pictures the
+    model that Transformers has as Kimi-K2.5 is the same.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    rope = {"rope_type": "axial", "rope_theta": 1e4}
+    text = mla.config_of("Moonlight")
+    text.vocab_size = multimodal.TEXT["vocab_size"]
+    return transformers.Kimi_K25Config(
+        architectures=["KimiVLForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision | {"pos_emb_height": 8, "pos_emb_width": 8, "patch_size": 14, "rope_parameters": rope},
+        projection_hidden_size=144,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+
+
 def glm4_1v() -> transformers.PretrainedConfig:
     """A tower with two heads of 128, positions interpolated between those of 8 x 8 patches, and a convolution that
     makes a row of four patches; a decoder with norms behind attention and experts, and angles of neighbours of half a
@@ -248,6 +272,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
             is_seen = "visual" in name or ("vision_tower" in name and config.model_type in ("mistral3", "internvl"))
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
             is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
+            is_seen |= config.model_type == "kimi_k25" and ("vision_tower" in name or "mm_projector" in name)
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
             if name.endswith(("position_embeddings", "position_embedding.weight", "cls_token")):
@@ -266,6 +291,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         "glm4v": OF_GLM,
         "glm4v_moe": OF_GLM,
         "llama4": OF_LLAMA_4,
+        "kimi_k25": OF_KIMI,
     }
     special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
@@ -281,6 +307,9 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     settings = {"extra_special_tokens": named, "chat_template": template}
     save_tokenizer(folder, words, list(special.values()), settings, list(LINES.values()))
     patch = patch_of(config)
+    if config.model_type == "kimi_k25":
+        _save_as_kimi_vl(made, folder)
+        return made
     if config.model_type == "gemma3":
         file, tower = folder / "model.safetensors", "vision_tower."
         tensors = load_file(file)
@@ -361,6 +390,31 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
     return made
+
+
+def _save_as_kimi_vl(made: Any, folder: Path) -> None:
+    """A checkpoint of Kimi-VL of what Transformers has as Kimi-K2.5, with a processor."""
+    text = transformers.DeepseekV3ForCausalLM(made.config.text_config).to(made.dtype)
+    text.model, text.lm_head = made.model.language_model, made.lm_head
+    text.save_pretrained(folder / "text")
+    projector = "multi_modal_projector."
+    renamed = {"mm_projector.proj.0.": f"{projector}linear_1.", "mm_projector.proj.2.": f"{projector}linear_2."}
+    renamed |= {"model.mm_projector.": projector, "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed."}
+    encoder = {
+        re.sub("|".join(renamed), lambda found: renamed[found[0]], name): one.clone()
+        for name, one in load_file(folder / "model.safetensors").items()
+        if not name.startswith("language_model.")
+    }
+    vision = made.config.vision_config
+    tower = {"init_pos_emb_height": vision.pos_emb_height, "init_pos_emb_width": vision.pos_emb_width}
+    shared = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    tower |= {name: getattr(vision, name) for name in shared}
+    mla.write_around(folder / "text", folder, tower, encoder, IMAGE)
+    shutil.copy(kimi_vl_processor.__file__, folder)
+    of_file = kimi_vl_processor.__name__.rpartition(".")[2]
+    image = {"image_processor_type": "KimiVLImageProcessor", "patch_size": vision.patch_size} | NORM
+    places = {f"Auto{kind}": f"{of_file}.KimiVL{kind}" for kind in ("ImageProcessor", "Processor")}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image | {"auto_map": places}))
 
 
 def patch_of(config: transformers.PretrainedConfig) -> int:

@@ -1199,9 +1199,9 @@ COVERED = (
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
-        "with 0.33; images of Llama 4 on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which "
-        "share layers or images",
+        "with 0.33; Qwen3-VL without experts, Gemma 3 also by two workers, which share layers or images",
     ),
+    Feature("Images on a CPU", "of Llama 4, Kimi-VL: with vLLM 0.32, by one worker"),
     Feature(
         "Quantised text models beside images and videos",
         "encoders in 16 bits: FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral "
@@ -1268,8 +1268,8 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
-        "two on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16 by one worker or two, with "
+        "images by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
         "every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
@@ -1671,9 +1671,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU",
+        "Whisper, and images of Kimi-VL, on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1707,8 +1707,8 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos but of Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, images of Gemma 3, Llama 4, "
-        "Mistral 3, GLM-4.1V, 4.5V, Idefics 3, SmolVLM; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, Gemma 4",
+        "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
+        "Gemma 4",
         "nobody compared what their encoders give",
         "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
         _multimodal_inputs,

@@ -301,7 +301,7 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
             (rows * unit, columns * unit) for rows, columns in (*wide, *((long, short) for short, long in wide[1:3]))
         ]
         return [(FRAMES, *one) for one in found[2:]] if kind == "video" else found
-    size = of_kind.size
+    size = getattr(of_kind, "size", {})  # none of Kimi-VL's
     if tile := getattr(of_kind, "max_image_size", {}).get("longest_edge"):  # of images with a longest side of their own
         most = size["longest_edge"] // tile
         sides = [(side * tile, most * tile) for side in range(1, most + 1)]
@@ -310,8 +310,11 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
         return [(FRAMES, *one) for one in found] if kind == "video" else found
-    merged = getattr(processor, "spatial_merge_size", None)  # of Pixtral's, whose own patch has two numbers
-    unit = processor.patch_size * merged if merged else of_kind.patch_size * of_kind.merge_size
+    if merged := getattr(processor, "spatial_merge_size", None):  # of Pixtral's, whose own patch has two numbers
+        unit = processor.patch_size * merged
+    else:
+        kernel = getattr(of_kind, "merge_kernel_size", None)
+        unit = of_kind.patch_size * (max(kernel) if kernel else of_kind.merge_size)
     found = []
     for rows, columns in SHAPES:
         scale = 1
