@@ -51,6 +51,8 @@ OF_KIMI = {IMAGE: "<|media_pad|>", START: "<|media_start|>", END: "<|media_end|>
 """The same of Kimi-VL's."""
 IDEFICS = ("idefics3", "smolvlm")
 """Types of models."""
+TOWERS = ("internvl", "llava", "mistral3")
+"""Types of models that call their encoder a vision tower."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -128,6 +130,20 @@ def mistral3(text: dict[str, Any] = {"model_type": "mistral"}) -> transformers.P
         image_token_index=IMAGE,
         spatial_merge_size=2,
         tie_word_embeddings=False,
+    )
+
+
+def pixtral() -> transformers.PretrainedConfig:
+    """The same tower, of which each patch is a token, as Pixtral 12B has it."""
+    made = mistral3()
+    vision, text = (one.to_dict() for one in (made.vision_config, made.text_config))
+    whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "tie_word_embeddings": False}
+    return transformers.LlavaConfig(
+        architectures=["PixtralForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision,
+        image_token_index=IMAGE,
+        **whole,
     )
 
 
@@ -264,12 +280,12 @@ def chat_template(kind: str, written: str) -> str:
     return "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
 
 
-def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
-    """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
+def drawn(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights, of encoders larger ones: else images would hardly change an answer."""
     made = multimodal.model(config, dtype)
-    with torch.no_grad():  # else images would hardly change an answer
+    with torch.no_grad():
         for name, weight in made.named_parameters():
-            is_seen = "visual" in name or ("vision_tower" in name and config.model_type in ("mistral3", "internvl"))
+            is_seen = "visual" in name or ("vision_tower" in name and config.model_type in TOWERS)
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
             is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
             is_seen |= config.model_type == "kimi_k25" and ("vision_tower" in name or "mm_projector" in name)
@@ -281,6 +297,12 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
                 torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
             if name.endswith(("lambda_1", "lambda_2")):
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return made
+
+
+def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
+    made = drawn(config, dtype)
     of_gemma = config.model_type in ("gemma4", "gemma4_unified")
     if of_gemma:
         made = of_gemma_4.draw(made.float()).to(dtype)

@@ -1,5 +1,6 @@
 """Rotary embeddings of encoders whose angles are complex numbers: a row has the same bits whatever shares its call."""
 
+import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,6 +73,8 @@ def test_an_encoder_of_the_module_calls_ours(point: patch_points.PatchPoint, mon
     if not point.is_there():
         pytest.skip("its module needs a package that is not here")
     module = point.module()
+    given = [list(inspect.signature(one).parameters) for one in (point.get(), complex_rotary.turn)]
+    assert given[0][2] == given[1][2] == "freqs_cis"
     monkeypatch.setattr(module, point.attribute, getattr(module, point.attribute))
     complex_rotary.replace_in(torch.nn.Sequential(torch.nn.Linear(1, 1)))
     assert point.get() is not complex_rotary.turn

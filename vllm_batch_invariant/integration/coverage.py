@@ -1201,7 +1201,11 @@ COVERED = (
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
         "with 0.33; Qwen3-VL without experts, Gemma 3 also by two workers, which share layers or images",
     ),
-    Feature("Images on a CPU", "of Llama 4, Kimi-VL: with vLLM 0.32, by one worker"),
+    Feature(
+        "Images on a CPU",
+        "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json): with "
+        "vLLM 0.32, by one worker",
+    ),
     Feature(
         "Quantised text models beside images and videos",
         "encoders in 16 bits: FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral "
@@ -1663,23 +1667,23 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL, Mistral 3, Voxtral, Idefics 3 and SmolVLM around other text "
-        "models than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
+        "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, Idefics 3, SmolVLM around other "
+        "text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL have been proven to be "
         "text models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper, and images of Kimi-VL, on a GPU",
+        "Whisper, Mistral's own form with images, and images of Kimi-VL, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
-        "Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
+        "Qwen3-ASR, Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,

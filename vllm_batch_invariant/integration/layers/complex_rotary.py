@@ -13,18 +13,19 @@ import torch
 from ..reviews import patch_points
 
 
-def turn(query: torch.Tensor, key: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def turn(query: torch.Tensor, key: torch.Tensor, freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn each pair of neighbours of a head by its row's angles, in fp32.
 
     Args:
         query: [..., rows, heads, head size], in any dtype.
         key: the same.
-        angles: [rows, head size / 2] of complex numbers of length 1.
+        freqs_cis: [rows, head size / 2] of complex numbers of length 1, or with a last axis of both parts.
 
     Returns:
         both, turned, in their dtypes.
     """
-    cos, sin = angles.real.unsqueeze(-2), angles.imag.unsqueeze(-2)
+    parts = torch.view_as_real(freqs_cis) if freqs_cis.is_complex() else freqs_cis
+    cos, sin = parts.unsqueeze(-3).unbind(-1)
     return _turned(query, cos, sin), _turned(key, cos, sin)
 
 

@@ -197,8 +197,13 @@ def _written(model: Any) -> dict[str, str | None]:
 
 
 def _tokens_in_full(llm: Any, item: Mapping[str, Any]) -> list[int]:
-    """What stands for a sound in a prompt of a model whose tokenizer is mistral-common's: as many as it takes."""
-    extractor = _processor(llm).info.get_hf_processor().feature_extractor
+    """What stands for an item in a prompt of a model whose tokenizer is mistral-common's: as many as it takes."""
+    processor = _processor(llm).info.get_hf_processor()
+    if item["kind"] == "image":
+        _, rows, columns = processor.image_processor.get_number_of_image_patches(*item["size"])
+        found = [*[processor.image_token_id] * columns, processor.image_break_id] * rows
+        return [*found[:-1], processor.image_end_id]
+    extractor = processor.feature_extractor
     encoder = extractor.audio_encoder
     data = data_of(item)
     samples = len(encoder.pad(data[0] if isinstance(data, tuple) else data, extractor.sampling_rate))
@@ -301,7 +306,7 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
             (rows * unit, columns * unit) for rows, columns in (*wide, *((long, short) for short, long in wide[1:3]))
         ]
         return [(FRAMES, *one) for one in found[2:]] if kind == "video" else found
-    size = getattr(of_kind, "size", {})  # none of Kimi-VL's
+    size = getattr(of_kind, "size", {})  # none of Kimi-VL's and mistral-common's
     if tile := getattr(of_kind, "max_image_size", {}).get("longest_edge"):  # of images with a longest side of their own
         most = size["longest_edge"] // tile
         sides = [(side * tile, most * tile) for side in range(1, most + 1)]
@@ -310,7 +315,9 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
         return [(FRAMES, *one) for one in found] if kind == "video" else found
-    if merged := getattr(processor, "spatial_merge_size", None):  # of Pixtral's, whose own patch has two numbers
+    if encoder := getattr(of_kind, "mm_encoder", None):
+        unit = encoder.mm_config.image_patch_size * encoder.mm_config.spatial_merge_size
+    elif merged := getattr(processor, "spatial_merge_size", None):  # of Pixtral's, whose own patch has two numbers
         unit = processor.patch_size * merged
     else:
         kernel = getattr(of_kind, "merge_kernel_size", None)
