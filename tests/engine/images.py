@@ -665,6 +665,7 @@ def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
 FAULTS = ("attention over the whole call", "splits by the longest sequence", "angles by the number of patches")
 
 OF_NUMBER = "splits by the number of sequences"
+OF_ITEMS = "rows by the number of items"
 UNCUT = "a window does not cut images"
 
 
@@ -673,6 +674,8 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if fault == FAULTS[2]:
             llm.apply_model(lambda model: _share_angles(model.visual, patch))
+        elif fault == OF_ITEMS:
+            llm.apply_model(partial(_scale_by_items, patch))
         elif fault == UNCUT:
             ranges_of = attention.ranges_of
             patch.setattr(attention, "ranges_of", lambda batch, window: ranges_of(batch))
@@ -680,6 +683,17 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             attending = {FAULTS[0]: _attend_over_all, FAULTS[1]: _attend_by_the_longest, OF_NUMBER: _attend_by_number}
             patch.setattr(encoders, "attend", attending[fault])
         return globals()[method](llm, *arguments)
+
+
+def _scale_by_items(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
+    """Items that share a call get other rows, of whatever calls an encoder has for each of them."""
+    encode = model.embed_multimodal
+
+    def embed_multimodal(**given: Any) -> list[torch.Tensor]:
+        made = encode(**given)
+        return [rows * (1 + 0.01 * (len(made) > 1)) for rows in made]
+
+    patch.setitem(vars(model), "embed_multimodal", embed_multimodal)
 
 
 IN_WORKERS = {"weights": "attention over the whole call", "data": "another tower in the second worker"}

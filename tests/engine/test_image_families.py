@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.engine import images, mistral_form, multimodal
+from tests.engine import deepseek_ocr, images, mistral_form, multimodal
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.test_images import by_tools, exact, patches_of, text
 from vllm_batch_invariant.integration.coverage import RAN
@@ -53,6 +53,7 @@ class Family:
         save: writes a checkpoint.
         written: the tokens of an image in a prompt, where a tokenizer writes all of them.
         image: what stands for an image, or for a row of one.
+        path: folders that its processes need on their path.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -66,6 +67,7 @@ class Family:
     save: Callable[..., torch.nn.Module] = images.save
     written: Callable[[Grid], list[int]] | None = None
     image: int = images.IMAGE
+    path: Callable[[Path], list[str]] = lambda folder: []
 
     @cached_property
     def targets(self) -> list[dict[str, Any]]:
@@ -186,6 +188,8 @@ TILES = (8, 8), (4, 8), (8, 4), (4, 16), (4, 4), (4, 4), (4, 12), (6, 10)
 """Of 4 x 4 patches; the last one's pixels are resized."""
 IN_TWO = (12, 12), (6, 12), (12, 6), (6, 12), (12, 6), (6, 12), (12, 12), (6, 10)
 """Of 6 x 6 patches, two squares at the longest side; the last one's pixels are resized."""
+IN_LARGE = (16, 24), (8, 16), (16, 8), (8, 24), (8, 8), (3, 5), (24, 8), (6, 8)
+"""Of 8 x 8 patches; the last but two are smaller, or resized."""
 IN_MISTRALS_FORM = replace(
     MISTRAL3,
     settings=dict.fromkeys(("tokenizer_mode", "config_format", "load_format"), "mistral"),
@@ -210,6 +214,16 @@ FAMILIES = {
     "glm4.5v": Family(images.glm4_5v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
     "idefics3": Family(images.idefics3, in_squares_and_whole, IN_TWO, None, OF_SQUARES, before=110),
     "smolvlm": Family(images.smolvlm, in_squares_and_whole, IN_TWO, None, OF_SQUARES, before=110),
+    "deepseek-ocr": Family(
+        deepseek_ocr.config,
+        deepseek_ocr.seen,
+        IN_LARGE,
+        faults=(images.OF_ITEMS,),  # each has calls of its own
+        before=490,
+        settings={"max_num_batched_tokens": 512},  # as many rows are kept of what was encoded
+        save=deepseek_ocr.save,
+        path=deepseek_ocr.python_path,
+    ),
     "kimi-vl": Family(images.kimi_vl, in_rows, MISTRAL3.grids, settings={"trust_remote_code": True}),
     "llama4": Family(images.llama4, in_tiles, TILES, None, OF_SQUARES, before=110),
     "internvl3": Family(images.internvl, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110),
@@ -246,7 +260,7 @@ def asked(
     return {"prompt": prompt, "images": pictures, "videos": films, "params": params}
 
 
-DRAWN = "glm4.1v", "internvl3", "kimi-vl", "llama4", "pixtral", "smolvlm"
+DRAWN = "deepseek-ocr", "glm4.1v", "internvl3", "kimi-vl", "llama4", "pixtral", "smolvlm"
 """Which a fuzzer and a check look at."""
 
 
@@ -277,7 +291,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Eng
     version, on = pytest.importorskip("vllm").__version__, "cuda" if torch.cuda.is_available() else "cpu"
     if not version.startswith(RAN.encoding[on]):
         pytest.skip("encoders of images have not run here")
-    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
+    path = [*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS]
 
     @cache
     def made(name: str) -> tuple[Path, Any, int]:
@@ -289,7 +303,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Eng
         family = FAMILIES[name]
         own = {"limit_mm_per_prompt": family.limit} | family.settings
         arguments = arguments_of(LIMITS | OF_DEVICE | own | settings)
-        return Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": path}, patience=400), model, patch
+        paths = os.pathsep.join([*family.path(tmp_path_factory.mktemp("path")), *path])
+        return Engine(str(folder), arguments, "1", SETTINGS | {"PYTHONPATH": paths}, patience=400), model, patch
 
     return start
 

@@ -1203,8 +1203,8 @@ COVERED = (
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json): with "
-        "vLLM 0.32, by one worker",
+        "of Llama 4, Kimi-VL, DeepSeek-OCR, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form "
+        "(params.json): with vLLM 0.32, by one worker",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1675,15 +1675,15 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper, Mistral's own form with images, and images of Kimi-VL, on a GPU",
+        "Whisper, DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Pixtral, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
-        "Qwen3-ASR, Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, DeepSeek-OCR, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, "
+        "Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,

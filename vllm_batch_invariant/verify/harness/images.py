@@ -298,7 +298,9 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     processor = _processor(llm).info.get_hf_processor()
     if kind == "audio":
         return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
-    of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
+    of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor", processor)
+    if side := getattr(of_kind, "base_size", 0) and of_kind.image_size:  # of DeepSeek-OCR's
+        return [(rows * side, columns * side) for rows, columns in SQUARES]
     if most := getattr(of_kind, "max_soft_tokens", None):  # of Gemma 4's, which fills as many with an image of any size
         unit, square = of_kind.patch_size * of_kind.pooling_kernel_size, math.isqrt(most)
         wide = [(rows, most // rows) for rows in (1, 2, square // 2, square)]
