@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.whisper.modeling_whisper import sinusoids
 
-from tests.engine import images, multimodal
+from tests.engine import images, mistral_form, multimodal
 from vllm_batch_invariant.integration.layers import attention, convolution, encoders
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
@@ -121,16 +120,11 @@ _IN_MISTRALS_NAMES = (
     (r"audio_tower\.layers\.", "whisper_encoder.transformer.layers."),
     (r"audio_tower\.layer_norm\.", "whisper_encoder.transformer.norm."),
     (r"multi_modal_projector\.linear_(\d)\.", lambda found: f"audio_language_projection.{2 * int(found[1]) - 2}."),
-    (r"self_attn_layer_norm|input_layernorm", "attention_norm"),
-    (r"final_layer_norm|post_attention_layernorm", "ffn_norm"),
-    (r"self_attn\.([qkv])_proj", r"attention.w\1"),
-    (r"self_attn\.(o|out)_proj", "attention.wo"),
+    (r"self_attn_layer_norm", "attention_norm"),
+    (r"final_layer_norm", "ffn_norm"),
+    (r"self_attn\.out_proj", "attention.wo"),
     (r"fc(\d)\.", r"feed_forward.w\1."),
-    (r"mlp\.gate_proj", "feed_forward.w1"),
-    (r"mlp\.down_proj", "feed_forward.w2"),
-    (r"mlp\.up_proj", "feed_forward.w3"),
-    (r"embed_tokens", "tok_embeddings"),
-    (r"lm_head", "output"),
+    *mistral_form.OF_TEXT,
 )
 
 
@@ -154,9 +148,6 @@ def voxtral_features(wave: np.ndarray, **ignored: Any) -> dict[str, torch.Tensor
 
 def _save_voxtral(config: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint in Mistral's form, with a tokenizer of mistral-common's. Returns Transformers' model."""
-    import mistral_common
-    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-
     torch.manual_seed(0)
     made = transformers.VoxtralForConditionalGeneration(config)
     tower, text = config.audio_config, config.text_config
@@ -174,13 +165,11 @@ def _save_voxtral(config: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Mod
     tensors = {}
     for name, tensor in made.state_dict().items():
         is_text = "language_model" in name
-        written = re.sub(r"^(model\.)?(language_model\.)?(model\.)?", "", name)
-        for pattern, other in _IN_MISTRALS_NAMES:
-            written = re.sub(pattern, other, written)
+        written = mistral_form.renamed(name, _IN_MISTRALS_NAMES)
         if name.endswith(("embed_positions.weight", "attention.wk.bias", "k_proj.bias")):
             continue
-        if is_text and (heads := {"wq": text.num_attention_heads, "wk": text.num_key_value_heads}.get(written[-9:-7])):
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # angles of neighbours
+        if is_text:
+            tensor = mistral_form.turned(written, tensor, text)
         if (not is_text and "lm_head" not in name) or written.startswith("tok_embeddings"):
             written = f"mm_whisper_embeddings.{written}"
         tensors[written] = tensor.contiguous()
@@ -191,29 +180,12 @@ def _save_voxtral(config: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Mod
         "hidden_dim": tower.intermediate_size, "head_dim": 64, "vocab_size": text.vocab_size,
         "max_source_positions": tower.max_source_positions, "audio_encoding_args": spectrum | {"sampling_rate": RATE},
     }  # fmt: skip
-    params = {
-        "dim": text.hidden_size, "n_layers": text.num_hidden_layers, "head_dim": text.head_dim,
-        "hidden_dim": text.intermediate_size, "n_heads": text.num_attention_heads, "vocab_size": text.vocab_size,
-        "n_kv_heads": text.num_key_value_heads, "norm_eps": text.rms_norm_eps, "rope_theta": 1e6,
-        "max_position_embeddings": text.max_position_embeddings,
-        "multimodal": {
-            "whisper_model_args": {"encoder_args": encoder, "downsample_args": {"downsample_factor": 4}},
-        },
-    }  # fmt: skip
+    whisper_args = {"encoder_args": encoder, "downsample_args": {"downsample_factor": 4}}
+    params = mistral_form.params_of(text) | {"multimodal": {"whisper_model_args": whisper_args}}
     (folder / "params.json").write_text(json.dumps(params))
-    words = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text())
-    words.pop("image")
-    special = {one["rank"]: one["token_str"].value for one in Tekkenizer.DEPRECATED_SPECIAL_TOKENS}
-    special |= {rank: token for token, rank in OF_VOXTRAL.items()} | {34: "[TRANSCRIBE]"}
-    words["vocab"] = words["vocab"][: text.vocab_size - 64]
-    words["config"] |= {"num_vocab_tokens": len(words["vocab"]), "default_vocab_size": text.vocab_size, "version": "v7"}
-    words["config"]["default_num_special_tokens"] = 64
-    words["special_tokens"] = [
-        {"rank": rank, "token_str": special.get(rank, f"<SPECIAL_{rank}>"), "is_control": True} for rank in range(64)
-    ]
-    words["audio"] = {"sampling_rate": RATE, "frame_rate": RATE / TOKEN, "chunk_length_s": _CHUNK * TOKEN / RATE}
-    words["audio"]["audio_encoding_config"] = spectrum
-    (folder / "tekken.json").write_text(json.dumps(words))
+    heard = {"sampling_rate": RATE, "frame_rate": RATE / TOKEN, "chunk_length_s": _CHUNK * TOKEN / RATE}
+    special = {rank: token for token, rank in OF_VOXTRAL.items()} | {34: "[TRANSCRIBE]"}
+    mistral_form.save_tekken(folder, text.vocab_size, special, audio=heard | {"audio_encoding_config": spectrum})
     return made
 
 

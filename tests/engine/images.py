@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine import gemma4 as of_gemma_4
-from tests.engine import kept_states, multimodal
+from tests.engine import kept_states, kimi_vl_processor, mla, multimodal
 from tests.engine import llama4 as of_llama_4
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
@@ -46,8 +48,12 @@ PATCH = 4004
 OF_LLAMA_4 = {IMAGE: "<|image|>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|patch|>"}
 OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
 """The same of Llama 4's."""
+OF_KIMI = {IMAGE: "<|media_pad|>", START: "<|media_start|>", END: "<|media_end|>", PATCH: "<|media_content|>"}
+"""The same of Kimi-VL's."""
 IDEFICS = ("idefics3", "smolvlm")
 """Types of models."""
+TOWERS = ("internvl", "llava", "mistral3")
+"""Types of models that call their encoder a vision tower."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -128,6 +134,20 @@ def mistral3(text: dict[str, Any] = {"model_type": "mistral"}) -> transformers.P
     )
 
 
+def pixtral() -> transformers.PretrainedConfig:
+    """The same tower, of which each patch is a token, as Pixtral 12B has it."""
+    made = mistral3()
+    vision, text = (one.to_dict() for one in (made.vision_config, made.text_config))
+    whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "tie_word_embeddings": False}
+    return transformers.LlavaConfig(
+        architectures=["PixtralForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision,
+        image_token_index=IMAGE,
+        **whole,
+    )
+
+
 def ministral3() -> transformers.PretrainedConfig:
     """The same tower, and a decoder whose frequencies are those of YaRN, and whose queries are scaled from each 64th
     position on. vLLM reads that scale where Mistral's own format has it, and nowhere else.
@@ -188,6 +208,26 @@ def smolvlm() -> transformers.PretrainedConfig:
     return idefics3(transformers.SmolVLMConfig, 72)
 
 
+def kimi_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72, angles by row and column, and positions interpolated between those of 8 x 8
+    patches, of which four are a token; and a decoder like Moonlight, with latent attention and experts. Of pictures the
+    model that Transformers has as Kimi-K2.5 is the same.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    rope = {"rope_type": "axial", "rope_theta": 1e4}
+    text = mla.config_of("Moonlight")
+    text.vocab_size = multimodal.TEXT["vocab_size"]
+    return transformers.Kimi_K25Config(
+        architectures=["KimiVLForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision | {"pos_emb_height": 8, "pos_emb_width": 8, "patch_size": 14, "rope_parameters": rope},
+        projection_hidden_size=144,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+
+
 def glm4_1v() -> transformers.PretrainedConfig:
     """A tower with two heads of 128, positions interpolated between those of 8 x 8 patches, and a convolution that
     makes a row of four patches; a decoder with norms behind attention and experts, and angles of neighbours of half a
@@ -241,14 +281,15 @@ def chat_template(**written: str) -> str:
     return "{% if messages[0].content is string %}" + text + "{% else %}" + parts + "{% endif %}"
 
 
-def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
-    """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
+def drawn(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """Random weights, of encoders larger ones: else images would hardly change an answer."""
     made = multimodal.model(config, dtype)
-    with torch.no_grad():  # else images would hardly change an answer
+    with torch.no_grad():
         for name, weight in made.named_parameters():
-            is_seen = "visual" in name or ("vision_tower" in name and config.model_type in ("mistral3", "internvl"))
+            is_seen = "visual" in name or ("vision_tower" in name and config.model_type in TOWERS)
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
             is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
+            is_seen |= config.model_type == "kimi_k25" and ("vision_tower" in name or "mm_projector" in name)
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
             if name.endswith(("position_embeddings", "position_embedding.weight", "cls_token")):
@@ -257,6 +298,12 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
                 torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
             if name.endswith(("lambda_1", "lambda_2")):
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return made
+
+
+def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint with a tokenizer of words and a processor that keeps images of whole patches as they are."""
+    made = drawn(config, dtype)
     of_gemma = config.model_type in ("gemma4", "gemma4_unified")
     if of_gemma:
         made = of_gemma_4.draw(made.float()).to(dtype)
@@ -267,6 +314,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         "glm4v": OF_GLM,
         "glm4v_moe": OF_GLM,
         "llama4": OF_LLAMA_4,
+        "kimi_k25": OF_KIMI,
     }
     special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
@@ -282,6 +330,9 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     settings = {"extra_special_tokens": named, "chat_template": template}
     save_tokenizer(folder, words, list(special.values()), settings, list(LINES.values()))
     patch = patch_of(config)
+    if config.model_type == "kimi_k25":
+        _save_as_kimi_vl(made, folder)
+        return made
     if config.model_type == "gemma3":
         file, tower = folder / "model.safetensors", "vision_tower."
         tensors = load_file(file)
@@ -362,6 +413,31 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
     return made
+
+
+def _save_as_kimi_vl(made: Any, folder: Path) -> None:
+    """A checkpoint of Kimi-VL of what Transformers has as Kimi-K2.5, with a processor."""
+    text = transformers.DeepseekV3ForCausalLM(made.config.text_config).to(made.dtype)
+    text.model, text.lm_head = made.model.language_model, made.lm_head
+    text.save_pretrained(folder / "text")
+    projector = "multi_modal_projector."
+    renamed = {"mm_projector.proj.0.": f"{projector}linear_1.", "mm_projector.proj.2.": f"{projector}linear_2."}
+    renamed |= {"model.mm_projector.": projector, "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed."}
+    encoder = {
+        re.sub("|".join(renamed), lambda found: renamed[found[0]], name): one.clone()
+        for name, one in load_file(folder / "model.safetensors").items()
+        if not name.startswith("language_model.")
+    }
+    vision = made.config.vision_config
+    tower = {"init_pos_emb_height": vision.pos_emb_height, "init_pos_emb_width": vision.pos_emb_width}
+    shared = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    tower |= {name: getattr(vision, name) for name in shared}
+    mla.write_around(folder / "text", folder, tower, encoder, IMAGE)
+    shutil.copy(kimi_vl_processor.__file__, folder)
+    of_file = kimi_vl_processor.__name__.rpartition(".")[2]
+    image = {"image_processor_type": "KimiVLImageProcessor", "patch_size": vision.patch_size} | NORM
+    places = {f"Auto{kind}": f"{of_file}.KimiVL{kind}" for kind in ("ImageProcessor", "Processor")}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image | {"auto_map": places}))
 
 
 def patch_of(config: transformers.PretrainedConfig) -> int:
@@ -602,6 +678,7 @@ def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
 FAULTS = ("attention over the whole call", "splits by the longest sequence", "angles by the number of patches")
 
 OF_NUMBER = "splits by the number of sequences"
+OF_ITEMS = "rows by the number of items"
 UNCUT = "a window does not cut images"
 
 
@@ -610,6 +687,8 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if fault == FAULTS[2]:
             llm.apply_model(lambda model: _share_angles(model.visual, patch))
+        elif fault == OF_ITEMS:
+            llm.apply_model(partial(_scale_by_items, patch))
         elif fault == UNCUT:
             ranges_of = attention.ranges_of
             patch.setattr(attention, "ranges_of", lambda batch, window: ranges_of(batch))
@@ -617,6 +696,17 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             attending = {FAULTS[0]: _attend_over_all, FAULTS[1]: _attend_by_the_longest, OF_NUMBER: _attend_by_number}
             patch.setattr(encoders, "attend", attending[fault])
         return globals()[method](llm, *arguments)
+
+
+def _scale_by_items(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
+    """Items that share a call get other rows, of whatever calls an encoder has for each of them."""
+    encode = model.embed_multimodal
+
+    def embed_multimodal(**given: Any) -> list[torch.Tensor]:
+        made = encode(**given)
+        return [rows * (1 + 0.01 * (len(made) > 1)) for rows in made]
+
+    patch.setitem(vars(model), "embed_multimodal", embed_multimodal)
 
 
 IN_WORKERS = {"weights": "attention over the whole call", "data": "another tower in the second worker"}

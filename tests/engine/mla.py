@@ -92,18 +92,32 @@ def written(name: str, folder: Path, seed: int = 0) -> Path:
 
 def written_around(folder: Path) -> Path:
     """A checkpoint of Kimi-VL as it is published, without what encodes images, around the text model like Moonlight."""
-    text = written("Moonlight", folder / "text")
-    weights = load_file(text / "model.safetensors")
-    named = {f"language_model.{name}": weight for name, weight in weights.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     tower = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    return write_around(written("Moonlight", folder / "text"), folder, tower, {}, 500)
+
+
+def write_around(
+    text: Path, folder: Path, tower: dict[str, Any], encoder: dict[str, torch.Tensor], image_token: int
+) -> Path:
+    """A checkpoint of Kimi-VL.
+
+    Args:
+        text: the checkpoint of its text model.
+        folder: where it is written to; there is one.
+        tower: the configuration of its encoder.
+        encoder: weights of that.
+        image_token: stands for a row of an image.
+    """
+    weights, of_text = load_file(text / "model.safetensors"), json.loads((text / "config.json").read_text())
+    named = {f"language_model.{name}": weight for name, weight in weights.items()}
+    save_file(named | encoder, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["KimiVLForConditionalGeneration"],
         "model_type": "kimi_vl",
-        "text_config": json.loads((text / "config.json").read_text()),
+        "text_config": of_text,
         "vision_config": tower | {"model_type": "moonvit", "patch_size": 14, "merge_kernel_size": [2, 2]},
-        "media_placeholder_token_id": 500,
-        "torch_dtype": "bfloat16",
+        "media_placeholder_token_id": image_token,
+        "torch_dtype": of_text["dtype"],
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,

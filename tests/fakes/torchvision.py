@@ -30,6 +30,33 @@ class InterpolationMode(enum.Enum):
     BOX = "box"
     HAMMING = "hamming"
     LANCZOS = "lanczos"
+
+
+class ToTensor:
+    def __call__(self, picture):
+        from .functional import pil_to_tensor
+
+        return pil_to_tensor(picture).float().div(255)
+
+
+class Normalize:
+    def __init__(self, mean, std):
+        self.mean, self.std = mean, std
+
+    def __call__(self, image):
+        from .functional import normalize
+
+        return normalize(image, self.mean, self.std)
+
+
+class Compose:
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def __call__(self, image):
+        for one in self.transforms:
+            image = one(image)
+        return image
 """,
     "transforms/functional.py": """
 import numpy as np

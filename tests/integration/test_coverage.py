@@ -180,10 +180,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Whisper on a GPU"],
+        ROWS["Whisper, DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU"],
         ROWS[
-            "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, "
-            "Qwen3-ASR, Voxtral and Whisper as text"
+            "Mistral 3, Pixtral, DeepSeek-OCR, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, "
+            "SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
@@ -204,6 +204,8 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
         before.setattr(coverage, "RAN", ran)
         assert [on_gpus.used(config(gemma, most)) for most in (0, 1)] == [None, f"audio inputs of {gemma} on a GPU"]
         assert on_gpus.used(config(gemma, 1, audio=0)) is None
+    kimi = "KimiVLForConditionalGeneration"
+    assert [on_gpus.used(config(kimi, most)) for most in (0, 1)] == [None, f"image inputs of {kimi} on a GPU"]
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
     assert as_text.used(config(mistral, 1)) is None
     assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]

@@ -1199,8 +1199,12 @@ COVERED = (
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
-        "with 0.33; images of Llama 4 on the former; Qwen3-VL without experts, Gemma 3 also by two workers, which "
-        "share layers or images",
+        "with 0.33; Qwen3-VL without experts, Gemma 3 also by two workers, which share layers or images",
+    ),
+    Feature(
+        "Images on a CPU",
+        "of Llama 4, Kimi-VL, DeepSeek-OCR, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form "
+        "(params.json): with vLLM 0.32, by one worker",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1268,8 +1272,8 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
-        "two on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16 by one worker or two, with "
+        "images by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
         "every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
@@ -1663,23 +1667,23 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL, Mistral 3, Voxtral, Idefics 3 and SmolVLM around other text "
-        "models than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
+        "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, Idefics 3, SmolVLM around other "
+        "text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL have been proven to be "
         "text models without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper on a GPU",
-        "it has been run on a CPU alone",
-        "serve it on a CPU",
+        "Whisper, DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU",
+        "they have been run on a CPU alone",
+        "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
-        "Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, DeepSeek-OCR, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, "
+        "Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -1707,8 +1711,8 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos but of Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL, Gemma 4, images of Gemma 3, Llama 4, "
-        "Mistral 3, GLM-4.1V, 4.5V, Idefics 3, SmolVLM; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, Gemma 4",
+        "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
+        "Gemma 4",
         "nobody compared what their encoders give",
         "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
         _multimodal_inputs,

@@ -1,4 +1,4 @@
-"""Convolutions of encoders of audio, as matmuls of the mode's.
+"""Convolutions of encoders whose windows overlap, as matmuls of the mode's.
 
 PyTorch leaves a convolution to oneDNN or cuDNN, which choose an order of its sums by the numbers of items and of
 positions. An element of the output is a sum over a window of the input: a row of an unfolded input, times the weight.
@@ -104,6 +104,6 @@ def problem_of(layer: Any) -> str | None:
         and set(layer.dilation) == {1}
         and layer.padding_mode == "zeros"
         and isinstance(layer.padding, tuple)
-        and not layer.transposed
+        and not getattr(layer, "transposed", False)
     )
     return None if plain else "it is a convolution in groups of channels, with gaps, or with other padding than zeros"

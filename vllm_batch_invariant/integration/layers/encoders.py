@@ -19,7 +19,7 @@ from ...errors import NotCovered
 from ...ops.attention import AttentionReduction, AttentionSpec, PackedKeys, PagedAttention, attend
 from ..reviews import encoding, patch_points, sources
 from ..side_table import beside
-from . import convolution
+from . import complex_rotary, convolution, relative_positions
 
 HEAD_SIZES = (64, 72, 80, 88, 128)
 """Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and
@@ -63,15 +63,17 @@ def install() -> None:
 
 
 def _as_matmul(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A convolution whose patches do not overlap, which vLLM leaves to cuDNN on a GPU."""
-    return self._forward_mulmat(x)
+    """A convolution, which vLLM leaves to cuDNN on a GPU, and where its windows overlap to oneDNN on a CPU."""
+    if self.enable_linear:
+        return self._forward_mulmat(x)
+    return convolution.convolve(x, self.weight, self.bias, self.stride, self.padding, self.groups)
 
 
 def problem_of(layer: Any) -> str | None:
     """Why a layer of a loaded model is refused, if it is one of those here; vLLM makes them of text models, too."""
     replaced, chosen = patch_points.CUSTOM_OP.module().op_registry_oot, envs.ATTENTION.read()
     if type(layer) is replaced.get(patch_points.CONV2D.attribute):
-        return None if layer.enable_linear else "it is a convolution that is not a matmul"
+        return None if layer.enable_linear else convolution.problem_of(layer)
     if isinstance(layer, convolution.Conv1d | convolution.Conv2d):
         return convolution.problem_of(layer)
     if patch_points.MM_ENCODER_ATTENTION.attribute not in [base.__name__ for base in type(layer).__mro__]:
@@ -259,16 +261,18 @@ def towers(model: Any) -> dict[str, Any]:
 
 
 def prepare(model: Any) -> None:
-    """Have the encoders of a loaded model that are Transformers' classes attend by ours, and those of audio multiply
-    where they convolve, attend by ours in classes of their own, too, and see what is theirs alone. Of
-    Idefics 3 a square of zeros is encoded like any other: vLLM leaves it out, and cannot tell whose rows those behind
-    it are.
+    """Have the encoders of a loaded model multiply complex numbers as real ones; those that are Transformers' classes
+    attend by ours; and those of audio multiply where they convolve, attend by ours in classes of their own, too, and
+    see what is theirs alone. Of Idefics 3 a square of zeros is encoded like any other: vLLM leaves it out, and cannot
+    tell whose rows those behind it are.
     """
     kinds = encoding.encoded_by(type(model))
     parts: Any = getattr(model, "model", None)
     if kinds and hasattr(parts, "image_pixels_to_features"):
         parts.image_pixels_to_features = partial(parts.image_pixels_to_features, remove_padding=False)
     for tower in towers(model).values() if kinds else ():
+        complex_rotary.replace_in(tower)
+        relative_positions.replace_in(tower)
         if _is_in_transformers(tower):
             from transformers import AttentionInterface, AttentionMaskInterface
             from transformers.masking_utils import sdpa_mask

@@ -160,6 +160,15 @@ MM_ENCODER_ATTENTION = PatchPoint(("vllm.model_executor.layers.attention.mm_enco
 """Attention of encoders of images and videos, whose items lie one after the other, without a cache."""
 CONV2D = PatchPoint(("vllm.model_executor.layers.conv",), "Conv2dLayer")
 """Convolutions of images, on GPUs by cuDNN."""
+MOONVIT_ROTARY = PatchPoint(("vllm.model_executor.models.moonvit",), "apply_rope")
+PIXTRAL_ROTARY = PatchPoint(("vllm.model_executor.models.pixtral",), "apply_rotary_emb_vit")
+LLAMA_4_VISION_ROTARY = PatchPoint(
+    ("vllm.model_executor.layers.rotary_embedding.llama4_vision_rope",), "Llama4VisionRotaryEmbedding"
+)
+"""Turn queries and keys of encoders of images by complex numbers: two functions, and a layer."""
+RELATIVE_ATTENTION = PatchPoint(("vllm.model_executor.models.deepencoder",), "RelPosAttention")
+"""Attention of SAM's encoder, which the next gives the terms of."""
+RELATIVE_POSITIONS = PatchPoint(("vllm.model_executor.models.deepencoder",), "add_decomposed_rel_pos")
 RENDERER = PatchPoint(("vllm.renderers.base",), "BaseRenderer")
 """Makes what the engine gets of prompts with images and the like, in the front end."""
 IMAGE_ID = PatchPoint(("vllm.multimodal.hasher",), "_get_image_id_bytes")
@@ -366,6 +375,7 @@ OPTIONAL = {
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
     *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER", "IMAGE_ID"),
+    *("MOONVIT_ROTARY", "PIXTRAL_ROTARY", "LLAMA_4_VISION_ROTARY", "RELATIVE_ATTENTION", "RELATIVE_POSITIONS"),
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
@@ -374,8 +384,8 @@ OPTIONAL = {
     *("INIT_NONE_HASH", "FILE_CONNECTOR", "NIXL_CONNECTOR", "NIXL_WORKER"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
 }
-"""Those that vLLM has from 0.32 on. Without the first two the mode is as good but slower; what the others are for is
-refused before.
+"""Those that vLLM has from 0.32 on, or with torchvision alone. Without the first two the mode is as good but slower;
+what the others are for is refused before.
 """
 MEMBERS = {
     "CONFIG": ("__post_init__",),

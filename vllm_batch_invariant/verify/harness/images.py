@@ -233,8 +233,13 @@ def _written(model: Any) -> dict[str, str | None]:
 
 
 def _tokens_in_full(llm: Any, item: Mapping[str, Any]) -> list[int]:
-    """What stands for a sound in a prompt of a model whose tokenizer is mistral-common's: as many as it takes."""
-    extractor = _processor(llm).info.get_hf_processor().feature_extractor
+    """What stands for an item in a prompt of a model whose tokenizer is mistral-common's: as many as it takes."""
+    processor = _processor(llm).info.get_hf_processor()
+    if item["kind"] == "image":
+        _, rows, columns = processor.image_processor.get_number_of_image_patches(*item["size"])
+        found = [*[processor.image_token_id] * columns, processor.image_break_id] * rows
+        return [*found[:-1], processor.image_end_id]
+    extractor = processor.feature_extractor
     encoder = extractor.audio_encoder
     data = data_of(item)
     samples = len(encoder.pad(data[0] if isinstance(data, tuple) else data, extractor.sampling_rate))
@@ -329,7 +334,9 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     processor = _processor(llm).info.get_hf_processor()
     if kind == "audio":
         return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
-    of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor")
+    of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor", processor)
+    if side := getattr(of_kind, "base_size", 0) and of_kind.image_size:  # of DeepSeek-OCR's
+        return [(rows * side, columns * side) for rows, columns in SQUARES]
     if most := getattr(of_kind, "max_soft_tokens", None):  # of Gemma 4's, which fills as many with an image of any size
         unit, square = of_kind.patch_size * of_kind.pooling_kernel_size, math.isqrt(most)
         wide = [(rows, most // rows) for rows in (1, 2, square // 2, square)]
@@ -337,7 +344,7 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
             (rows * unit, columns * unit) for rows, columns in (*wide, *((long, short) for short, long in wide[1:3]))
         ]
         return _films(found[2:]) if kind == "video" else found
-    size = of_kind.size
+    size = getattr(of_kind, "size", {})  # none of Kimi-VL's and mistral-common's
     if hasattr(of_kind, "do_image_splitting"):  # into tiles, of images with a longest side of their own
         tile = of_kind.max_image_size["longest_edge"]
         most = size["longest_edge"] // tile
@@ -347,8 +354,13 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
         return _films(found) if kind == "video" else found
-    merged = getattr(processor, "spatial_merge_size", None)  # of Pixtral's, whose own patch has two numbers
-    unit = processor.patch_size * merged if merged else of_kind.patch_size * of_kind.merge_size
+    if encoder := getattr(of_kind, "mm_encoder", None):
+        unit = encoder.mm_config.image_patch_size * encoder.mm_config.spatial_merge_size
+    elif merged := getattr(processor, "spatial_merge_size", None):  # of Pixtral's, whose own patch has two numbers
+        unit = processor.patch_size * merged
+    else:
+        kernel = getattr(of_kind, "merge_kernel_size", None)
+        unit = of_kind.patch_size * (max(kernel) if kernel else of_kind.merge_size)
     found = []
     for rows, columns in SHAPES:
         scale = 1
