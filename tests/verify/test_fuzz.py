@@ -498,7 +498,12 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share() -> None:
     assert drawn_of("workers", sizes, "--tensor-parallel-size") == {1}
     assert drawn_of("tree", sizes | {"num_experts": 8}) == {1, 2}
     shared = {"num_experts": 8, "shared_expert_intermediate_size": 64}
-    assert drawn_of("tree", sizes | shared) == drawn_of("tree", {"num_attention_heads": 14}) == {1}
+    assert drawn_of("tree", sizes | shared) == {1, 2}
+    assert drawn_of("tree", sizes | shared | {"shared_expert_intermediate_size": 48}) == {1}
+    several = {"n_routed_experts": 8, "moe_intermediate_size": 48}
+    assert drawn_of("tree", sizes | several | {"n_shared_experts": 2}) == {1, 2}
+    assert drawn_of("tree", sizes | several | {"n_shared_experts": 1}) == {1}
+    assert drawn_of("tree", {"num_attention_heads": 14}) == {1}
 
 
 @pytest.mark.parametrize(
