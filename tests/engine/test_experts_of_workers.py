@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from tests.engine import mla
 from tests.engine.engines import Result, differing_answers, request, run, tokens
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved, targets
 from tests.engine.test_experts import FAMILIES, GLM, LIMITS, SOFTMAX, engine_of_config
@@ -54,12 +55,23 @@ def of_config(config: transformers.PretrainedConfig) -> Callable[[Path], Path]:
     return written
 
 
+def of_mla(name: str) -> Callable[[Path], Path]:
+    """Writes a checkpoint with latent attention, and with words for the plan of requests."""
+
+    def written(folder: Path) -> Path:
+        return mla.written(name, folder / "bf16", vocab_size=4096)
+
+    return written
+
+
 KINDS: dict[str, Callable[[Path], Path]] = {
     "GLM-4.5": of_config(GLM_OF_SIX),
     "Qwen2-MoE": of_config(QWEN2_OF_FIVE),
     "dots.llm1 of Transformers": of_config(FAMILIES["dots.llm1 of Transformers"]),
+    "DeepSeek-V2": of_mla("V2-Lite"),
+    "DeepSeek-V3": of_mla("V3"),
 }
-BY_FOUR = ("GLM-4.5", "Qwen2-MoE")
+BY_FOUR = ("GLM-4.5", "Qwen2-MoE", "DeepSeek-V2")
 """Those that four workers share, too."""
 LENGTH = 352
 LIMITS_OF = {
