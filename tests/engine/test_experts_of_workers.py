@@ -1,4 +1,4 @@
-"""Mixtures of experts, also with shared ones: by a tree 1, 2 and 4 workers that have experts whole give a
+"""Mixtures of experts, also with shared and quantised ones: by a tree 1, 2 and 4 workers that have experts whole give a
 request the same bits.
 """
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 
+from tests import fp8_checkpoints, quantised_checkpoints
 from tests.engine import mla
 from tests.engine.engines import Result, differing_answers, request, run, tokens
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved, targets
+from tests.engine.quantised_experts import mxfp4_of
 from tests.engine.test_experts import FAMILIES, GLM, LIMITS, SOFTMAX, engine_of_config
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
@@ -64,14 +66,35 @@ def of_mla(name: str) -> Callable[[Path], Path]:
     return written
 
 
+def in_fp8(folder: Path) -> Path:
+    """Writes dense layers and experts in FP8 by blocks."""
+    source = of_config(GLM_OF_SIX)(folder)
+    return fp8_checkpoints.write(source, folder / "fp8", fp8_checkpoints.FORMS["fp8 by blocks"])
+
+
+def in_int4(folder: Path) -> Path:
+    """Writes dense layers and experts in INT4, as compressed-tensors does."""
+    source, stored = of_config(GLM_OF_SIX)(folder), quantised_checkpoints.FORMATS["w4a16 of 128"]
+    quantised_checkpoints.write(source, stored, folder / "packed", folder / "matrices")
+    return folder / "packed"
+
+
+def in_mxfp4(folder: Path) -> Path:
+    """Writes experts of gpt-oss in MXFP4."""
+    return mxfp4_of(of_config(FAMILIES["gpt-oss with sinks and biases"])(folder), folder)
+
+
 KINDS: dict[str, Callable[[Path], Path]] = {
     "GLM-4.5": of_config(GLM_OF_SIX),
+    "GLM-4.5 in FP8 by blocks": in_fp8,
+    "GLM-4.5 in INT4": in_int4,
     "Qwen2-MoE": of_config(QWEN2_OF_FIVE),
     "dots.llm1 of Transformers": of_config(FAMILIES["dots.llm1 of Transformers"]),
+    "gpt-oss in MXFP4": in_mxfp4,
     "DeepSeek-V2": of_mla("V2-Lite"),
     "DeepSeek-V3": of_mla("V3"),
 }
-BY_FOUR = ("GLM-4.5", "Qwen2-MoE", "DeepSeek-V2")
+BY_FOUR = ("GLM-4.5", "GLM-4.5 in FP8 by blocks", "Qwen2-MoE", "DeepSeek-V2")
 """Those that four workers share, too."""
 LENGTH = 352
 LIMITS_OF = {
@@ -80,6 +103,8 @@ LIMITS_OF = {
     4: {"max_num_batched_tokens": 512, "enable_prefix_caching": False, "max_num_seqs": 5},
 }
 """By the number of workers, which do not decide bits either: two have so few pages that requests are preempted."""
+WINDOWED = {"gpt-oss in MXFP4": {"num_gpu_blocks_override": 24}}
+"""Layers with a window have pages of their own."""
 CROWDED = [request(tokens(60, 70 + number), max_tokens=40) for number in range(8)]
 """Who grows over the ends of pages."""
 STEPS = [
@@ -99,6 +124,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     @cache
     def engine(kind: str, workers: int, tree: str) -> Result:
         settings: dict[str, Any] = LIMITS | {"dtype": "bfloat16", "max_model_len": LENGTH} | LIMITS_OF[workers]
+        settings |= WINDOWED.get(kind, {}) if workers == 2 else {}
         settings |= {"model": str(model(kind)), "tensor_parallel_size": workers, "enable_expert_parallel": tree != "1"}
         cores = "|".join(str(rank % 2) for rank in range(workers))
         return run(settings, STEPS, "1", **{"VLLM_CPU_OMP_THREADS_BIND": cores, TP_TREE.name: tree})

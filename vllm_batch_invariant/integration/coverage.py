@@ -1354,7 +1354,7 @@ COVERED = (
     Feature(
         "Bits of another number of workers",
         "other bits; the same with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers for a dense model and, on a CPU with "
-        "--enable-expert-parallel, for one of experts, also with shared ones",
+        "--enable-expert-parallel, for one of experts, also with shared and quantised ones",
     ),
     Feature(
         "Exact arithmetic on a CPU",
