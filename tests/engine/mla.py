@@ -77,14 +77,14 @@ EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129]
 FAULTS = ("splits by the number of requests", "another product for many rows")
 
 
-def config_of(name: str) -> transformers.PretrainedConfig:
+def config_of(name: str, **changes: Any) -> transformers.PretrainedConfig:
     kind, fields = CONFIGS[name]
-    return getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], **fields)
+    return getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], **fields | changes)
 
 
-def written(name: str, folder: Path, seed: int = 0) -> Path:
-    """A checkpoint in bf16."""
-    model = getattr(transformers, f"{CONFIGS[name][0]}ForCausalLM")(config_of(name))
+def written(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint in bf16, with changes to its configuration."""
+    model = getattr(transformers, f"{CONFIGS[name][0]}ForCausalLM")(config_of(name, **changes))
     draw(model, seed)
     model.bfloat16().save_pretrained(folder)
     return folder

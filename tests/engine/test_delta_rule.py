@@ -214,13 +214,25 @@ def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoin
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_two_workers_share_experts_too(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
-    """With bits of their own: of experts there is no tree."""
+    """With bits of their own: of parts of experts there is no tree."""
     model, config = WITH_EXPERTS[family]
     folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
     settings = {"max_num_batched_tokens": 61, "tensor_parallel_size": 2}
     two = started(folder, afterwards=kept_states.ask_briefly, variables=UNTRIED_THERE | {CORES: "0|1"}, **settings)
     assert two["among others"] == two["alone"]
     assert decodes_as_it_prefills(two)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="no GPU has run it")
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_two_workers_with_whole_experts_have_the_bits_of_one(
+    started: Callable[..., Any], family: str, tmp_path: Path
+) -> None:
+    """By a tree; the shared expert has a gate."""
+    model, config = WITH_EXPERTS[family]
+    folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
+    kept_states.check_two_workers(started, folder, LENGTH, DEFAULT | {"enable_expert_parallel": True})
 
 
 @pytest.mark.exhaustive

@@ -219,10 +219,15 @@ def test_a_family_keeps_the_bits(family: str, tmp_path: Path) -> None:
 
 
 def engine_of(family: str, path: Path, seed: int = 0) -> dict[str, Any]:
-    """Arguments of an engine of a family, with random weights and, unlike Hugging Face's, random biases, and sinks that
+    """Arguments of an engine of a family."""
+    return engine_of_config(FAMILIES[family], path, seed)
+
+
+def engine_of_config(config: transformers.PretrainedConfig, path: Path, seed: int = 0) -> dict[str, Any]:
+    """Arguments of an engine of a model, with random weights and, unlike Hugging Face's, random biases, and sinks that
     are large.
     """
-    model = checkpoint(FAMILIES[family], torch.bfloat16, seed)
+    model = checkpoint(config, torch.bfloat16, seed)
     for name, own in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("_bias", "router.bias")):
             own.data.normal_(std=0.1)

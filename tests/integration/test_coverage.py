@@ -1058,7 +1058,7 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     assert two_head_sizes(**llama | changes) == said
 
 
-def latent(untried: bool = False, of: str = "MLA elsewhere", **changes: Any) -> str | None:
+def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **changes: Any) -> str | None:
     """What a row finds of a DeepSeek, with changes to its configuration and to its text model's."""
     text = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": None, "llama_4_scaling": None}
     text |= {"tie_word_embeddings": False, "attention_bias": False}
@@ -1066,6 +1066,7 @@ def latent(untried: bool = False, of: str = "MLA elsewhere", **changes: Any) -> 
     named = {"of": of, "architecture": "DeepseekV3ForCausalLM"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNTRIED.name, "1" if untried else "0")
+        patch.setenv(TP_TREE.name, tree)
         return two_head_sizes(**named | {"text": of_text, "is_moe": True, "use_mla": True} | changes)
 
 
@@ -1100,6 +1101,14 @@ def latent(untried: bool = False, of: str = "MLA elsewhere", **changes: Any) -> 
         ({"enforce_eager": False}, None),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "latent attention with tensor parallelism 4"),
+        ({"tree": "2"}, None),
+        ({"tree": "4", "tensor_parallel_size": 4, "enable_expert_parallel": True}, None),
+        ({"tree": "8", "tensor_parallel_size": 8}, "latent attention with tensor parallelism 8"),
+        ({"tree": "8"}, f"latent attention with {TP_TREE.name}=8"),
+        (
+            {"tree": "2", "device": "cuda", "version": "0.33.0"},
+            f"latent attention with {TP_TREE.name}=2",
+        ),
         ({"pipeline_parallel_size": 2}, "latent attention with pipeline parallelism 2"),
         ({"enable_expert_parallel": True}, "latent attention with expert parallelism"),
         ({"quantization": "fp8"}, "latent attention with quantisation fp8"),

@@ -131,6 +131,51 @@ def test_workers_with_some_of_the_experts_add_up_to_all(method: Any) -> None:
     torch.testing.assert_close(whole, of(x, logits))
 
 
+OF_ROUTERS: dict[str, dict[str, Any]] = {
+    "with a bias in groups": {
+        "use_grouped_topk": True,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "e_score_correction_bias": torch.linspace(-0.2, 0.2, EXPERTS),
+    },
+    "that weights inputs": {"apply_router_weight_on_input": True, "top_k": 1, "renormalize": False},
+}
+
+
+@pytest.mark.parametrize("router", OF_ROUTERS)
+def test_workers_that_exchange_rows_have_the_bits_of_one(
+    method: Any, router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has another number of experts. Sums of the workers' sums have other bits."""
+    of, x, sums, sent = layer(), tokens(40), [], []
+    logits = uniform(x, of)
+    monkeypatch.setenv(TP_TREE.name, "2")
+
+    def worker(here: slice, exchange: Any) -> torch.Tensor:
+        places, count = torch.full((EXPERTS,), -1, dtype=torch.int32), here.stop - here.start
+        places[here] = torch.arange(count, dtype=torch.int32)
+        of_workers = SimpleNamespace(tp_size=1, ep_size=1 + (exchange is not None), dp_size=1)
+        of_workers.is_sequence_parallel = False
+        config = SimpleNamespace(moe_parallel_config=of_workers, skip_final_all_reduce=False)
+        made = routed(of, expert_map=places, moe_config=config, **OF_ROUTERS[router])
+        made.w13_weight.data, made.w2_weight.data = of.gate_up[here].clone(), of.down[here].clone()
+        method.prepared, method.reduction = (), None
+        monkeypatch.setattr(experts, "rows_of_all", exchange)
+        method.process_weights_after_loading(made)
+        return method.apply_monolithic(made, x, logits)
+
+    workers = slice(0, 3), slice(3, EXPERTS)
+    for here in workers:
+        sums.append(worker(here, None))
+        worker(here, lambda rows: sent.append(rows.clone()) or rows)
+    one = worker(slice(0, EXPERTS), None)
+    for here in workers:
+        assert_same_bits(worker(here, lambda rows: rows.copy_(sent[0] + sent[1])), one)
+    assert router == "that weights inputs" or not torch.equal(sums[0] + sums[1], one)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_that_were_let_go_come_back_with_their_bits(method: Any, dtype: torch.dtype) -> None:
     of, x = layer(dtype), tokens(5, dtype)
@@ -250,6 +295,7 @@ def test_a_layer_that_is_not_in_the_reduction_is_refused_by_name(changes: dict[s
         ({"ep_size": 2, "is_sequence_parallel": True}, "cpu", "by several engines"),
         ({"ep_size": 2}, "cuda", "on a GPU"),
         ({"ep_size": 2, "skip_final_all_reduce": True}, "cpu", "that its model adds up"),
+        ({"ep_size": 2, "skip_final_all_reduce": None}, "cpu", "by this vLLM: .*; install vLLM 0.32"),
     ],
 )
 def test_a_tree_has_experts_that_workers_have_whole(
@@ -271,6 +317,37 @@ def test_a_tree_has_experts_that_workers_have_whole(
     monkeypatch.setenv(UNTRIED.name, "1")
     if device == "cuda":
         assert experts.reduction_of(made).num_experts == EXPERTS
+
+
+@pytest.mark.parametrize("tree", ["1", "2"])
+def test_a_tree_completes_the_sums_of_shared_experts_before_a_gate(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those whose layers become row-parallel after the runner was made, as Transformers' do."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    def make(self: Any, routed_experts: Any, shared_experts: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.routed_experts, self._shared_experts = routed_experts, shared_experts
+
+    def layer_of_two() -> Any:
+        of_workers = SimpleNamespace(tp_size=1, ep_size=2, dp_size=1, is_sequence_parallel=False)
+        return routed(moe_config=SimpleNamespace(moe_parallel_config=of_workers, skip_final_all_reduce=False))
+
+    monkeypatch.setenv(TP_TREE.name, tree)
+    monkeypatch.setattr(patch_points.CUSTOM_OP.module(), "op_registry_oot", {})
+    monkeypatch.setattr(patch_points.MOE_RUNNER.get(), "__init__", make)
+    experts.install_cpu()
+    shared, beside_shared, alone = torch.nn.ModuleList(), layer_of_two(), layer_of_two()
+    shared._stream = object()
+    for made, of_all in ((beside_shared, shared), (alone, None)):
+        patch_points.MOE_RUNNER.get()(made, shared_experts=of_all)
+    down = bare(patch_points.ROW_PARALLEL.get(), reduce_results=False)
+    shared.append(torch.nn.ModuleList([torch.nn.Identity(), down]))
+    with set_current_vllm_config(VllmConfig()):
+        for made in (alone, beside_shared):
+            assert not down.reduce_results
+            patch_points.EXPERTS_METHOD.get()(SimpleNamespace()).process_weights_after_loading(made)
+    assert down.reduce_results == beside_shared.moe_config.skip_final_all_reduce == (tree == "2")
+    assert (shared._stream is None) == (tree == "2")
 
 
 def test_a_factor_of_a_router_with_groups_is_read() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.fp8_checkpoints import FORMS
 from tests.int8_checkpoints import configuration, group
+from tests.quantised_checkpoints import FORMATS
 from tests.verify.fake_fuzz import FakeFuzzedEngine
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import ARITHMETIC, FLAG
@@ -498,7 +499,12 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share() -> None:
     assert drawn_of("workers", sizes, "--tensor-parallel-size") == {1}
     assert drawn_of("tree", sizes | {"num_experts": 8}) == {1, 2}
     shared = {"num_experts": 8, "shared_expert_intermediate_size": 64}
-    assert drawn_of("tree", sizes | shared) == drawn_of("tree", {"num_attention_heads": 14}) == {1}
+    assert drawn_of("tree", sizes | shared) == {1, 2}
+    assert drawn_of("tree", sizes | shared | {"shared_expert_intermediate_size": 48}) == {1}
+    several = {"n_routed_experts": 8, "moe_intermediate_size": 48}
+    assert drawn_of("tree", sizes | several | {"n_shared_experts": 2}) == {1, 2}
+    assert drawn_of("tree", sizes | several | {"n_shared_experts": 1}) == {1}
+    assert drawn_of("tree", {"num_attention_heads": 14}) == {1}
 
 
 @pytest.mark.parametrize(
@@ -532,6 +538,19 @@ def test_trees_and_exact_arithmetic_are_drawn_where_activations_in_codes_allow_t
     in_blocks = name in FORMS and FORMS[name].shared == "block"
     for cut in ({"head_dim": 64}, {"intermediate_size": 384}):
         assert drawn_of("workers", model | cut) == ({1} if in_blocks else {1, 2})
+
+
+@pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"])
+def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_group(name: str) -> None:
+    """Of shared experts neither; a tree of one worker's cuts the matrix that codes of four bits stand for."""
+    config = FORMS[name].config if name in FORMS else FORMATS[name].config
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 512}
+    sizes |= {"intermediate_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 8, "n_shared_experts": 1}
+    model = sizes | {"architectures": ["Glm4MoeForCausalLM"], "quantization_config": config}
+    cut = model | {"shared_expert_intermediate_size": 384}
+    trees, of_cut = ({1, 2} if "rows" not in name else {1}), ({1, 2} if "w4a16" in name else {1})
+    assert (drawn_of("tree", model), drawn_of("tree", cut)) == (trees, of_cut)
+    assert (drawn_of("workers", model), drawn_of("workers", cut)) == ({1, 2}, {1, 2} if "rows" in name else {1})
 
 
 def test_two_stages_are_drawn_for_a_model_of_several_layers() -> None:

@@ -482,15 +482,17 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
 
 
 def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one worker or two, in numbers, with and without a prefix cache."""
+    """By one worker or two, which have experts whole with a tree alone; in numbers, with and without a prefix cache."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     drawn = [draw_settings("latent", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
     assert {one.workers for one in drawn} == {1, 2}
-    assert {(one.stages, one.tree, one.drafts, one.pooler) for one in drawn} == {(1, 1, 0, "")}
+    assert {(one.stages, one.drafts, one.pooler) for one in drawn} == {(1, 0, "")}
     assert {one.prefix_cache for one in drawn} == {True, False}
-    for name in ("cache", "adapters", "embeds", "experts"):
+    for name in ("cache", "adapters", "embeds"):
         assert {one.options.get(name, NONE) for one in drawn} == {NONE}, name
+    whole = {(one.workers, one.tree): one.options.get("experts", NONE) for one in drawn}
+    assert whole == {(1, 1): NONE, (2, 1): NONE, (1, 2): NONE, (2, 2): "whole"}
 
 
 def test_two_workers_share_no_block_of_gated_delta_rules() -> None:

@@ -761,7 +761,8 @@ def _latent_attention(config: Config) -> str | None:
 def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
     named = "latent attention"
-    if found := _beside_layers(config, named, RAN.latent_models, RAN.latent, RAN.latent_workers):
+    of_models = RAN.latent_models, RAN.latent, RAN.latent_workers, RAN.latent_trees
+    if found := _beside_layers(config, named, *of_models):
         return found
     if not _is_latent(config):
         return None
@@ -832,6 +833,7 @@ def _beside_layers(
     models: Collection[str],
     ran: Mapping[str, str],
     numbers: Mapping[str, Collection[int]],
+    trees: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> str | None:
     """What has not been run with models that have layers of a kind.
 
@@ -840,6 +842,7 @@ def _beside_layers(
         models: that have them.
         ran: versions that have served them, by device.
         numbers: of workers above 1 that have shared them, by device.
+        trees: slices of a tree by which as many workers, with whole experts, have had the bits of one, by device.
     """
     if getattr(config.model_config, "architecture", "") not in models:
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
@@ -852,11 +855,13 @@ def _beside_layers(
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
-    if workers in numbers.get(_ran_on(ops.type), ()):
+    slices, of_trees = tensor_tree.k_slices(), trees.get(_ran_on(ops.type), ())
+    has_tree = slices in of_trees
+    if workers in (*numbers.get(_ran_on(ops.type), ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
         **several,
-        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+        f"{envs.TP_TREE.name}={slices}": slices > 1 and not has_tree,
         f"speculative decoding with {method}": method is not None,
         f"quantisation {model.quantization}": model.quantization is not None,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
@@ -866,7 +871,7 @@ def _beside_layers(
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
-        "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel,
+        "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel and not has_tree,
         "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
     first = _first(found)
@@ -1353,7 +1358,7 @@ COVERED = (
     Feature(
         "Bits of another number of workers",
         "other bits; the same with up to `VLLM_BATCH_INVARIANT_TP_TREE` workers for a dense model and, on a CPU with "
-        "--enable-expert-parallel, for one of experts without shared ones",
+        "--enable-expert-parallel, for one of experts, also with shared and quantised ones",
     ),
     Feature(
         "Exact arithmetic on a CPU",
@@ -1814,8 +1819,9 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, engines, whole experts, "
-        "drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, by a tree 4, 2 GPUs, engines, "
+        "whole experts but by a tree, drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact "
+        "arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; on a GPU vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,

@@ -16,6 +16,7 @@ class Entry:
         b_format: of a linear layer whose weight a kernel reads as it is stored, its format; None: a matrix.
         scales: of such a layer, names of the parameters that it stores beside the weight.
         exact: of a linear layer on a GPU, its product in exact arithmetic.
+        shared_experts: of a layer of routed experts, vLLM's of the shared ones; None: there are none.
         norm_adds: of a row-parallel layer without a bias, whether the norm behind it adds what the workers give.
         codes: of a norm, an activation or attention, what it writes as codes, too; None: nothing.
         heads_fit: of an attention layer, whether one operation does what its norms and rotary embedding do; None until
@@ -44,6 +45,7 @@ class Entry:
     b_format: Any = None
     scales: tuple[str, ...] = ()
     exact: Any = None
+    shared_experts: Any = None
     norm_adds: bool = False
     codes: Any = None
     heads_fit: bool | None = None

@@ -6,7 +6,7 @@ that were found elsewhere. Ours takes whole layers in every version, so that wha
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .. import reviews
 from ..parallel import tensor_tree
 from ..parallel.collectives import rows_of_all
 from ..reviews import patch_points, sources
+from ..side_table import beside
 from . import deep_gemm
 from .fusion import is_watched
 from .linear import PreparedWeight
@@ -103,6 +104,8 @@ class BatchInvariantExperts:
             self.reduction = self.reduction_of(layer, dtype)
             if exchanges(layer):
                 layer.moe_config.skip_final_all_reduce = True
+            if tensor_tree.k_slices() > 1:
+                tensor_tree.whole_sums(beside(layer).shared_experts)
             by_logits = _is_by_logits(layer)
             self.router = (RouterByLogits if by_logits else Router)(self.reduction, _scales_of_experts(layer))
         self.weights_are_loaded(layer)
@@ -277,6 +280,22 @@ def _install(kind: type[BatchInvariantExperts]) -> None:
     if method.__name__ not in patch_points.CUSTOM_OP.module().op_registry_oot:
         ours = type(f"BatchInvariant{method.__name__}", (kind, method), {"__module__": __name__})
         method.register_oot(ours, name=method.__name__)
+        if tensor_tree.k_slices() > 1:
+            _keep_shared_experts()
+
+
+def _keep_shared_experts() -> None:
+    """Have each layer of routed experts know the shared ones, whose sums a tree completes before they are added."""
+    runner = patch_points.MOE_RUNNER.get()
+    make = runner.__init__
+
+    @wraps(make)
+    def __init__(self: Any, *args: Any, **named: Any) -> None:  # noqa: N807 - Python's
+        make(self, *args, **named)
+        if self.shared_experts is not None:
+            beside(self.routed_experts).shared_experts = self.shared_experts
+
+    runner.__init__ = __init__
 
 
 def install_capture() -> None:
@@ -355,7 +374,10 @@ def _not_beside_a_tree(layer: Any) -> tuple[str, str, str] | None:
         )
     if of_workers.dp_size > 1 or of_workers.is_sequence_parallel:
         return "by several engines", "their tokens are elsewhere", "leave it out"
-    if layer.moe_config.skip_final_all_reduce:
+    skips = getattr(layer.moe_config, "skip_final_all_reduce", None)
+    if skips is None:
+        return "by this vLLM", "it adds what workers have made, also where each has the sum", "install vLLM 0.32"
+    if skips:
         return "that its model adds up", "each worker would have the whole sum", "leave it out"
     if next(layer.parameters()).is_cuda and not envs.starts_untried():
         return "on a GPU", "no GPU has run it", f"serve on a CPU; {envs.UNTRIED.name}=1 starts it"

@@ -124,6 +124,21 @@ def defer_sum(layer: Any) -> None:
     beside(layer).norm_adds = True
 
 
+def whole_sums(shared_experts: "torch.nn.Module | None") -> None:
+    """Have the row-parallel layers of a layer's shared experts give the sum over all workers, if there are any: a gate
+    and a factor round it, and it is added to what routed experts make, which is whole, too.
+
+    Args:
+        shared_experts: vLLM's layer of them, or None.
+    """
+    if shared_experts is None:
+        return
+    for layer in shared_experts.modules():
+        if isinstance(layer, patch_points.ROW_PARALLEL.get()):
+            layer.reduce_results = True
+    shared_experts._stream = None  # a GPU's second one, where sums could wait for the exchange of rows on the first
+
+
 def with_bias(total: "torch.Tensor", bias: "torch.Tensor | None") -> "torch.Tensor":
     """A layer's output under :data:`~vllm_batch_invariant.envs.TP_TREE`, whose nodes are rounded."""
     return total if bias is None else total + bias

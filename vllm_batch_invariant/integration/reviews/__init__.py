@@ -235,6 +235,7 @@ class Ran:
         latent_on_cpus_alone: those of them that no GPU has run.
         latent: versions whose engines have served it, by device.
         latent_workers: numbers of workers above 1 that have shared it, by device.
+        latent_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -295,6 +296,7 @@ class Ran:
     latent_on_cpus_alone: tuple[str, ...]
     latent: Mapping[str, str]
     latent_workers: Mapping[str, tuple[int, ...]]
+    latent_trees: Mapping[str, tuple[int, ...]]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]

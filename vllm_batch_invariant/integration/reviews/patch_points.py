@@ -427,6 +427,7 @@ MEMBERS = {
     ),
     "PUNICA_WRAPPER": ("_update_base_metadata",),
     "LORA_WORKER": ("_load_adapter",),
+    "MOE_RUNNER": ("__init__",),
     "LORA_EXPERTS": ("__init__", "set_mapping"),
     "RENDERER": ("_process_mm_uuids", "_process_multimodal"),
     "MEAN_POOL": ("forward",),

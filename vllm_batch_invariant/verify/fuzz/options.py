@@ -155,12 +155,9 @@ class Place:
 
     @property
     def has_k_slices(self) -> bool:
-        """Whether two workers may add what they share of a layer as a tree: no odd slices, and experts on a CPU alone
-        and without shared ones.
-        """
-        sizes = self.model.get("hidden_size"), self.model.get("intermediate_size")
-        shared = any("shared_expert" in name for name in self.model)
-        takes_experts = not self.has_experts or (self.device == "cpu" and not shared)
+        """Whether two workers may add what they share of a layer as a tree: no odd slices; experts on a CPU alone."""
+        sizes = self.model.get("hidden_size"), self.model.get("intermediate_size"), *self._of_shared_experts
+        takes_experts = not self.has_experts or self.device == "cpu"
         return takes_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
 
     @property
@@ -222,9 +219,16 @@ class Place:
 
     @property
     def _intermediate(self) -> tuple[int, ...]:
-        """Between the layers of an MLP, and of an expert where that is another number."""
+        """Between the layers of an MLP, and of an expert where that is another number; of shared ones together."""
         whole, of_expert = (self.model.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
-        return (whole, of_expert) if of_expert else (whole,)
+        return (whole, of_expert, *self._of_shared_experts) if of_expert else (whole,)
+
+    @property
+    def _of_shared_experts(self) -> tuple[int, ...]:
+        """Between the layers of shared experts, which are one MLP; none of another model."""
+        count = self.model.get("n_shared_experts") or self.model.get("num_shared_experts") or 0
+        size = self.model.get("shared_expert_intermediate_size") or count * self.model.get("moe_intermediate_size", 0)
+        return (size,) if size else ()
 
 
 def _sides(config: Mapping[str, Any]) -> Iterator[int]:
