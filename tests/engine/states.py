@@ -121,3 +121,16 @@ def leave_no_room_for_drafts(_llm: Any) -> None:
 
     states = short_conv._states
     short_conv._states = lambda layer: states(layer)[:, : layer.L_cache - 1]
+
+
+def leave_full_pages(llm: Any) -> None:
+    """Have a verify step that fills a page leave it as it was before, from now on: what is found there is the state
+    before the step.
+    """
+    from vllm.v1.worker import mamba_utils
+
+    def leave(*, num_reqs: int, num_accepted_tokens_cpu_tensor: torch.Tensor, **_: object) -> None:
+        num_accepted_tokens_cpu_tensor[:num_reqs] = 1
+
+    llm.reset_prefix_cache()
+    mamba_utils.postprocess_mamba_align_gpu = leave

@@ -590,7 +590,8 @@ class _Kept(NamedTuple):
         models: whose only layers with states these are.
         ran: versions whose engines have served them, by device.
         workers: numbers of workers above 1 that have shared them, by device.
-        drafters: methods of speculative decoding that have been run beside them, without a prefix cache, by device.
+        drafters: methods of speculative decoding that have been run beside them, by device: on a CPU also beside a
+            prefix cache.
         quantised: kinds of quantised weights that have been served beside them, by device.
     """
 
@@ -647,10 +648,12 @@ def _states(config: Config) -> str | None:
 
 
 _OF_STATES = (
-    *("prefix_match_unit", "prefix_cache_retention_interval", "user_specified_mamba_block_size", "use_replayssm"),
-    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache", "use_kda_recoverssm"),
+    *("prefix_match_unit", "user_specified_mamba_block_size", "use_replayssm", "use_kda_recoverssm"),
+    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"),
 )
 """Settings of a cache that say which states are kept, each off unless a user sets it."""
+_RETENTION = "prefix_cache_retention_interval"
+"""One that has been run on a CPU: without it no state is kept that an answer has filled a page with."""
 
 
 def _convolutions_elsewhere(config: Config) -> str | None:
@@ -678,7 +681,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
     of_model = str(model.dtype).removeprefix("torch.")
-    setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
+    settings = _OF_STATES if ops.type == "cpu" else (*_OF_STATES, _RETENTION)
+    setting = next((name for name in settings if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
     ran_on = _ran_on(ops.type)
     numbers, slices = kept.workers.get(ran_on, ()), tensor_tree.k_slices()
@@ -692,7 +696,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
-        "speculative decoding and a prefix cache": method is not None and cache.enable_prefix_caching,
+        "speculative decoding and a prefix cache on a GPU": method is not None
+        and cache.enable_prefix_caching
+        and ops.type != "cpu",
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
@@ -1285,14 +1291,14 @@ COVERED = (
     ),
     Feature(
         "Short convolutions",
-        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers, and drafts of n-grams where there is "
-        "no prefix cache, by one; on a GPU with 0.33, by one",
+        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers, and with drafts of n-grams by one; "
+        "on a GPU with 0.33, by one",
     ),
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP where there is no "
-        "prefix cache, on GPUs by one; states in fp32",
+        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, on GPUs by one and "
+        "where there is no prefix cache; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -1761,16 +1767,17 @@ REFUSED = (
         "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs 2 workers, drafts, FP8 "
         "caches",
         "these have not been run together",
-        "serve LFM2 by one worker, with drafts --no-enable-prefix-caching",
+        f"serve LFM2 by one worker, on a GPU without drafts; {envs.UNTRIED.name}=1 starts them there without a prefix "
+        "cache",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
         "Gated delta rules (Qwen3.5) elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts or "
-        "experts of other quantisation by two",
-        "these have not been run",
-        "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
+        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts "
+        "beside a prefix cache, drafts or experts of other quantisation by two",
+        "these have not been run; with drafts vLLM's kernels on a GPU look for other pages",
+        "use --mamba-ssm-cache-dtype float32, on a GPU with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
