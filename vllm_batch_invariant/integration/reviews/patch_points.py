@@ -393,6 +393,7 @@ MEMBERS = {
     "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
     "REQUEST": ("from_engine_core_request", "append_output_token_ids"),
+    "SCHEDULER": ("_preempt_request",),
     "REQUEST_STATE": ("from_new_request",),
     "STRUCTURED_OUTPUTS": ("grammar_init", "_create_grammar"),
     "DETOKENIZER": ("update",),
