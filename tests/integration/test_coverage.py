@@ -784,14 +784,19 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     kinds = {
         "short convolutions": found_of_convolutions,
         "gated delta rules": found_of_rules,
+        "state spaces of Mamba-2": found_of_spaces,
     }
     for kind, found_of in kinds.items():
         assert found_of(**by_n_grams) is found_of(**by_n_grams, enable_prefix_caching=False) is None
         assert found_of(**by_a_model) == f"{kind} with speculative decoding with draft_model"
+    two = by_n_grams | {"tensor_parallel_size": 2}
+    assert found_of_rules(**two, enable_prefix_caching=False) is None
+    assert found_of_rules(**two) == "gated delta rules with speculative decoding and a prefix cache by 2 workers"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     uncached = by_n_grams | {"device": "cuda", "enable_prefix_caching": False}
     assert found_of_rules(**uncached) is None
     assert found_of_convolutions(**uncached) == "short convolutions with speculative decoding"
+    assert found_of_spaces(**uncached) == "state spaces of Mamba-2 with speculative decoding"
     monkeypatch.setenv(UNTRIED.name, "1")
     for kind, found_of in kinds.items():
         assert found_of(**uncached) is None

@@ -630,7 +630,8 @@ _STATE_SPACES = _Kept(
     RAN.mamba2_models,
     RAN.mamba2,
     RAN.mamba2_workers,
-    quantised=RAN.mamba2_quantised,
+    RAN.mamba2_drafters,
+    RAN.mamba2_quantised,
 )
 
 
@@ -691,14 +692,14 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
+    caches_drafts = method is not None and cache.enable_prefix_caching
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
-        "speculative decoding and a prefix cache on a GPU": method is not None
-        and cache.enable_prefix_caching
-        and ops.type != "cpu",
+        "speculative decoding and a prefix cache on a GPU": caches_drafts and ops.type != "cpu",
+        f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
@@ -1297,13 +1298,14 @@ COVERED = (
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, on GPUs by one and "
-        "where there is no prefix cache; states in fp32",
+        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix cache "
+        "by one worker on a CPU, on GPUs by one; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there by "
-        "two if their groups divide, in bf16 on a GPU with 0.33, there also Nemotron-H with experts; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there with "
+        "drafts of n-grams, and by two if their groups divide, in bf16 on a GPU with 0.33, there also Nemotron-H with "
+        "experts; states in fp32",
     ),
     Feature(
         "Quantised weights beside these",
@@ -1774,18 +1776,19 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules (Qwen3.5) elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts "
-        "beside a prefix cache, drafts or experts of other quantisation by two",
+        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; drafts beside a prefix "
+        "cache by two workers and on GPUs, there not bf16, drafts or experts of other quantisation by two",
         "these have not been run; with drafts vLLM's kernels on a GPU look for other pages",
-        "use --mamba-ssm-cache-dtype float32, on a GPU with drafts --no-enable-prefix-caching",
+        "use --mamba-ssm-cache-dtype float32, on a GPU or by two with drafts --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts, other quantisation, FP8 caches, "
-        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs 2 workers and not in bf16",
-        "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last",
+        "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, 2 workers and not in bf16",
+        "these have not been run; with drafts vLLM's kernels on a GPU look for other pages",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three, drafts with "
+        "--no-enable-prefix-caching",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

@@ -254,6 +254,7 @@ class Ran:
         delta_rule_quantised: kinds of quantised weights that have been served beside them, by device.
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
+        mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
@@ -314,6 +315,7 @@ class Ran:
     delta_rule_quantised: Mapping[str, tuple[str, ...]]
     mamba2: Mapping[str, str]
     mamba2_workers: Mapping[str, tuple[int, ...]]
+    mamba2_drafters: Mapping[str, tuple[str, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]
