@@ -274,7 +274,7 @@ def test_n_grams_leave_answers_alone(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3.5-MoE"])
+@pytest.mark.parametrize("family", ["Qwen3.5", *WITH_EXPERTS])
 @EAGER_OR_NOT
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     started: Callable[..., Any], tmp_path: Path, family: str, eager: bool
@@ -292,10 +292,13 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(ON_GPU, reason="refused there")
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_a_layer_that_predicts_more_tokens_beside_a_prefix_cache_leaves_answers_alone(
-    started: Callable[..., Any], tmp_path: Path
+    started: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    folder = add_mtp(text_model(kept_states.QWEN3_5 | SMALL_STATES, tmp_path / "small"))
+    model, config = WITH_EXPERTS.get(family, (transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig))
+    sizes = kept_states.QWEN3_5_MOE if family in WITH_EXPERTS else kept_states.QWEN3_5
+    folder = add_mtp(written(model(config(**sizes | SMALL_STATES)), tmp_path / "small"))
     ways = kept_states.WAYS_TO_KEEP_PAGES[:1]
     [found] = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, ways, {"method": "mtp"})
     assert differing_answers(found["answers"], found["expected"]) == []

@@ -1107,6 +1107,8 @@ def _drafter(config: Config) -> str | None:
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         kind = speculation.draft_model_config.hf_config.model_type
+        if kind in RAN.mtp_on_cpus_alone and on == "cuda" and not envs.starts_untried():
+            return f"speculative decoding with mtp of {kind} on a GPU"
         return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
@@ -1350,7 +1352,7 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5 and Qwen3.5, suffixes, custom drafters, Medusa "
-        "on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
+        "and MTP of Qwen3-Next on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
     ),
     Feature("Tensor parallelism on GPUs", "2 GPUs with vLLM 0.33, with --enable-expert-parallel or without"),
     Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
@@ -1627,7 +1629,8 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose a method among {', '.join(RAN.drafters)}, or leave --speculative-config out; mtp of "
-        f"{' or '.join(RAN.mtp_models)}, medusa on a CPU and ngram_gpu on a GPU",
+        f"{' or '.join(RAN.mtp_models)}, medusa on a CPU and ngram_gpu on a GPU; {envs.UNTRIED.name}=1 starts mtp of "
+        f"{' or '.join(RAN.mtp_on_cpus_alone)} on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),

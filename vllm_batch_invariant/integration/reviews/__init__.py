@@ -222,6 +222,7 @@ class Ran:
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
+        mtp_on_cpus_alone: those that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
@@ -283,6 +284,7 @@ class Ran:
     encoded_by_two: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
+    mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
