@@ -711,7 +711,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
 
 
 found_of_convolutions = partial(found_of_states, "Short convolutions (LFM2)", "Lfm2ForCausalLM")
-found_of_rules = partial(found_of_states, "Gated delta rules (Qwen3.5", "Qwen3_5ForCausalLM")
+found_of_rules = partial(found_of_states, "Gated delta rules elsewhere", "Qwen3_5ForCausalLM")
 found_of_spaces = partial(found_of_states, "State spaces of Mamba-2", "NemotronHForCausalLM")
 OF_STATES = [
     ({"tensor_parallel_size": 4}, "tensor parallelism 4"),

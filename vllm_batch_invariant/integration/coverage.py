@@ -1628,9 +1628,8 @@ REFUSED = (
     Feature(
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        f"choose a method among {', '.join(RAN.drafters)}, or leave --speculative-config out; mtp of "
-        f"{' or '.join(RAN.mtp_models)}, medusa on a CPU and ngram_gpu on a GPU; {envs.UNTRIED.name}=1 starts mtp of "
-        f"{' or '.join(RAN.mtp_on_cpus_alone)} on a GPU",
+        f"choose a method among {', '.join(RAN.drafters)}; mtp of {', '.join(RAN.mtp_models)}, the last on a GPU with "
+        f"{envs.UNTRIED.name}=1; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),
@@ -1771,27 +1770,25 @@ REFUSED = (
         "Short convolutions (LFM2) elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
         "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs 2 workers, drafts, FP8 "
         "caches",
-        "these have not been run together",
-        f"serve LFM2 by one worker, on a GPU without drafts; {envs.UNTRIED.name}=1 starts them there without a prefix "
-        "cache",
+        "these have not been run",
+        f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts drafts on a GPU without a prefix cache",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5) elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; drafts beside a prefix "
-        "cache by two workers and on GPUs, there not bf16, drafts or experts of other quantisation by two",
-        "these have not been run; with drafts vLLM's kernels on a GPU look for other pages",
-        "use --mamba-ssm-cache-dtype float32, on a GPU or by two with drafts --no-enable-prefix-caching",
+        "Gated delta rules elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other quantisation, "
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; drafts beside a prefix cache by 2 workers "
+        "or on GPUs, there not bf16, drafts by 2",
+        "these have not been run",
+        "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, 2 workers and not in bf16",
-        "these have not been run; with drafts vLLM's kernels on a GPU look for other pages",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three, drafts with "
-        "--no-enable-prefix-caching",
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, 2 workers, not bf16",
+        "these have not been run",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three, drafts uncached",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
