@@ -1,10 +1,13 @@
 """What is done to the states of layers that keep one of each request, in an engine's process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+
+from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
 
 LAYERS = ("ShortConv", "QwenGatedDeltaNetAttention", "MambaMixer2")
 """How the names of layers with states end."""
@@ -121,6 +124,23 @@ def leave_no_room_for_drafts(_llm: Any) -> None:
 
     states = short_conv._states
     short_conv._states = lambda layer: states(layer)[:, : layer.L_cache - 1]
+
+
+def split_verify_steps(llm: Any) -> None:
+    """Have attention add steps of a few tokens of each request in another order, from now on."""
+    llm.apply_model(_split_verify_steps)
+
+
+def _split_verify_steps(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "impl"):
+            layer.impl._call = partial(_with_smaller_tiles, layer.impl._call)
+
+
+def _with_smaller_tiles(call: Callable[..., PagedAttention], *given: Any) -> PagedAttention:
+    made = call(*given)
+    few = 1 < int(made.query_start_loc.diff().max()) <= 6
+    return replace(made, reduction=AttentionReduction(16, key_tile=32)) if few else made
 
 
 def leave_full_pages(llm: Any) -> None:

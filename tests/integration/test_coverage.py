@@ -1125,6 +1125,20 @@ def latent(untried: bool = False, of: str = "MLA elsewhere", **changes: Any) -> 
             {"speculative_config": SimpleNamespace(method="mtp")},
             "latent attention with speculative decoding with mtp",
         ),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, None),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "device": "cuda", "version": "0.33.0"},
+            "latent attention with speculative decoding with ngram",
+        ),
+        (
+            {
+                "speculative_config": SimpleNamespace(method="ngram"),
+                "device": "cuda",
+                "version": "0.33.0",
+                "untried": True,
+            },
+            None,
+        ),
         ({"index_topk": 2048}, "latent attention with keys that an indexer chooses"),
         ({"kv_lora_rank": 256}, "latent attention with vectors of 256 and 64 elements"),
         ({"llama_4_scaling": {}}, "latent attention with queries that are scaled by their position"),

@@ -488,8 +488,9 @@ def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.Monke
     model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     drawn = [draw_settings("latent", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
     assert {one.workers for one in drawn} == {1, 2}
-    assert {(one.stages, one.tree, one.drafts, one.pooler) for one in drawn} == {(1, 1, 0, "")}
-    assert {one.prefix_cache for one in drawn} == {True, False}
+    assert {(one.stages, one.tree, one.pooler) for one in drawn} == {(1, 1, "")}
+    assert {(one.drafts > 0, one.prefix_cache) for one in drawn} == {*product((True, False), repeat=2)}
+    assert {(one.drafter, one.workers) for one in drawn if one.drafts} == {("ngram", 1)}
     for name in ("cache", "adapters", "embeds", "experts"):
         assert {one.options.get(name, NONE) for one in drawn} == {NONE}, name
 

@@ -768,7 +768,8 @@ def _latent_attention(config: Config) -> str | None:
 def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
     named = "latent attention"
-    if found := _beside_layers(config, named, RAN.latent_models, RAN.latent, RAN.latent_workers):
+    of_models = RAN.latent_models, RAN.latent, RAN.latent_workers, RAN.latent_drafters
+    if found := _beside_layers(config, named, *of_models):
         return found
     if not _is_latent(config):
         return None
@@ -820,12 +821,12 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
-    return _beside_layers(config, "heads of two sizes", *of_models)
+    return _beside_layers(config, "heads of two sizes", *of_models, {})
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
-    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}):
+    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}, {}):
         return found
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
@@ -839,6 +840,7 @@ def _beside_layers(
     models: Collection[str],
     ran: Mapping[str, str],
     numbers: Mapping[str, Collection[int]],
+    drafters: Mapping[str, Collection[str]],
 ) -> str | None:
     """What has not been run with models that have layers of a kind.
 
@@ -847,6 +849,7 @@ def _beside_layers(
         models: that have them.
         ran: versions that have served them, by device.
         numbers: of workers above 1 that have shared them, by device.
+        drafters: methods of speculative decoding that one worker has run beside them, by device.
     """
     if getattr(config.model_config, "architecture", "") not in models:
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
@@ -864,7 +867,8 @@ def _beside_layers(
     found = {
         **several,
         f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
-        f"speculative decoding with {method}": method is not None,
+        f"speculative decoding with {method}": method not in (None, *drafters.get(_ran_on(ops.type), ())),
+        f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"quantisation {model.quantization}": model.quantization is not None,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
@@ -1278,8 +1282,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL as text, in fp32, bf16 and fp16 by one worker or "
-        "two on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
-        "every row, of prefill as of decode, attends to the latent cache",
+        "two on a CPU with vLLM 0.32, by one with drafts of n-grams, these but Kimi-VL in bf16 by one on a GPU with "
+        "0.33: every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1820,8 +1824,9 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, 2 GPUs, engines, whole experts, "
-        "drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with an indexer, not of 512 + 64, over 2 workers, 2 GPUs, engines, whole experts, drafts but "
+        "n-grams by one on a CPU, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact arithmetic, "
+        "FlexAttention",
         "these have not been run",
         f"leave it out; on a GPU vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,

@@ -236,6 +236,7 @@ class Ran:
         latent_on_cpus_alone: those of them that no GPU has run.
         latent: versions whose engines have served it, by device.
         latent_workers: numbers of workers above 1 that have shared it, by device.
+        latent_drafters: methods of speculative decoding that one worker has run beside it, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -298,6 +299,7 @@ class Ran:
     latent_on_cpus_alone: tuple[str, ...]
     latent: Mapping[str, str]
     latent_workers: Mapping[str, tuple[int, ...]]
+    latent_drafters: Mapping[str, tuple[str, ...]]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
