@@ -181,20 +181,22 @@ def make_glm(folder: Path) -> Path:
 
 
 def add_mtp(folder: Path) -> Path:
-    """Give a small Qwen3.5, with experts or without, a layer of random weights that predicts a second token."""
+    """Give a small Qwen3.5, with experts or without, or Qwen3-Next a layer that predicts a second token, of random
+    weights.
+    """
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     last = f"model.layers.{config['layer_types'].index('full_attention')}."
     shapes = {
-        f"mtp.layers.0.{name.removeprefix(last).removesuffix('.weight')}": tuple(weight.shape)
+        f"mtp.layers.0.{name.removeprefix(last)}": tuple(weight.shape)
         for name, weight in weights.items()
         if name.startswith(last)
     }
     hidden = config["hidden_size"]
     norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    shapes |= {"mtp.fc": (hidden, 2 * hidden)} | {f"mtp.{norm}": (hidden,) for norm in norms}
-    made = random_weights(shapes)
-    for name in [name for name in made if ".experts." in name]:
-        made[name.removesuffix(".weight")] = made.pop(name)
+    shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{norm}.weight": (hidden,) for norm in norms}
+    made = random_weights({name.removesuffix(".weight"): shape for name, shape in shapes.items()})
+    for name in [name for name in shapes if not name.endswith(".weight")]:  # experts that are one tensor
+        made[name] = made.pop(f"{name}.weight")
     save_file(weights | made, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
     return folder

@@ -353,6 +353,8 @@ def drafted_requests() -> list[dict[str, Any]]:
     return made
 
 
+KNOWN_ANSWERS = {"method": "custom_class", "model": "tests.engine.drafters.Drafter"}
+"""A method of drafting that knows the answers."""
 REPEATING = [request(tokens(5, 900 + number, VOCABULARY) * 8, max_tokens=150) for number in range(4)]
 """n-grams find drafts in them."""
 
@@ -391,10 +393,10 @@ def with_any_drafts(
             found["fault"] = engine.step("fault", drafted_requests()).requests
         return found
 
-    drafts = {"method": "custom_class", "model": "tests.engine.drafters.Drafter", "num_speculative_tokens": 5}
+    drafts = json.dumps(KNOWN_ANSWERS | {"num_speculative_tokens": 5})
     named = {"variables": variables} | of_drafting
     named["variables"] = {ANSWERS: str(answers), **named["variables"]}
-    found = started(checkpoint, afterwards=ask, speculative_config=json.dumps(drafts), **settings, **named)
+    found = started(checkpoint, afterwards=ask, speculative_config=drafts, **settings, **named)
     return found | {"undrafted": undrafted}
 
 
@@ -462,3 +464,109 @@ def check_two_workers(
     assert [name for name in SAME if two[name] != one["alone"]] == []
     assert decodes_as_it_prefills(two)
     assert started(checkpoint, afterwards=alone, **settings) != one["alone"]
+
+
+KEEPS_ALL = {"prefix_cache_retention_interval": None}
+"""vLLM keeps states at the ends of prompts and of what they share alone, unless it is told."""
+
+
+def over_pages(page: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Requests whose answers go over the ends of pages, with drafts of every kind; those of a kind begin alike.
+
+    Args:
+        page: tokens of one.
+        lengths: tokens that each prompt lacks of two pages.
+    """
+    made = []
+    for kind in range(len(KINDS)):
+        begin = [len(KINDS) * 10 + kind, *tokens(2 * page, 60 + kind, VOCABULARY)]
+        for number, less in enumerate(lengths):
+            own = tokens(less % 7, 70 + number, VOCABULARY)
+            prompt = [*begin[: 2 * page - less - len(own)], *own]
+            seeded = {"temperature": 1.0, "seed": number} if (number + kind) % 2 else {}
+            made.append(request(prompt, max_tokens=28, logprobs=2, **seeded))
+    return made
+
+
+def going_on(asked: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests whose prompts are others' with most of their answers."""
+    made = enumerate(zip(asked, answers, strict=True))
+    return [
+        {**one, "prompt": one["prompt"] + of["completions"][0]["tokens"][: 27 - 2 * (number % 3)]}
+        for number, (one, of) in made
+    ]
+
+
+def in_kept_pages(
+    started: Callable[..., Any],
+    checkpoint: Path,
+    folder: Path,
+    page: int,
+    ways: Sequence[Mapping[str, Any]],
+    drafts: Mapping[str, Any] = KNOWN_ANSWERS,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Answers to :func:`over_pages` and then to :func:`going_on` without drafts and without a prefix cache, and by
+    engines with both; and by the first of these where pages are left as they were before the verify steps that have
+    filled them.
+
+    Args:
+        started: gives what an engine answers.
+        folder: for the drafter.
+        page: tokens of one, which keep a state behind each.
+        ways: settings of each engine with drafts.
+        drafts: their method, as vLLM's configuration names it.
+        settings: of all engines.
+    """
+    first = over_pages(page, (1, 3, 6, 14))
+    config = json.dumps({**drafts, "num_speculative_tokens": 5})
+    answers = folder / "answers.json"
+
+    def ask(engine: Engine, expected: list[Any] | None = None, plants: bool = False) -> dict[str, Any]:
+        begun = engine.step("first", first)
+        longer = going_on(first, (expected or begun.requests)[: len(first)])
+        steps = begun, engine.step("going on", longer)
+        found: dict[str, Any] = {"answers": [one for step in steps for one in step.requests]}
+        if expected is None:
+            known = zip([*first, *longer], found["answers"], strict=True)
+            answers.write_text(json.dumps([one["prompt"] + of["completions"][0]["tokens"] for one, of in known]))
+            return found
+        found["preemptions"] = sum(step.preemptions for step in steps)
+        found["counts"] = engine.call("tests.engine.drafters:counts")
+        cached = zip(first, steps[1].requests, strict=True)
+        found["in answers"] = sum(one["cached"] > len(of["prompt"]) for of, one in cached)
+        found["expected"] = expected
+        if plants:
+            engine.call(f"{IN_ENGINE}:leave_full_pages")
+            left = engine.step("left", first), engine.step("going on from what was left", longer)
+            found["left"] = [one for step in left for one in step.requests]
+        return found
+
+    settings["max_model_len"] = 4 * page
+    expected = started(checkpoint, afterwards=ask, enable_prefix_caching=False, **settings)["answers"]
+    settings |= {"speculative_config": config, "block_size": page, **KEEPS_ALL}
+    settings["variables"] = {ANSWERS: str(answers), **settings.get("variables", {})}
+    return [
+        started(checkpoint, afterwards=partial(ask, expected=expected, plants=not number), **settings | way)
+        for number, way in enumerate(ways)
+    ]
+
+
+WAYS_TO_KEEP_PAGES = (
+    {"max_num_batched_tokens": 61},
+    {"max_num_batched_tokens": 37, "num_gpu_blocks_override": 24},
+    {"max_num_seqs": 1},
+)
+"""The second with so few pages that some requests are preempted, and pages are recycled."""
+
+
+def check_kept_pages(found: Sequence[dict[str, Any]]) -> None:
+    """Of what :func:`in_kept_pages` finds with :data:`WAYS_TO_KEEP_PAGES`: answers are those of plain decoding, also
+    from pages that a verify step has filled in the middle of an answer, and pages that were left as they were show.
+    """
+    for one in found:
+        assert differing_answers(one["answers"], one["expected"]) == []
+        assert 0 < one["counts"]["accepted"] < one["counts"]["drafts"]
+    assert found[0]["in answers"] > 0
+    assert any(one["preemptions"] > 0 for one in found) or len(found) == 1
+    assert differing_answers(found[0]["left"], found[0]["expected"])

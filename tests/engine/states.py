@@ -1,10 +1,13 @@
 """What is done to the states of layers that keep one of each request, in an engine's process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+
+from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
 
 LAYERS = ("ShortConv", "QwenGatedDeltaNetAttention", "MambaMixer2")
 """How the names of layers with states end."""
@@ -121,3 +124,33 @@ def leave_no_room_for_drafts(_llm: Any) -> None:
 
     states = short_conv._states
     short_conv._states = lambda layer: states(layer)[:, : layer.L_cache - 1]
+
+
+def split_verify_steps(llm: Any) -> None:
+    """Have attention add steps of a few tokens of each request in another order, from now on."""
+    llm.apply_model(_split_verify_steps)
+
+
+def _split_verify_steps(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "impl"):
+            layer.impl._call = partial(_with_smaller_tiles, layer.impl._call)
+
+
+def _with_smaller_tiles(call: Callable[..., PagedAttention], *given: Any) -> PagedAttention:
+    made = call(*given)
+    few = 1 < int(made.query_start_loc.diff().max()) <= 6
+    return replace(made, reduction=AttentionReduction(16, key_tile=32)) if few else made
+
+
+def leave_full_pages(llm: Any) -> None:
+    """Have a verify step that fills a page leave it as it was before, from now on: what is found there is the state
+    before the step.
+    """
+    from vllm.v1.worker import mamba_utils
+
+    def leave(*, num_reqs: int, num_accepted_tokens_cpu_tensor: torch.Tensor, **_: object) -> None:
+        num_accepted_tokens_cpu_tensor[:num_reqs] = 1
+
+    llm.reset_prefix_cache()
+    mamba_utils.postprocess_mamba_align_gpu = leave

@@ -13,7 +13,7 @@ import transformers
 
 from tests.engine import kept_states, multimodal
 from tests.engine.drafters import add_mtp
-from tests.engine.engines import UNTRIED_THERE
+from tests.engine.engines import UNTRIED_THERE, differing_answers
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.envs import TP_TREE
@@ -40,6 +40,13 @@ IN_FP32 = UNCACHED | {"num_gpu_blocks_override": 16}
 LENGTH = 250
 """Of prompts that need a page of keys more than they begin with."""
 STATES = ("ConvStates", "DeltaStates")
+SMALL_STATES = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+PAGE = 32
+"""Of keys, in tokens, as large as such states."""
 TRITON_ALONE = {"gdn_prefill_backend": "triton"} if ON_GPU else {}
 """Of plain vLLM, for which FlashInfer need not be installed."""
 WITH_EXPERTS = {
@@ -254,6 +261,14 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="refused there")
+def test_drafts_beside_a_prefix_cache_leave_answers_alone(started: Callable[..., Any], tmp_path: Path) -> None:
+    folder = text_model(kept_states.QWEN3_5 | SMALL_STATES, tmp_path / "small")
+    found = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, kept_states.WAYS_TO_KEEP_PAGES)
+    kept_states.check_kept_pages(found)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 @EAGER_OR_NOT
 def test_n_grams_leave_answers_alone(
@@ -271,7 +286,7 @@ def test_n_grams_leave_answers_alone(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3.5-MoE"])
+@pytest.mark.parametrize("family", ["Qwen3.5", *WITH_EXPERTS])
 @EAGER_OR_NOT
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     started: Callable[..., Any], tmp_path: Path, family: str, eager: bool
@@ -285,6 +300,22 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     differing, counted = kept_states.with_drafts(started, folder, {"method": "mtp"}, few, UNCACHED, **of_drafting)
     assert differing == []
     assert counted["drafts"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(ON_GPU, reason="refused there")
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
+def test_a_layer_that_predicts_more_tokens_beside_a_prefix_cache_leaves_answers_alone(
+    started: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    model, config = WITH_EXPERTS.get(family, (transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig))
+    sizes = kept_states.QWEN3_5_MOE if family in WITH_EXPERTS else kept_states.QWEN3_5
+    folder = add_mtp(written(model(config(**sizes | SMALL_STATES)), tmp_path / "small"))
+    ways = kept_states.WAYS_TO_KEEP_PAGES[:1]
+    [found] = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, ways, {"method": "mtp"})
+    assert differing_answers(found["answers"], found["expected"]) == []
+    assert found["counts"]["drafts"] > 0
+    assert sum(one["cached"] > 0 for one in found["answers"]) > 0
 
 
 @pytest.mark.exhaustive

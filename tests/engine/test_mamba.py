@@ -13,11 +13,12 @@ import transformers
 
 from tests.engine import kept_states
 from tests.engine.engines import UNTRIED_THERE
-from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
+from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import EngineFailed
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().mamba2["cpu"]
@@ -89,6 +90,19 @@ AS_PUBLISHED = {
     },
 }
 """With heads, states and groups of the sizes of published models, whose pages of keys are no power of two."""
+SMALL_STATES = {
+    "Nemotron-H": {"mamba_num_heads": 2, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1},
+    "Granite-4-H": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
+    "Falcon-H1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 32,
+        "mamba_d_state": 32,
+        "mamba_n_groups": 1,
+    },
+}
+PAGE = 64
+"""Of keys, in tokens, no smaller than such states."""
 EXPERTS = {
     "Granite-4-H": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "Nemotron-H": {
@@ -195,6 +209,34 @@ def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) 
     in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
     assert distance_from_float64(folder, in_fp32) < 1e-4
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
+    family: Family, checkpoint: Path, tmp_path: Path
+) -> None:
+    """And where a step takes drafts for tokens that stay."""
+    found = kept_states.with_any_drafts(
+        started, checkpoint, tmp_path, "keep_drafts", UNCACHED | family.few_pages(), max_num_seqs=16
+    )
+    kept_states.check_drafts(found)
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@pytest.mark.parametrize("name", SMALL_STATES)
+def test_drafts_beside_a_prefix_cache_leave_answers_alone(name: str, tmp_path: Path) -> None:
+    folder = FAMILIES[name].checkpoint(tmp_path / "small", **SMALL_STATES[name])
+    found = kept_states.in_kept_pages(kept_states.started, folder, tmp_path, PAGE, kept_states.WAYS_TO_KEEP_PAGES)
+    kept_states.check_kept_pages(found)
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+def test_n_grams_leave_answers_alone(family: Family, checkpoint: Path) -> None:
+    """Beside a prefix cache, which plain decoding has not."""
+    settings, beside = UNCACHED | family.few_pages(), {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+    differing, counted = kept_states.with_drafts(started, checkpoint, NGRAMS, REPEATING, settings, **beside)
+    assert differing == []
+    assert counted["accepted"] > 0
 
 
 @pytest.mark.skipif(ON_GPU, reason="refused there")

@@ -12,10 +12,11 @@ import torch
 
 from tests.engine import kept_states, mla, multimodal
 from tests.engine.engines import UNTRIED_THERE
-from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
+from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.mla import CONFIGS, FAULTS
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().latent["cpu"]
 pytestmark = [
@@ -116,6 +117,27 @@ def test_half_precision_keeps_its_bits(name: str, checkpoint: Callable[[str], Pa
     other = started(checkpoint(name), kept_states.ask_briefly, dtype="float16", **DEFAULT)
     assert other["among others"] == other["alone"]
     assert decodes_as_it_prefills(other)
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And where verify steps add in another order."""
+    found = kept_states.with_any_drafts(
+        started, checkpoint("V2-Lite"), tmp_path, "split_verify_steps", {"dtype": "float32", **DEFAULT}
+    )
+    kept_states.check_drafts(found)
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Beside a prefix cache, which plain decoding has not."""
+    cached = {"enable_prefix_caching": True}
+    differing, counted = kept_states.with_drafts(started, checkpoint(name), NGRAMS, REPEATING, UNCACHED, **cached)
+    assert differing == []
+    assert counted["accepted"] > 0
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")

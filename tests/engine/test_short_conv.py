@@ -33,6 +33,8 @@ UNCACHED = {
 """A request then has one state, and a prompt is cut anywhere, not also at the ends of pages."""
 LENGTH = 118
 """Of prompts that need a page of keys more than they begin with."""
+PAGE = 32
+"""The smallest of keys that vLLM makes as large as these states."""
 STATES = "ConvStates"
 started = partial(kept_states.started, afterwards=partial(kept_states.ask, of=[STATES], length=LENGTH))
 
@@ -138,11 +140,20 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Pa
     kept_states.check_drafts(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+def test_drafts_beside_a_prefix_cache_leave_answers_alone(checkpoint: Path, tmp_path: Path) -> None:
+    ways = kept_states.WAYS_TO_KEEP_PAGES
+    kept_states.check_kept_pages(kept_states.in_kept_pages(kept_states.started, checkpoint, tmp_path, PAGE, ways))
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("family", ["LFM2", pytest.param("LFM2-MoE", marks=pytest.mark.exhaustive)])
-def test_n_grams_leave_answers_alone(checkpoint: Path, tmp_path: Path, family: str) -> None:
+def test_n_grams_leave_answers_alone(checkpoint: Path, tmp_path: Path, family: str, cached: bool) -> None:
     folder = checkpoint if family == "LFM2" else with_experts(tmp_path)
-    differing, counted = kept_states.with_drafts(kept_states.started, folder, NGRAMS, REPEATING, UNCACHED)
+    beside = {"enable_prefix_caching": True, "block_size": PAGE, "num_gpu_blocks_override": 60} if cached else {}
+    differing, counted = kept_states.with_drafts(kept_states.started, folder, NGRAMS, REPEATING, UNCACHED, **beside)
     assert differing == []
     assert counted["accepted"] > 0
 

@@ -691,6 +691,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
             "mamba_cache_dtype": "auto",
             "mamba_ssm_cache_dtype": "auto",
             "prefix_match_unit": None,
+            "prefix_cache_retention_interval": 0,
             "use_replayssm": False,
             "enable_prefix_caching": True,
         },
@@ -712,7 +713,7 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
 
 
 found_of_convolutions = partial(found_of_states, "Short convolutions (LFM2)", "Lfm2ForCausalLM")
-found_of_rules = partial(found_of_states, "Gated delta rules (Qwen3.5", "Qwen3_5ForCausalLM")
+found_of_rules = partial(found_of_states, "Gated delta rules elsewhere", "Qwen3_5ForCausalLM")
 found_of_spaces = partial(found_of_states, "State spaces of Mamba-2", "NemotronHForCausalLM")
 OF_STATES = [
     ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
@@ -779,21 +780,38 @@ def test_two_workers_share_nothing_else_with_states(monkeypatch: pytest.MonkeyPa
 
 
 def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no state is kept for other requests: such a page would have to be that of a whole block."""
+    """On a GPU where no state is kept for other requests: vLLM's kernels there look for one behind each draft."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by_n_grams, by_a_model = ({"speculative_config": SimpleNamespace(method=name)} for name in ("ngram", "draft_model"))
-    assert found_of_convolutions(**by_n_grams, enable_prefix_caching=False) is None
-    assert found_of_convolutions(**by_n_grams) == "short convolutions with speculative decoding and a prefix cache"
-    assert found_of_convolutions(**by_a_model) == "short convolutions with speculative decoding with draft_model"
-    assert found_of_rules(**by_n_grams, enable_prefix_caching=False) is None
-    assert found_of_rules(**by_n_grams) == "gated delta rules with speculative decoding and a prefix cache"
-    assert found_of_spaces(**by_n_grams, enable_prefix_caching=False) == (
-        "state spaces of Mamba-2 with speculative decoding"
-    )
-    assert found_of_rules(**by_a_model) == "gated delta rules with speculative decoding with draft_model"
+    kinds = {
+        "short convolutions": found_of_convolutions,
+        "gated delta rules": found_of_rules,
+        "state spaces of Mamba-2": found_of_spaces,
+    }
+    for kind, found_of in kinds.items():
+        assert found_of(**by_n_grams) is found_of(**by_n_grams, enable_prefix_caching=False) is None
+        assert found_of(**by_a_model) == f"{kind} with speculative decoding with draft_model"
+    two = by_n_grams | {"tensor_parallel_size": 2}
+    assert found_of_rules(**two, enable_prefix_caching=False) is None
+    assert found_of_rules(**two) == "gated delta rules with speculative decoding and a prefix cache by 2 workers"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    on_a_gpu = found_of_convolutions(device="cuda", **by_n_grams, enable_prefix_caching=False)
-    assert on_a_gpu == "short convolutions with speculative decoding"
+    uncached = by_n_grams | {"device": "cuda", "enable_prefix_caching": False}
+    assert found_of_rules(**uncached) is None
+    assert found_of_convolutions(**uncached) == "short convolutions with speculative decoding"
+    assert found_of_spaces(**uncached) == "state spaces of Mamba-2 with speculative decoding"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    for kind, found_of in kinds.items():
+        assert found_of(**uncached) is None
+        cached = uncached | {"enable_prefix_caching": True}
+        assert found_of(**cached) == f"{kind} with speculative decoding and a prefix cache on a GPU"
+
+
+def test_how_far_apart_states_are_kept_is_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    apart = {"prefix_cache_retention_interval": 1024}
+    assert found_of_convolutions(**apart) is found_of_rules(**apart) is found_of_spaces(**apart) is None
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_rules(device="cuda", **apart) == "gated delta rules with prefix_cache_retention_interval"
 
 
 def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1117,6 +1135,20 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
         (
             {"speculative_config": SimpleNamespace(method="mtp")},
             "latent attention with speculative decoding with mtp",
+        ),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, None),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "device": "cuda", "version": "0.33.0"},
+            "latent attention with speculative decoding with ngram",
+        ),
+        (
+            {
+                "speculative_config": SimpleNamespace(method="ngram"),
+                "device": "cuda",
+                "version": "0.33.0",
+                "untried": True,
+            },
+            None,
         ),
         ({"index_topk": 2048}, "latent attention with keys that an indexer chooses"),
         ({"kv_lora_rank": 256}, "latent attention with vectors of 256 and 64 elements"),

@@ -362,16 +362,22 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
     ("options", "found"),
     [
         ({"method": "mtp", "model": "mimo_mtp"}, None),
-        ({"method": "mtp", "model": "qwen3_next_mtp"}, "speculative decoding with mtp of qwen3_next_mtp"),
+        ({"method": "mtp", "model": "qwen3_next_mtp"}, None),
+        ({"method": "mtp", "model": "nemotron_h_mtp"}, "speculative decoding with mtp of nemotron_h_mtp"),
+        (
+            {"method": "mtp", "model": "qwen3_next_mtp", "device": "cuda"},
+            "speculative decoding with mtp of qwen3_next_mtp on a GPU",
+        ),
         ({"method": "eagle3", "parallel_drafting": True}, "parallel drafts of eagle3"),
         ({"method": "draft_model", "use_heterogeneous_vocab": True}, "a draft model with another vocabulary"),
     ],
 )
 def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict[str, Any], found: str | None) -> None:
-    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=options.pop("model", "llama")))
+    device, model = (options.pop(name, default) for name, default in (("device", "cpu"), ("model", "llama")))
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=model))
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=draft, **options),
-        device_config=SimpleNamespace(device_type="cpu"),
+        device_config=SimpleNamespace(device_type=device),
     )
     [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]
     assert row.found(config) == found

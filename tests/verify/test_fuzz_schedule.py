@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -466,12 +467,12 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     model = {"architectures": [f"{architecture}ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
     model |= {"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 512, "linear_num_key_heads": 2}
     drawn = [draw_settings("states", number, 256, Place("cpu", 4, model=model)) for number in range(40)]
-    has_drafts = architecture != "NemotronH"
     assert {one.stages for one in drawn} == {1}
     assert {one.workers for one in drawn} == {one.tree for one in drawn} == {1, 2}
     assert {one.drafter for one in drawn if one.drafts} <= {"ngram"}
-    assert {one.drafts > 0 for one in drawn if one.prefix_cache} == {False}
-    assert {one.drafts > 0 for one in drawn if not one.prefix_cache} == ({False, True} if has_drafts else {False})
+    assert {(one.drafts > 0, one.prefix_cache) for one in drawn} == {*product((True, False), repeat=2)}
+    assert {one.options.get("retention", NONE) for one in drawn if one.prefix_cache} == {NONE, "all"}
+    assert {one.options.get("retention", NONE) for one in drawn if not one.prefix_cache} == {NONE}
     shared = [one for one in drawn if max(one.workers, one.tree) > 1 and architecture != "Qwen3_5"]
     assert {(one.drafts, one.options.get("cache", NONE)) for one in shared} <= {(0, NONE)}
     assert {one.options.get("cache", NONE) for one in drawn} == ({NONE, "fp8"} if architecture == "Lfm2" else {NONE})
@@ -487,8 +488,9 @@ def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.Monke
     model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     drawn = [draw_settings("latent", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
     assert {one.workers for one in drawn} == {1, 2}
-    assert {(one.stages, one.drafts, one.pooler) for one in drawn} == {(1, 0, "")}
-    assert {one.prefix_cache for one in drawn} == {True, False}
+    assert {(one.stages, one.pooler) for one in drawn} == {(1, "")}
+    assert {(one.drafts > 0, one.prefix_cache) for one in drawn} == {*product((True, False), repeat=2)}
+    assert {(one.drafter, one.workers, one.tree) for one in drawn if one.drafts} == {("ngram", 1, 1)}
     for name in ("cache", "adapters", "embeds"):
         assert {one.options.get(name, NONE) for one in drawn} == {NONE}, name
     whole = {(one.workers, one.tree): one.options.get("experts", NONE) for one in drawn}

@@ -590,7 +590,8 @@ class _Kept(NamedTuple):
         models: whose only layers with states these are.
         ran: versions whose engines have served them, by device.
         workers: numbers of workers above 1 that have shared them, by device.
-        drafters: methods of speculative decoding that have been run beside them, without a prefix cache, by device.
+        drafters: methods of speculative decoding that have been run beside them, by device: on a CPU also beside a
+            prefix cache.
         quantised: kinds of quantised weights that have been served beside them, by device.
     """
 
@@ -629,7 +630,8 @@ _STATE_SPACES = _Kept(
     RAN.mamba2_models,
     RAN.mamba2,
     RAN.mamba2_workers,
-    quantised=RAN.mamba2_quantised,
+    RAN.mamba2_drafters,
+    RAN.mamba2_quantised,
 )
 
 
@@ -647,10 +649,12 @@ def _states(config: Config) -> str | None:
 
 
 _OF_STATES = (
-    *("prefix_match_unit", "prefix_cache_retention_interval", "user_specified_mamba_block_size", "use_replayssm"),
-    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache", "use_kda_recoverssm"),
+    *("prefix_match_unit", "user_specified_mamba_block_size", "use_replayssm", "use_kda_recoverssm"),
+    *("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"),
 )
 """Settings of a cache that say which states are kept, each off unless a user sets it."""
+_RETENTION = "prefix_cache_retention_interval"
+"""One that has been run on a CPU: without it no state is kept that an answer has filled a page with."""
 
 
 def _convolutions_elsewhere(config: Config) -> str | None:
@@ -678,7 +682,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
     of_model = str(model.dtype).removeprefix("torch.")
-    setting = next((name for name in _OF_STATES if getattr(cache, name, None)), "")
+    settings = _OF_STATES if ops.type == "cpu" else (*_OF_STATES, _RETENTION)
+    setting = next((name for name in settings if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
     ran_on = _ran_on(ops.type)
     numbers, slices = kept.workers.get(ran_on, ()), tensor_tree.k_slices()
@@ -687,12 +692,14 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
+    caches_drafts = method is not None and cache.enable_prefix_caching
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
-        "speculative decoding and a prefix cache": method is not None and cache.enable_prefix_caching,
+        "speculative decoding and a prefix cache on a GPU": caches_drafts and ops.type != "cpu",
+        f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
@@ -761,7 +768,7 @@ def _latent_attention(config: Config) -> str | None:
 def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
     named = "latent attention"
-    of_models = RAN.latent_models, RAN.latent, RAN.latent_workers, RAN.latent_trees
+    of_models = RAN.latent_models, RAN.latent, RAN.latent_workers, RAN.latent_drafters, RAN.latent_trees
     if found := _beside_layers(config, named, *of_models):
         return found
     if not _is_latent(config):
@@ -814,12 +821,12 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
-    return _beside_layers(config, "heads of two sizes", *of_models)
+    return _beside_layers(config, "heads of two sizes", *of_models, {})
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
-    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}):
+    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}, {}):
         return found
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
@@ -833,6 +840,7 @@ def _beside_layers(
     models: Collection[str],
     ran: Mapping[str, str],
     numbers: Mapping[str, Collection[int]],
+    drafters: Mapping[str, Collection[str]],
     trees: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> str | None:
     """What has not been run with models that have layers of a kind.
@@ -842,6 +850,7 @@ def _beside_layers(
         models: that have them.
         ran: versions that have served them, by device.
         numbers: of workers above 1 that have shared them, by device.
+        drafters: methods of speculative decoding that one worker has run beside them, by device.
         trees: slices of a tree by which as many workers, with whole experts, have had the bits of one, by device.
     """
     if getattr(config.model_config, "architecture", "") not in models:
@@ -862,7 +871,9 @@ def _beside_layers(
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices > 1 and not has_tree,
-        f"speculative decoding with {method}": method is not None,
+        f"speculative decoding with {method}": method not in (None, *drafters.get(_ran_on(ops.type), ())),
+        f"speculative decoding by {workers} workers": method is not None and workers > 1,
+        f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {model.quantization}": model.quantization is not None,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
@@ -1105,6 +1116,8 @@ def _drafter(config: Config) -> str | None:
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         kind = speculation.draft_model_config.hf_config.model_type
+        if kind in RAN.mtp_on_cpus_alone and on == "cuda" and not envs.starts_untried():
+            return f"speculative decoding with mtp of {kind} on a GPU"
         return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
@@ -1278,8 +1291,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16 by one worker or two, with "
-        "images by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: "
-        "every row, of prefill as of decode, attends to the latent cache",
+        "images and with drafts of n-grams by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU "
+        "with 0.33: every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1294,19 +1307,20 @@ COVERED = (
     ),
     Feature(
         "Short convolutions",
-        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers, and drafts of n-grams where there is "
-        "no prefix cache, by one; on a GPU with 0.33, by one",
+        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers, and with drafts of n-grams by one; "
+        "on a GPU with 0.33, by one",
     ),
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP where there is no "
-        "prefix cache, on GPUs by one; states in fp32",
+        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix cache "
+        "by one worker on a CPU, on GPUs by one; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there by "
-        "two if their groups divide, in bf16 on a GPU with 0.33, there also Nemotron-H with experts; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there with "
+        "drafts of n-grams, and by two if their groups divide, in bf16 on a GPU with 0.33, there also Nemotron-H with "
+        "experts; states in fp32",
     ),
     Feature(
         "Quantised weights beside these",
@@ -1351,7 +1365,7 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5 and Qwen3.5, suffixes, custom drafters, Medusa "
-        "on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
+        "and MTP of Qwen3-Next on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
     ),
     Feature("Tensor parallelism on GPUs", "2 GPUs with vLLM 0.33, with --enable-expert-parallel or without"),
     Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
@@ -1627,8 +1641,8 @@ REFUSED = (
     Feature(
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        f"choose a method among {', '.join(RAN.drafters)}, or leave --speculative-config out; mtp of "
-        f"{' or '.join(RAN.mtp_models)}, medusa on a CPU and ngram_gpu on a GPU",
+        f"choose a method among {', '.join(RAN.drafters)}; mtp of {', '.join(RAN.mtp_models)}, the last on a GPU with "
+        f"{envs.UNTRIED.name}=1; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),
@@ -1769,25 +1783,25 @@ REFUSED = (
         "Short convolutions (LFM2) elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
         "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs 2 workers, drafts, FP8 "
         "caches",
-        "these have not been run together",
-        "serve LFM2 by one worker, with drafts --no-enable-prefix-caching",
+        "these have not been run",
+        f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts drafts on a GPU without a prefix cache",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules (Qwen3.5) elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs not bf16, drafts or "
-        "experts of other quantisation by two",
+        "Gated delta rules elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other quantisation, "
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; drafts beside a prefix cache by 2 workers "
+        "or on GPUs, there not bf16, drafts by 2",
         "these have not been run",
-        "use --mamba-ssm-cache-dtype float32, with drafts --no-enable-prefix-caching",
+        "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts, other quantisation, FP8 caches, "
-        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs 2 workers and not in bf16",
+        "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, 2 workers, not bf16",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three, drafts uncached",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
@@ -1819,9 +1833,9 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not of 512 + 64 elements, over 2 workers, by a tree 4, 2 GPUs, engines, "
-        "whole experts but by a tree, drafts, quantisation, FP8 caches, LoRA, embeddings, poolers, sleep, exact "
-        "arithmetic, FlexAttention",
+        "MLA elsewhere, with an indexer, not 512 + 64, over 2 workers, by a tree 4, 2 GPUs, engines, whole experts "
+        "but by a tree, drafts but n-grams by one on a CPU, quantised, FP8 caches, LoRA, embeddings, poolers, "
+        "sleep, exact arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; on a GPU vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,

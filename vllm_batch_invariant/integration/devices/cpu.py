@@ -15,7 +15,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
 from ...ops.devices import DEVICES
 from ...provenance import installed
-from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu
+from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu, state_pages
 from ..parallel import collectives, pipeline
 from .record import ExactDevice, VllmDevice
 
@@ -47,6 +47,7 @@ class Cpu(VllmDevice):
 
     def install_worker(self) -> frozenset[str]:
         rotary_cpu.install()
+        state_pages.install()
         return super().install_worker()
 
     def install_linear(self) -> None:

@@ -11,7 +11,18 @@ from ..layers import lora_experts
 from ..parallel import nodes
 from ..reviews import configuration, patch_points
 from ..sampling import grammars, seeds, speculation
-from . import adapters, endpoint, items, kv_connectors, refusals, resumption, server, weights, whole_images
+from . import (
+    adapters,
+    endpoint,
+    items,
+    kv_connectors,
+    refusals,
+    resumption,
+    server,
+    unwritten_pages,
+    weights,
+    whole_images,
+)
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -67,6 +78,7 @@ def install_on_every_device() -> None:
     grammars.install()
     resumption.install()
     whole_images.install()
+    unwritten_pages.install()
     kv_connectors.install()
     weights.install(devices.of_config)
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...errors import NotCovered
 from ..reviews import patch_points
 
 
@@ -40,7 +41,18 @@ def step_of_layer(name: str) -> StateStep | None:
 def with_one_page(spec: Any) -> Any:
     """vLLM's specification of a layer's pages, without a page for each draft, as one page has what a step with rejected
     drafts leaves, and without one for a state within a step of prefill.
+
+    Raises:
+        NotCovered: as many drafts as a page has tokens beside a prefix cache: the next step may begin in a page between
+            that of the last one and its own, and vLLM has none there.
     """
+    drafts, page = spec.num_speculative_blocks, spec.block_size
+    if spec.mamba_cache_mode != "none" and drafts >= page:
+        raise NotCovered(
+            f"{drafts} drafts beside a prefix cache with pages of {page} tokens",
+            "their states may need a page that vLLM has left out",
+            f"pass at most {page - 1} num_speculative_tokens, or --no-enable-prefix-caching",
+        )
     return replace(spec, num_speculative_blocks=0, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
 
 

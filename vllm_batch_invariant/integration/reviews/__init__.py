@@ -222,6 +222,7 @@ class Ran:
         encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
+        mtp_on_cpus_alone: those that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
@@ -236,6 +237,7 @@ class Ran:
         latent: versions whose engines have served it, by device.
         latent_workers: numbers of workers above 1 that have shared it, by device.
         latent_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
+        latent_drafters: methods of speculative decoding that one worker has run beside it, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -255,6 +257,7 @@ class Ran:
         delta_rule_quantised: kinds of quantised weights that have been served beside them, by device.
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
+        mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
@@ -283,6 +286,7 @@ class Ran:
     encoded_by_two: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
+    mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
@@ -297,6 +301,7 @@ class Ran:
     latent: Mapping[str, str]
     latent_workers: Mapping[str, tuple[int, ...]]
     latent_trees: Mapping[str, tuple[int, ...]]
+    latent_drafters: Mapping[str, tuple[str, ...]]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
@@ -316,6 +321,7 @@ class Ran:
     delta_rule_quantised: Mapping[str, tuple[str, ...]]
     mamba2: Mapping[str, str]
     mamba2_workers: Mapping[str, tuple[int, ...]]
+    mamba2_drafters: Mapping[str, tuple[str, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]

@@ -231,6 +231,10 @@ STATE_DTYPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "Ma
 STATE_COPIES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateCopyFuncCalculator")
 COPY_WHOLE_STATE = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "get_temporal_copy_spec")
 """Has all of a state's tensor copied from page to page."""
+MOVE_STATES = PatchPoint(("vllm.v1.worker.mamba_utils",), "preprocess_mamba")
+"""Takes states to the pages of a step in the first model runner."""
+KEEP_STATES = PatchPoint(("vllm.v1.worker.mamba_utils",), "postprocess_mamba_align_gpu")
+"""Takes those behind accepted drafts to the pages that others find."""
 FORWARD_CONTEXT = PatchPoint(("vllm.forward_context",), "get_forward_context")
 """What the layers of a step are told of it."""
 WORKER = PatchPoint(("vllm.v1.worker.worker_base",), "WorkerBase")
@@ -382,7 +386,7 @@ OPTIONAL = {
     *("MAMBA2", "MAMBA2_NORM", "MAMBA2_BACKEND", "MAMBA2_BUILDER", "MAMBA2_METADATA"),
     "SHARED_NORM",
     *("INIT_NONE_HASH", "FILE_CONNECTOR", "NIXL_CONNECTOR", "NIXL_WORKER"),
-    *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE"),
+    *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE", "MOVE_STATES", "KEEP_STATES"),
 }
 """Those that vLLM has from 0.32 on, or with torchvision alone. Without the first two the mode is as good but slower;
 what the others are for is refused before.
@@ -407,6 +411,7 @@ MEMBERS = {
     "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
     "REQUEST": ("from_engine_core_request", "append_output_token_ids"),
+    "SCHEDULER": ("_preempt_request",),
     "REQUEST_STATE": ("from_new_request",),
     "STRUCTURED_OUTPUTS": ("grammar_init", "_create_grammar"),
     "DETOKENIZER": ("update",),

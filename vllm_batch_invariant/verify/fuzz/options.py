@@ -488,6 +488,14 @@ OPTIONS = (
     ),
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
+    # of states and windows also those behind pages that an answer has filled
+    Option(
+        "retention",
+        {"all": ("--prefix-cache-retention-interval", "None")},
+        (NONE, "all"),
+        lambda _: in_vllm("config/cache.py", "prefix_cache_retention_interval"),
+        lambda settings, _: settings.prefix_cache,
+    ),
     Option(
         "cache",
         {"fp8": (coverage.KV_CACHE, "fp8")},
