@@ -95,12 +95,13 @@ def served(model: Path, flag: str, policy: str) -> Any:
         "kv_role": "kv_both",
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE},
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE, "num_threads": 1},
     }
     arguments = ["--max-model-len", "512", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(PAGES)]
     arguments += ["--kv-transfer-config", json.dumps(transfer)]
     side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
-    return serve(str(model), arguments, {FLAG: flag, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **side})
+    alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # four engines that wait on two cores
+    return serve(str(model), arguments, {FLAG: flag, **alone, **side})
 
 
 @pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
