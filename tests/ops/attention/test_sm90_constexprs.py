@@ -18,10 +18,12 @@ from vllm_batch_invariant.ops.common.dependent_launch import LaunchSchedule
 REDUCTION = {"SPLIT_SEGMENTS"}
 PROBLEM = {"NUM_KV_HEADS", "QUERIES_PER_KV", "HEAD_DIM", "PAGE_SIZE", "WINDOW"}
 OF_ENCODERS = {"HEAD_SIZE", "CAUSAL"}
+OF_CODES = {"GROUP", "QUANTISE"}
+"""Of those of the result."""
 PLANNED = {"PARTIAL_ROWS", "PARTIAL_BLOCK"}
 KERNELS = [
     (prefill_kernel, (PrefillSchedule,), {"NUM_STAGES", "MAX_SPINS", "CONSUMER_MAXNREG"}, set(), OF_ENCODERS),
-    (decode_kernel, (DecodeSchedule, LaunchSchedule), {"NUM_STAGES", "OVERLAPS"}, PLANNED, set()),
+    (decode_kernel, (DecodeSchedule, LaunchSchedule), {"NUM_STAGES", "OVERLAPS"}, PLANNED, OF_CODES),
 ]
 """Each with its schedules, the constants that are in them, those that a plan decides, and those of its problem alone.
 """
