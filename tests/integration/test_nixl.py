@@ -11,7 +11,8 @@ import pytest
 from vllm_batch_invariant.integration.engine import nixl
 from vllm_batch_invariant.integration.side_table import beside
 
-READ = {"do_remote_prefill": True, "remote_engine_id": "one", nixl.KEY: "mine", nixl.LEASE: 30}
+READ = {"do_remote_prefill": True, "remote_engine_id": "one", "remote_request_id": "theirs"}
+READ |= {nixl.KEY: "mine", nixl.LEASE: 30}
 
 
 class Connector:
@@ -20,7 +21,10 @@ class Connector:
     def __init__(self, key: str = "mine", lease: int = 30) -> None:
         self.stopped: list[str] = []
         self.connector_scheduler = SimpleNamespace(
-            _kv_lease_duration=lease, _reqs_need_send={}, _stop_heartbeat=self.stopped.append
+            _kv_lease_duration=lease,
+            _reqs_need_send={},
+            _stop_heartbeat=self.stopped.append,
+            side_channel_host="127.0.0.1",
         )
         beside(self).kv_key = key
 
@@ -36,6 +40,7 @@ class Connector:
 
     get_num_new_matched_tokens = nixl.by_key(matched)
     request_finished = nixl.with_key(finish)
+    update_connector_output = nixl.let_go(lambda self, output: None)
 
 
 def request(**params: Any) -> Any:
@@ -50,14 +55,18 @@ def request(**params: Any) -> Any:
         ({nixl.KEY: ""}, False, "may have other bits"),
         ({nixl.KEY: None}, False, "may have other bits"),
         ({nixl.LEASE: 60}, False, "have a lease of other seconds"),
+        ({"remote_request_id": "another"}, False, "have been read or let go of"),
+        ({nixl.ASK: "tcp://127.0.0.1:1"}, False, "or it does not say"),
+        ({nixl.ASK: None}, False, "or it does not say"),
     ],
 )
 def test_what_has_another_key_is_computed(
     changes: dict[str, Any], reads: bool, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     nixl._warn_once.cache_clear()
+    giver = nixl.Handed("127.0.0.1")
     for _ in range(3):
-        asked, connector = request(**READ | changes), Connector()
+        asked, connector = request(**READ | {nixl.ASK: giver.offer("theirs")} | changes), Connector()
         assert connector.get_num_new_matched_tokens(asked, 3) == (4, True)
         assert asked.told["do_remote_prefill"] is reads
         assert connector.stopped == [] if reads else ["a"]
@@ -86,11 +95,33 @@ def test_pages_are_handed_over_under_the_key_that_they_began_and_ended_under() -
     connector, asked = Connector(lease=12), request(do_remote_decode=True)
     connector.get_num_new_matched_tokens(asked, 0)
     handed = connector.request_finished(asked, [1])[1]
+    assert nixl.take(handed.pop(nixl.ASK), "a")
     assert handed == {"do_remote_prefill": True, nixl.KEY: "mine", nixl.LEASE: 12, "remote_blocks_expiry_time": 77.0}
     connector.get_num_new_matched_tokens(asked, 0)
     beside(connector).kv_key = "of new weights"
     assert connector.request_finished(asked, [1])[1][nixl.KEY] == ""
     assert not beside(connector).kv_begun
+
+
+def test_pages_are_given_once_and_not_when_they_are_let_go_of() -> None:
+    """Of one request with several samples, or one that a router sends to a second engine, others compute."""
+    giver, asked = Connector(), request(do_remote_decode=True)
+    giver.get_num_new_matched_tokens(asked, 0)
+    handed = giver.request_finished(asked, [1])[1] | {"remote_request_id": "a", "remote_engine_id": "one"}
+    reader, other = Connector(), Connector()
+    samples = [SimpleNamespace(request_id=name, kv_transfer_params=dict(handed)) for name in ("first", "second")]
+    elsewhere = SimpleNamespace(request_id="first", kv_transfer_params=dict(handed))
+    for _ in range(2):  # a request is looked at until there is room
+        for who, one in ((reader, samples[0]), (reader, samples[1]), (other, elsewhere)):
+            who.get_num_new_matched_tokens(one, 0)
+    assert [one.told["do_remote_prefill"] for one in (*samples, elsewhere)] == [True, False, False]
+    assert beside(reader).kv_taken == {"first"}
+    reader.request_finished(SimpleNamespace(request_id="first", kv_transfer_params=None), [1])
+    assert not beside(reader).kv_taken
+    giver.get_num_new_matched_tokens(asked, 0)
+    late = giver.request_finished(asked, [1])[1]
+    giver.update_connector_output(SimpleNamespace(finished_sending={"a"}))
+    assert not nixl.take(late[nixl.ASK], "a")
 
 
 @pytest.mark.parametrize(

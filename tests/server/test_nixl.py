@@ -124,6 +124,21 @@ def test_prefill_by_one_server_and_decode_by_another_are_one_server(
         assert [bits(answer) for answer in found] == [bits(one.ask(each, **options)) for each in prompts]
 
 
+def test_samples_of_one_request_and_a_second_reader_have_the_bits_of_one_server(servers: dict[str, Asked]) -> None:
+    """The pages are read once, and for the others computed: they may be another request's by then."""
+    one, another, asked = servers["one"], servers["another"], prompt(45)
+    handed, options = one.hand_over(asked), SEEDED | {"n": 3}
+    found, alone = another.ask(asked, kv_transfer_params=handed, **options), one.ask(asked, **options)
+    parts = [[(choice["text"], choice["logprobs"]) for choice in answer["choices"]] for answer in (found, alone)]
+    assert parts[0] == parts[1]
+    assert len({text for text, _ in parts[0]}) == 3
+    for number in range(71, 87):
+        one.ask(prompt(number, 400))
+    before = another.read()
+    assert bits(another.ask([*asked, 11], kv_transfer_params=handed)) == bits(one.ask([*asked, 11]))
+    assert another.read() == before
+
+
 @pytest.mark.parametrize("giver", ["other weights", "plain"])
 def test_what_has_other_bits_is_computed(servers: dict[str, Asked], giver: str) -> None:
     one, another = servers[giver], servers["another"]

@@ -37,6 +37,8 @@ class Entry:
         kv_saves: whether it stores a layer now.
         kv_written: folders of this step, with what they will be called.
         kv_begun: of one that hands pages over, the key under which each request began.
+        kv_handed: of one that hands them over, what nobody has taken.
+        kv_taken: of one that reads them, requests whose pages it has been given.
         kv_beats: of one that reads them, when each request's lease was prolonged.
     """
 
@@ -65,6 +67,8 @@ class Entry:
     kv_saves: bool = False
     kv_written: dict[Any, Any] = field(default_factory=dict)
     kv_begun: dict[str, str] = field(default_factory=dict)
+    kv_handed: Any = None
+    kv_taken: set[str] = field(default_factory=set)
     kv_beats: dict[str, list[float]] = field(default_factory=dict)
 
 

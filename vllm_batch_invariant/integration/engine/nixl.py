@@ -5,7 +5,9 @@ The engine of a prompt hands over the places of its pages, and under which key t
 (:func:`.kv_connectors.key_of`). The engine of the answer reads what has its own key, and computes every other prompt
 itself: of plain vLLM, of another release, of other weights, or handed over by a router that drops the key.
 
-Pages stay where they are for the time of a lease, which the reader prolongs while its request waits. vLLM's reader does
+Pages are let go of when they have been read once. A second reader of one request (``n`` above 1, or a router that asks
+again elsewhere) would find what others have written since: a reader asks whether it is the first, and else computes.
+They stay where they are for the time of a lease, which the reader prolongs while its request waits. vLLM's reader does
 not look whether a lease had run out while it read, and pages may be another request's by then: here it does, and the
 load has failed, which ends the request or has its prompt computed, as vLLM is told (``kv_load_failure_policy``).
 """
@@ -14,15 +16,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from threading import Thread
 from typing import Any
+
+import zmq
 
 from ..reviews import patch_points
 from ..side_table import beside
 
 logger = logging.getLogger("vllm.batch_invariant")
 
-KEY, LEASE = "batch_invariant_key", "batch_invariant_lease"
-"""What a request's ``kv_transfer_params`` have beside vLLM's: the key, and the seconds of a lease."""
+KEY, LEASE, ASK = "batch_invariant_key", "batch_invariant_lease", "batch_invariant_ask"
+"""What a request's ``kv_transfer_params`` have beside vLLM's: the key, the seconds of a lease, and whom to ask."""
+_PATIENCE_MS = 1000
 _UNTIL = "remote_blocks_expiry_time"
 """vLLM's own, which it fills in for the other direction alone: on the clock of the engine that has the pages."""
 _MARGIN = 2.0
@@ -36,6 +42,7 @@ def complete() -> None:
     connector.get_num_new_matched_tokens = by_key(connector.get_num_new_matched_tokens)
     for name in ("request_finished", "request_finished_all_groups"):
         setattr(connector, name, with_key(getattr(connector, name)))
+    connector.update_connector_output = let_go(connector.update_connector_output)
     worker._send_heartbeats = noted(worker._send_heartbeats)
     worker._pop_done_transfers = in_time(worker._pop_done_transfers)
 
@@ -50,7 +57,7 @@ def by_key(matched: Callable[..., tuple[int | None, bool]]) -> Callable[..., tup
             raise RuntimeError("a KV connector has no key: nothing is handed over or read without one")
         if params.get("do_remote_decode"):
             kept.kv_begun.setdefault(request.request_id, kept.kv_key)
-        if params.get("do_remote_prefill") and (why := _why_not(self, params)):
+        if params.get("do_remote_prefill") and (why := _why_not(self, request.request_id, params)):
             _warn_once(str(params.get("remote_engine_id")), why)
             params["do_remote_prefill"] = False
             self.connector_scheduler._stop_heartbeat(request.request_id)
@@ -59,13 +66,19 @@ def by_key(matched: Callable[..., tuple[int | None, bool]]) -> Callable[..., tup
     return get_num_new_matched_tokens
 
 
-def _why_not(connector: Any, params: dict[str, Any]) -> str:
+def _why_not(connector: Any, request_id: str, params: dict[str, Any]) -> str:
     """Why the pages of a prompt are not read; empty: they are."""
+    kept = beside(connector)
     if KEY not in params:
         return "come without the mode's key"
-    if params[KEY] != beside(connector).kv_key:
+    if params[KEY] != kept.kv_key:
         return "may have other bits"
-    return "" if params.get(LEASE) == _lease(connector) else "have a lease of other seconds (kv_lease_duration)"
+    if params.get(LEASE) != _lease(connector):
+        return "have a lease of other seconds (kv_lease_duration)"
+    if request_id not in kept.kv_taken and not take(str(params.get(ASK)), str(params.get("remote_request_id"))):
+        return "have been read or let go of, or it does not say"
+    kept.kv_taken.add(request_id)
+    return ""
 
 
 def _lease(connector: Any) -> int:
@@ -84,14 +97,77 @@ def with_key(finish: Callable[..., Any]) -> Callable[..., Any]:
     def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
         kept = beside(self)
         begun = kept.kv_begun.pop(request.request_id, None)
+        kept.kv_taken.discard(request.request_id)
         delays, params = finish(self, request, block_ids)
         if params and params.get("do_remote_prefill"):
             params[KEY] = begun if begun == kept.kv_key else ""  # weights were replaced meanwhile
             params[LEASE] = _lease(self)
             params[_UNTIL] = self.connector_scheduler._reqs_need_send.get(request.request_id)
+            kept.kv_handed = kept.kv_handed or Handed(self.connector_scheduler.side_channel_host)
+            params[ASK] = kept.kv_handed.offer(request.request_id)
         return delays, params
 
     return request_finished
+
+
+class Handed:
+    """What an engine has handed over and nobody has taken. A thread gives each away once.
+
+    Args:
+        host: by which others reach this engine.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._offered: set[bytes] = set()
+        self._socket: Any = zmq.Context.instance().socket(zmq.REP)
+        place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        self._address = f"{place}:{self._socket.bind_to_random_port(place)}"
+        Thread(target=self._give, name="batch_invariant_handed", daemon=True).start()
+
+    def offer(self, request_id: str) -> str:
+        """Where to ask for a request's pages."""
+        self._offered.add(request_id.encode())
+        return self._address
+
+    def withdraw(self, request_id: str) -> None:
+        """Its pages are let go of."""
+        self._offered.discard(request_id.encode())
+
+    def _give(self) -> None:
+        while True:
+            name = self._socket.recv()
+            is_first = name in self._offered
+            self._offered.discard(name)
+            self._socket.send(b"yes" if is_first else b"no")
+
+
+def take(address: str, request_id: str) -> bool:
+    """Ask the engine at an address of :class:`Handed` for a request's pages: whether nobody has had them."""
+    asking: Any = zmq.Context.instance().socket(zmq.REQ)
+    with asking:
+        for option, number in ((zmq.LINGER, 0), (zmq.SNDTIMEO, _PATIENCE_MS), (zmq.RCVTIMEO, _PATIENCE_MS)):
+            asking.setsockopt(option, number)
+        asking.setsockopt(zmq.IPV6, "[" in address)
+        try:
+            asking.connect(address)
+            asking.send(request_id.encode())
+            return asking.recv() == b"yes"
+        except zmq.ZMQError:
+            return False
+
+
+def let_go(update: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's method that is told what has been sent, or whose lease has run out."""
+
+    @wraps(update)
+    def update_connector_output(self: Any, connector_output: Any) -> None:
+        if handed := beside(self).kv_handed:
+            for request_id in connector_output.finished_sending or ():
+                handed.withdraw(request_id)
+        update(self, connector_output)
+
+    return update_connector_output
 
 
 def noted(send: Callable[..., None]) -> Callable[..., None]:

@@ -406,7 +406,10 @@ MEMBERS = {
         *("get_num_new_matched_tokens", "build_connector_meta", "_found_match_for_prompt"),
         *("_generate_foldername_debug", "register_kv_caches", "start_load_kv", "save_kv_layer", "wait_for_save"),
     ),
-    "NIXL_CONNECTOR": ("get_num_new_matched_tokens", "request_finished", "request_finished_all_groups"),
+    "NIXL_CONNECTOR": (
+        *("get_num_new_matched_tokens", "request_finished", "request_finished_all_groups"),
+        "update_connector_output",
+    ),
     "NIXL_WORKER": ("_send_heartbeats", "_pop_done_transfers"),
     "ENGINE_ARGUMENTS": ("create_engine_config",),
     "INPUT_PROCESSOR": ("process_inputs",),
