@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.batch_invariant")
 
 KEY, LEASE, ASK = "batch_invariant_key", "batch_invariant_lease", "batch_invariant_ask"
 """What a request's ``kv_transfer_params`` have beside vLLM's: the key, the seconds of a lease, and whom to ask."""
-_PATIENCE_MS = 1000
+_PATIENCE_MS = 3000
 _UNTIL = "remote_blocks_expiry_time"
 """vLLM's own, which it fills in for the other direction alone: on the clock of the engine that has the pages."""
 _MARGIN = 2.0
