@@ -15,7 +15,7 @@ from ..printing import one_line
 from .comparison import Note, Verdict, first_difference_of, notes_on, verdict_on
 from .pooled import TIMES, PooledRequests, about_of
 from .record import Pooled, PooledReceipt, Pooling
-from .server import Spans, ran_together, reading_of, refuse_adapter, running, server_info
+from .server import Spans, ran_together, reading_of, running, served_whole, server_info
 from .text import Text
 
 _OF_WORDS = 4
@@ -44,8 +44,7 @@ async def make_pooled_on_server(
         NoTestError: no server, no such model, or it gives no such answer.
     """
     async with connect(base_url, api_key) as server:
-        served = await server.served_model(model)
-        refuse_adapter(served)
+        served = await served_whole(server, model)
         info = await server_info(server, served, files)
         about = await _about(server, served.name, text, pooling, query)
         got = await _computed(server, served.name, about, pooling)
@@ -77,8 +76,7 @@ async def verify_pooled_on_server(
             ran at the same time.
     """
     async with connect(base_url, api_key) as server:
-        served = await server.served_model(model)
-        refuse_adapter(served)
+        served = await served_whole(server, model)
         info = (await server_info(server, served, files)).asked_for(None)
         notes = notes_on(receipt.info, info, ("the receipt", "the server"))
         before(notes)

@@ -58,8 +58,7 @@ async def make_on_server(
         NoTestError: no server, no such model, or an answer without token ids or logprobs.
     """
     async with connect(base_url, api_key) as server:
-        served = await server.served_model(model)
-        refuse_adapter(served)
+        served = await served_whole(server, model)
         info = await server_info(server, served, files)
         token_ids, completion = await complete(server, served.name, prompt, sampling)
     return Receipt.of(info, token_ids, sampling, completion, private)
@@ -89,8 +88,7 @@ async def verify_on_server(
             at the same time.
     """
     async with connect(base_url, api_key) as server:
-        served = await server.served_model(model)
-        refuse_adapter(served)
+        served = await served_whole(server, model)
         items.refuse(receipt, "a server does not tell what it makes of files; start an engine here")
         if receipt.adapter is not None:
             raise NoTestError(f"the completion has the LoRA adapter {receipt.adapter.name}: {_HERE}")
@@ -114,14 +112,16 @@ async def verify_on_server(
     return verdict_on(receipt, got, notes, ran, concurrent)
 
 
-def refuse_adapter(served: Served) -> None:
-    """Refuse a served model that is an adapter.
+async def served_whole(server: Connection, model: str | None) -> Served:
+    """The served model of a name, the first if that is None; no adapter.
 
     Raises:
-        NoTestError: it is one.
+        NoTestError: there is none, or it is an adapter.
     """
+    served = await server.served_model(model)
     if served.parent:
         raise NoTestError(f"{served.name} is a LoRA adapter of {served.parent}: {_HERE}")
+    return served
 
 
 async def reading_of(server: Connection) -> Reading | None:
