@@ -66,7 +66,7 @@ def test_the_plugin_itself_needs_two_small_packages() -> None:
 
 
 BROUGHT = {
-    "vllm": {"torch", "triton", "numpy", "huggingface_hub", "PIL"},
+    "vllm": {"torch", "triton", "numpy", "huggingface_hub", "PIL", "zmq"},
     "numba": {"llvmlite"},
     "vllm-ascend": {"batch_invariant_ops", "flash_attn_npu_v3"},
 }
