@@ -349,6 +349,27 @@ def _fp8_accuracy() -> str:
     return _table(head, body)
 
 
+def _state_accuracy() -> str:
+    """A line for each layer and kind of its tokens."""
+    rows = [row for row in _data("accuracy") if "layer" in row.keys]
+    head = ["layer", "tokens", "the plugin", "plain vLLM, prefill", "plain vLLM, decode"]
+    body = []
+    for kind in dict.fromkeys((row.keys["layer"], row.keys.get("gate"), row.keys.get("keys")) for row in rows):
+        of_kind = [row for row in rows if (row.keys["layer"], row.keys.get("gate"), row.keys.get("keys")) == kind]
+        found = {(row.provider, row.keys["phase"]): row.p50 for row in of_kind}
+        layer, gate, keys = kind
+        words = f"decays of e^-{gate}" if gate else ""
+        cells = [found.get(key) for key in (("ours", "any"), ("stock", "prefill"), ("stock", "decode"))]
+        body.append(
+            [
+                layer.replace("-", " "),
+                words + f", keys {keys}" * bool(keys),
+                *("" if error is None else f"{1e3 * error:.2f}" for error in cells),
+            ]
+        )
+    return _table(head, body)
+
+
 def _is_decode(row: Measurement) -> bool:
     return row.keys["phase"] == "decode"
 
@@ -513,6 +534,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "linear": _linear,
     "linear-fp8": _linear_fp8,
     "fp8-accuracy": _fp8_accuracy,
+    "state-accuracy": _state_accuracy,
     "attention": _attention,
     "attention-decode-layers": lambda: _attention_of_layers("decode"),
     "attention-prefill-layers": lambda: _attention_of_layers("prefill"),

@@ -42,11 +42,10 @@ def delta_rule(
     group = v.shape[1] // k.shape[1]
     q, k = (x.double().repeat_interleave(group, dim=1) for x in (q, k))
     v, g, beta = v.double(), g.double(), beta.double()
-    state, out = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), []
+    state, given = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]), torch.empty_like(v)
     for t in range(len(v)):
         state = state * g[t].exp()[:, None, None]
         difference = v[t] - torch.einsum("hk,hkv->hv", k[t], state) if solve else v[t]
         state = state + k[t][:, :, None] * (beta[t][:, None] * difference)[:, None, :]
-        out.append(torch.einsum("hk,hkv->hv", q[t], state) * (k.shape[2] ** -0.5 if solve else 1.0))
-    given = torch.stack(out) if out else torch.zeros_like(v)
+        given[t] = torch.einsum("hk,hkv->hv", q[t], state) * (k.shape[2] ** -0.5 if solve else 1.0)
     return given if skip is None else given + skip.double()[:, None] * v, state
