@@ -13,9 +13,10 @@ import torch
 from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.engines import UNTRIED_THERE
 from tests.engine.gemma4 import AROUND, CONFIGS, FAULTS
-from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
+from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
 COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().large_heads["cpu"]
 pytestmark = [
@@ -110,6 +111,26 @@ def test_other_dtypes_keep_their_bits_and_are_near_transformers_in_float64(
     assert decodes_as_it_prefills(other)
     if dtype == "float32":
         assert distance_from_float64(checkpoint(name), other["alone"]) < NEAR
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And not where verify steps add in another order."""
+    settings = {"dtype": "float32", "max_num_batched_tokens": 61}
+    found = kept_states.with_any_drafts(started, checkpoint("E2B"), tmp_path, "split_verify_steps", settings)
+    kept_states.check_drafts(found)
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Beside a prefix cache, which plain decoding has not."""
+    settings, cached = UNCACHED | FEW_PAGES.get(name, {}), {"enable_prefix_caching": True}
+    differing, counted = kept_states.with_drafts(started, checkpoint(name), NGRAMS, REPEATING, settings, **cached)
+    assert differing == []
+    assert counted["accepted"] > 0
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")

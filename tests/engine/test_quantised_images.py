@@ -5,6 +5,7 @@ quantised those of the matrices that they stand for.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,15 @@ import pytest
 import torch
 import transformers
 
-from tests.engine import images, multimodal, test_image_families, test_image_ranges, test_images
+from tests.engine import (
+    gemma4,
+    images,
+    multimodal,
+    test_gemma4_images,
+    test_image_families,
+    test_image_ranges,
+    test_images,
+)
 from tests.engine.engines import (
     EAGER_ON_GPU,
     OF_DEVICE,
@@ -39,11 +48,14 @@ Requests = list[dict[str, Any]]
 
 
 class Family(NamedTuple):
-    """Models that see images, what their engines are told and asked."""
+    """Models that see images, what their engines are told and asked; and the side of what a token stands for, in
+    pixels, where it is more than a patch.
+    """
 
     config: Callable[[], transformers.PretrainedConfig]
     limits: dict[str, Any]
     requests: tuple[Requests, Requests, Requests]
+    side: int | None = None
 
 
 OF_QWEN = test_images.TARGETS, test_images.FEW, test_images.MANY[:10]
@@ -55,6 +67,12 @@ FAMILIES = {
     "qwen3-vl": Family(images.qwen3_vl, QWEN_LIMITS, OF_QWEN),
     "qwen2.5-vl": Family(images.qwen2_5_vl, QWEN_LIMITS, OF_QWEN),
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
+    "gemma4": Family(
+        partial(images.gemma4, "31B"),
+        test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP},
+        (test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]),
+        gemma4.SIDE,
+    ),
     "mistral3": Family(images.mistral3, test_image_families.LIMITS, OF_MISTRAL),
     "mistral3 around ministral3": Family(images.ministral3, test_image_families.LIMITS, OF_MISTRAL),
     "qwen3.5": Family(images.qwen3_5, QWEN_LIMITS | test_images.FURTHER["qwen3.5"], OF_QWEN),
@@ -62,6 +80,7 @@ FAMILIES = {
 CASES = [
     *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS)),
     *((name, form) for name in ("qwen2.5-vl", "gemma3", "mistral3") for form in (INTEGERS, ROWS)),
+    *(("gemma4", form) for form in (BLOCKS, INTEGERS, ROWS)),
     ("mistral3 around ministral3", "fp8 by tensors, given, in Mistral's names"),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS)),
 ]
@@ -100,7 +119,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
     environment = SETTINGS | UNTRIED_THERE | {"PYTHONPATH": path}
     arguments = arguments_of(family.limits | OF_DEVICE | EAGER_ON_GPU | {"dtype": "bfloat16"})
-    patch, asked = config.vision_config.patch_size, images.runs_of(*family.requests)
+    patch, asked = family.side or config.vision_config.patch_size, images.runs_of(*family.requests)
 
     def answers(engine: Engine, run: str) -> dict[str, Any]:
         requests, _, reset = asked[run]

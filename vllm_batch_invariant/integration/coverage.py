@@ -821,7 +821,9 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
-    return _beside_layers(config, "heads of two sizes", *of_models, {})
+    return _beside_layers(
+        config, "heads of two sizes", *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised
+    )
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -842,6 +844,7 @@ def _beside_layers(
     numbers: Mapping[str, Collection[int]],
     drafters: Mapping[str, Collection[str]],
     trees: Mapping[str, Collection[int]] = MappingProxyType({}),
+    quantised: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> str | None:
     """What has not been run with models that have layers of a kind.
 
@@ -852,6 +855,7 @@ def _beside_layers(
         numbers: of workers above 1 that have shared them, by device.
         drafters: methods of speculative decoding that one worker has run beside them, by device.
         trees: slices of a tree by which as many workers, with whole experts, have had the bits of one, by device.
+        quantised: kinds of quantised weights that one worker has run with them, by device.
     """
     if getattr(config.model_config, "architecture", "") not in models:
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
@@ -866,6 +870,7 @@ def _beside_layers(
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
     slices, of_trees = tensor_tree.k_slices(), trees.get(_ran_on(ops.type), ())
     has_tree = slices in of_trees
+    other = _other_quantisation(config, quantised.get(_ran_on(ops.type), ()))
     if workers in (*numbers.get(_ran_on(ops.type), ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -874,7 +879,7 @@ def _beside_layers(
         f"speculative decoding with {method}": method not in (None, *drafters.get(_ran_on(ops.type), ())),
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
-        f"quantisation {model.quantization}": model.quantization is not None,
+        f"quantisation {other}": other,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),

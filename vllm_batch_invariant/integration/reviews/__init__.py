@@ -243,6 +243,8 @@ class Ran:
         quantised: versions whose engines have served quantised weights, by device.
         large_heads: versions whose engines have served heads of 512, by device.
         large_head_workers: numbers of workers above 1 that have shared such models, by device.
+        large_head_drafters: methods of speculative decoding that one worker has run with them, by device.
+        large_head_quantised: kinds of quantised weights that have been served with them, by device.
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         fp8_kv_cache_scales: what has a scale of its own in such a cache, by device.
         fp8_kv_cache_head_workers: numbers of workers above 1 that have shared heads with a scale each, by device.
@@ -307,6 +309,8 @@ class Ran:
     quantised: Mapping[str, str]
     large_heads: Mapping[str, str]
     large_head_workers: Mapping[str, tuple[int, ...]]
+    large_head_drafters: Mapping[str, tuple[str, ...]]
+    large_head_quantised: Mapping[str, tuple[str, ...]]
     fp8_kv_cache: Mapping[str, str]
     fp8_kv_cache_scales: Mapping[str, tuple[str, ...]]
     fp8_kv_cache_head_workers: Mapping[str, tuple[int, ...]]

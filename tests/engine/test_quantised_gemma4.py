@@ -1,0 +1,121 @@
+"""Quantised weights of Gemma 4 as text, whose layers have heads of two sizes, keys that are the values, or no keys of
+their own: a request has the same bits alone and among others, from chunks of any size, after a preemption, from the
+prefix cache, and in pages of NaN; of weights alone that are quantised those of the matrices that they stand for.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine import gemma4, kept_states
+from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
+from tests.engine.quantised_layers import FORMS, KEPT, write
+from tests.engine.test_gemma4 import DEFAULT, FEW_PAGES, started
+from tests.engine.test_quantised_hybrids import BLOCKS, INTEGERS, NEAR, NEAR_IN_CODES, ROWS, Case
+from tests.quantised_checkpoints import Stored
+from vllm_batch_invariant.integration import reviews
+from vllm_batch_invariant.integration.reviews import patch_points
+
+COVERED = reviews.ran().quantised["cuda" if ON_GPU else "cpu"]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
+]
+OF_LAYERS = r"per_layer_(input_gate|projection|model_projection)$"
+"""Of 64 columns and less, which no group of 128 is."""
+CASES = [
+    *(("31B", form) for form in FORMS if form != "gptq" and "Mistral" not in form),
+    *(("E2B", form) for form in (BLOCKS, ROWS, INTEGERS)),
+    *(("26B-A4B", form) for form in (BLOCKS, INTEGERS, "awq")),
+]
+"""vLLM loads no GPTQ of keys that are the values, and no Gemma 4 in Mistral's names."""
+
+
+def ask(engine: Any, of_weights_alone: bool) -> dict[str, Any]:
+    """What :func:`gemma4.ask` finds, and where activations are quantised as "one scale" answers in two companies when
+    all rows of a step share one.
+    """
+    found = gemma4.ask(engine)
+    if not of_weights_alone:
+        engine.call("tests.engine.quantisers:one_scale_a_step")
+        among = engine.step("one scale among others", [*kept_states.others(length=118), *kept_states.TARGETS], True)
+        found["one scale"] = kept_states.alone(engine, "one scale"), kept_states.seen(among.requests)
+    return found
+
+
+def source(name: str, folder: Path) -> Path:
+    """A checkpoint in bf16 with a matrix for each expert, as quantised ones have them."""
+    gemma4.written(name, folder)
+    file, tensors = folder / "model.safetensors", {}
+    for weight, tensor in load_file(folder / "model.safetensors").items():
+        match weight.rpartition(".experts."):
+            case (layer, ".experts.", "gate_up_proj"):
+                named = zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True)
+            case (layer, ".experts.", projection):
+                named = ((projection, tensor),)
+            case _:
+                tensors[weight] = tensor
+                continue
+        for projection, of_all in named:
+            for number, matrix in enumerate(of_all):
+                tensors[f"{layer}.experts.{number}.{projection}.weight"] = matrix.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, form = request.param
+    root = tmp_path_factory.mktemp("gemma4")
+    packed, unpacked = root / "packed", root / "unpacked"
+    kept = rf"{KEPT}|(embed_tokens_per_layer|router\.proj)$" + f"|{OF_LAYERS}" * (form != ROWS)
+    write(source(name, root / "source"), FORMS[form], packed, unpacked, kept)
+    alone = isinstance(FORMS[form], Stored)
+    found = started(packed, partial(ask, of_weights_alone=alone), **DEFAULT | FEW_PAGES.get(name, {}))
+    return Case(name, alone, packed, unpacked, found)
+
+
+def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(case: Case) -> None:
+    answers = case.found
+    assert answers["preemptions"] > 0 or ON_GPU
+    assert answers["cached"][0] >= 128
+    assert [where for where in SAME if answers[where] != answers["alone"]] == []
+    assert decodes_as_it_prefills(answers)
+    alone, together = answers["edges"]
+    assert [gemma4.EDGES[i] for i, one in enumerate(alone) if one != together[i]] == []
+
+
+def test_weights_alone_that_are_quantised_have_the_bits_of_their_matrices(case: Case) -> None:
+    if not case.of_weights_alone:
+        pytest.skip("activations are quantised too")
+    settings = DEFAULT | FEW_PAGES.get(case.name, {})
+    assert case.found["alone"] == started(case.unpacked, kept_states.alone, **settings)
+
+
+def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
+    """So the comparison of companies sees what depends on them."""
+    if case.of_weights_alone:
+        pytest.skip("activations are not quantised")
+    alone, among_others = case.found["one scale"]
+    assert alone != among_others
+
+
+def test_logprobs_are_near_those_of_transformers_in_float64(case: Case) -> None:
+    """With the matrices that codes stand for."""
+    if case.name == "26B-A4B":
+        pytest.skip("in bf16 a token may have other experts")
+    near = NEAR if case.of_weights_alone else NEAR_IN_CODES
+    assert distance_from_float64(case.unpacked, case.found["alone"]) < near
+
+
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+def test_a_checkpoint_as_it_is_published_has_the_bits_of_the_text_model(tmp_path: Path, form: str) -> None:
+    """With an encoder that keeps 16 bits, served as text."""
+    text = write(gemma4.written("31B", tmp_path / "source"), FORMS[form], tmp_path / "packed")
+    around = write(gemma4.written_around("31B", tmp_path / "around"), FORMS[form], tmp_path / "seeing", kept=KEPT)
+    of_text = started(text, kept_states.alone, **DEFAULT)
+    assert started(around, kept_states.alone, language_model_only=True, **DEFAULT) == of_text
