@@ -1132,9 +1132,14 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
         ({"quantization": "fp8"}, "latent attention with quantisation fp8"),
         ({"cache_dtype": "fp8"}, "latent attention with a KV cache in fp8"),
         ({"lora_config": object()}, "latent attention with LoRA adapters"),
+        ({"speculative_config": SimpleNamespace(method="mtp")}, None),
         (
-            {"speculative_config": SimpleNamespace(method="mtp")},
-            "latent attention with speculative decoding with mtp",
+            {"speculative_config": SimpleNamespace(method="suffix")},
+            "latent attention with speculative decoding with suffix",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp"), "tensor_parallel_size": 2},
+            "latent attention with speculative decoding by 2 workers",
         ),
         ({"speculative_config": SimpleNamespace(method="ngram")}, None),
         (

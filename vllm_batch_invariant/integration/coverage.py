@@ -1291,8 +1291,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16 by one worker or two, with "
-        "images and with drafts of n-grams by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU "
-        "with 0.33: every row, of prefill as of decode, attends to the latent cache",
+        "images and drafts of n-grams and MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a "
+        "GPU with 0.33: every row, of prefill as of decode, attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1641,7 +1641,8 @@ REFUSED = (
     Feature(
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        f"choose a method among {', '.join(RAN.drafters)}; mtp of {', '.join(RAN.mtp_models)}, the last on a GPU with "
+        f"choose among {', '.join(RAN.drafters)}; mtp of "
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}, the last three on a GPU with "
         f"{envs.UNTRIED.name}=1; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
@@ -1834,10 +1835,10 @@ REFUSED = (
     ),
     Feature(
         "MLA elsewhere, with an indexer, not 512 + 64, over 2 workers, by a tree 4, 2 GPUs, engines, whole experts "
-        "but by a tree, drafts but n-grams by one on a CPU, quantised, FP8 caches, LoRA, embeddings, poolers, "
+        "but by a tree, drafts but n-grams and MTP by one on a CPU, quantised, FP8 caches, LoRA, embeddings, poolers, "
         "sleep, exact arithmetic, FlexAttention",
         "these have not been run",
-        f"leave it out; on a GPU vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
+        f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),
