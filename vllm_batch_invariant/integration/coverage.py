@@ -769,7 +769,7 @@ def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
     named = "latent attention"
     of_models = RAN.latent_models, RAN.latent, RAN.latent_workers, RAN.latent_drafters, RAN.latent_trees
-    if found := _beside_layers(config, named, *of_models):
+    if found := _beside_layers(config, named, *of_models, RAN.latent_quantised):
         return found
     if not _is_latent(config):
         return None
@@ -782,6 +782,8 @@ def _latent_elsewhere(config: Config) -> str | None:
         "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
         f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
         "queries that are scaled by their position": scaling is not None,
+        f"quantised weights of {model.architecture}": model.quantization is not None
+        and model.architecture in RAN.latent_on_cpus_alone,
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
@@ -842,6 +844,7 @@ def _beside_layers(
     numbers: Mapping[str, Collection[int]],
     drafters: Mapping[str, Collection[str]],
     trees: Mapping[str, Collection[int]] = MappingProxyType({}),
+    quantised: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> str | None:
     """What has not been run with models that have layers of a kind.
 
@@ -852,6 +855,7 @@ def _beside_layers(
         numbers: of workers above 1 that have shared them, by device.
         drafters: methods of speculative decoding that one worker has run beside them, by device.
         trees: slices of a tree by which as many workers, with whole experts, have had the bits of one, by device.
+        quantised: kinds of quantised weights that one worker has run with them, by device.
     """
     if getattr(config.model_config, "architecture", "") not in models:
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
@@ -866,6 +870,7 @@ def _beside_layers(
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
     slices, of_trees = tensor_tree.k_slices(), trees.get(_ran_on(ops.type), ())
     has_tree = slices in of_trees
+    other = _other_quantisation(config, quantised.get(_ran_on(ops.type), ()))
     if workers in (*numbers.get(_ran_on(ops.type), ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -874,7 +879,7 @@ def _beside_layers(
         f"speculative decoding with {method}": method not in (None, *drafters.get(_ran_on(ops.type), ())),
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
-        f"quantisation {model.quantization}": model.quantization is not None,
+        f"quantisation {other}": other,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),
@@ -1290,9 +1295,9 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16 by one worker or two, with "
-        "images and drafts of n-grams and MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a "
-        "GPU with 0.33: every row, of prefill as of decode, attends to the latent cache",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, all but Kimi-VL in FP8 by "
+        "blocks, INT4 and INT8, by one worker or two, with images and drafts of n-grams and MTP by one, on a CPU with "
+        "vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: every row attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1834,9 +1839,9 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not 512 + 64, over 2 workers, by a tree 4, 2 GPUs, engines, whole experts "
-        "but by a tree, drafts but n-grams and MTP by one on a CPU, quantised, FP8 caches, LoRA, embeddings, poolers, "
-        "sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with indexers, not 512 + 64, over 2 workers (4 by a tree), 2 GPUs, engines, whole experts "
+        "but by a tree, drafts but n-grams and MTP by one, other quantisation, both on GPUs, FP8 caches, LoRA, "
+        "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
