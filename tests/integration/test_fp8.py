@@ -314,7 +314,10 @@ def test_latent_attention_has_the_matrix_that_codes_stand_for(
     assert_same_bits(process(layer).weight.data, fp8_codes("block", weight)[1])
     assert quantised.is_plain(layer.quant_method)
     assert not fp8.computes(layer)
-    assert fp8.computes(absorbed(name, latent=False))
+    multiplied = absorbed(name, latent=False)
+    assert fp8.computes(multiplied)
+    names = fp8.reductions(torch.nn.ModuleList([layer, multiplied]), torch.bfloat16)
+    assert set(names) == {"quantise (FP8 by block)", "linear (FP8 by block)"}
 
 
 def test_parts_of_blocks_of_latent_attention_are_refused_and_so_is_what_are_no_codes(
