@@ -87,15 +87,16 @@ def awq(form: Integers, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def fp8(shared: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """FP8 codes with scales in fp32, of a matrix, of rows, or of blocks of 128 x 128."""
+    """FP8 codes with scales in fp32, of a matrix, of rows, or of blocks of 128 x 128, the last of which may be cut."""
     n, k = weight.shape
     size = {"tensor": (n, k), "channel": (1, k), "block": (128, 128)}[shared]
-    blocks = weight.float().view(n // size[0], size[0], k // size[1], size[1])
+    whole = torch.nn.functional.pad(weight.float(), (0, -k % size[1], 0, -n % size[0]))
+    blocks = whole.view(whole.shape[0] // size[0], size[0], whole.shape[1] // size[1], size[1])
     scales = blocks.abs().amax((1, 3), keepdim=True) / 448
     codes = (blocks / scales).to(torch.float8_e4m3fn)
-    matrix = rounded(codes.double() * scales.double()).view(n, k)
+    matrix = rounded(codes.double() * scales.double()).view(whole.shape)[:n, :k]
     scales = scales.flatten() if shared == "tensor" else scales[:, 0, :, 0]
-    return {"weight": codes.view(n, k), "weight_scale": scales}, matrix
+    return {"weight": codes.view(whole.shape)[:n, :k].contiguous(), "weight_scale": scales}, matrix.contiguous()
 
 
 def nvfp4(_: None, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

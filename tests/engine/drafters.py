@@ -168,14 +168,27 @@ def make_glm(folder: Path) -> Path:
         pad_token_id=0,
     )
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    layer = "model.layers.2."
-    shapes = {"enorm": (256,), "hnorm": (256,), "shared_head.norm": (256,), "eh_proj": (256, 512)}
+    return predict_by_last_layer(folder)
+
+
+def predict_by_last_layer(folder: Path, likely: int | None = None) -> Path:
+    """Have the last layer of a small GLM-4.5, GLM-4.7-Flash or DeepSeek-V3 predict a second token. Of few ``likely``
+    tokens it guesses some.
+    """
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    hidden, number = config["hidden_size"], config["num_hidden_layers"] - 1
+    layer = f"model.layers.{number}."
+    shapes = {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
     weights |= random_weights({layer + name: shape for name, shape in shapes.items()})
+    if likely is not None:
+        weights["lm_head.weight"] = weights["lm_head.weight"].clone()
+        weights["lm_head.weight"][likely:] *= 0.02
     weights[layer + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[layer + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    own = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    own = config | {"num_hidden_layers": number, "num_nextn_predict_layers": 1}
+    if kinds := config.get("mlp_layer_types"):
+        own["mlp_layer_types"] = kinds[:number]
     (folder / "config.json").write_text(json.dumps(own))
     return folder
 

@@ -320,12 +320,17 @@ def decodes_as_it_prefills(found: dict[str, Any]) -> bool:
     return made == [row[: len(of)] for row, of in zip(rows, made, strict=True)]
 
 
-def distance_from_float64(checkpoint: Path, answers: list[Any]) -> float:
-    """The largest of listed logprobs of a prompt of 70 tokens from those of Transformers' model in float64."""
+def distance_from_float64(
+    checkpoint: Path, answers: list[Any], prepare: Callable[[torch.nn.Module], object] = lambda _: None
+) -> float:
+    """The largest of listed logprobs of a prompt of 70 tokens from those of Transformers' model in float64, which
+    ``prepare`` may change.
+    """
     prompt, listed = TARGETS[1]["prompt"], answers[1][1]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
+    prepare(model)
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     rows = zip(expected, listed[1:], strict=False)

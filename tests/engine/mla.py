@@ -3,9 +3,10 @@ GLM-4.7-Flash, with experts in each.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine import kept_states
+from tests import quantised_checkpoints
+from tests.engine import kept_states, quantised_layers
+from tests.fp8_checkpoints import Form
+from tests.quantised_checkpoints import Integers, Stored, gptq
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -72,6 +76,36 @@ CONFIGS = {
 """By the published model that each is a small one of: how Transformers calls it, and its configuration. V3's cache has
 vectors as large as published ones.
 """
+WIDE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 2,
+}
+"""Changes that give each of two workers whole groups and blocks of 128."""
+BLOCKS, INTEGERS = "fp8 by blocks", "w4a16 of 128"
+FORMS: dict[str, Form | Stored] = {
+    name: quantised_layers.FORMS[name] for name in (BLOCKS, "compressed-tensors by blocks", INTEGERS, "awq", "gptq")
+}
+FORMS |= {
+    "w8a16 of 64": quantised_checkpoints.FORMATS["w8a16 of 64"],
+    "gptq of eight bits by rows": Stored(
+        gptq, Integers(8, None, False), quantised_layers.GPTQ | {"bits": 8, "group_size": -1}
+    ),
+}
+"""How linear layers and experts are stored that are served, by a name."""
+PUBLISHED = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+"""``quantization_config`` of DeepSeek-V3."""
 EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129]
 """Lengths of prompts around the ends of pages and of steps."""
 FAULTS = ("splits by the number of requests", "another product for many rows")
@@ -88,6 +122,19 @@ def written(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     draw(model, seed)
     model.bfloat16().save_pretrained(folder)
     return folder
+
+
+def written_wide(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint in bf16 to quantise."""
+    rank = CONFIGS[name][1]["q_lora_rank"]
+    return written(name, folder, seed, **WIDE | ({} if rank is None else {"q_lora_rank": 128}) | changes)
+
+
+def as_published(folder: Path) -> None:
+    """Have a checkpoint in FP8 by blocks say what that of DeepSeek-V3 does, which names no layer."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = PUBLISHED
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def written_around(folder: Path) -> Path:
@@ -140,10 +187,50 @@ def draw(model: torch.nn.Module, seed: int) -> None:
                 buffer.uniform_(-0.2, 0.2, generator=generator)
 
 
+def company() -> list[dict[str, Any]]:
+    """Requests beside the targets."""
+    return kept_states.others(length=118)
+
+
 def ask(engine: Engine, faults: tuple[str, ...] = ()) -> dict[str, Any]:
     """Answers of the targets in every company, and what shows that they were in it."""
-    company = kept_states.others(length=118)
-    return kept_states.everywhere_and_with_faults(engine, company, EDGES, f"{__name__}:plant", faults)
+    return kept_states.everywhere_and_with_faults(engine, company(), EDGES, f"{__name__}:plant", faults)
+
+
+def absorbed(llm: Any) -> dict[str, str]:
+    """Digests of the matrices that latent attention multiplies with parts of, by their names in a checkpoint."""
+    [found] = llm.apply_model(lambda model: _digests(model.named_parameters()))
+    return found
+
+
+def absorbed_of(folder: Path) -> dict[str, str]:
+    """The same of a checkpoint."""
+    return _digests(load_file(folder / "model.safetensors").items())
+
+
+def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    return {
+        name: sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, weight in weights
+        if name.endswith(".kv_b_proj.weight")
+    }
+
+
+def code_inputs(model: torch.nn.Module) -> None:
+    """Have linear layers, of a model without experts, given what e4m3 has of their input by groups of 128; but
+    kv_b_proj, and the output head.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and not name.endswith(("kv_b_proj", "lm_head")):
+            layer.register_forward_pre_hook(lambda _, given: (_coded(given[0]),))
+
+
+def _coded(x: torch.Tensor) -> torch.Tensor:
+    """What e4m3 has of groups of 128, with scales in fp32."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    scales = groups.abs().amax(-1, keepdim=True) / 448
+    codes = (groups / torch.where(scales == 0, 1, scales)).to(torch.float8_e4m3fn)
+    return (codes.double() * scales.double()).flatten(-2)
 
 
 def plant(llm: Any, fault: str) -> None:

@@ -18,11 +18,11 @@ from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
 KEPT = (
-    r"(^|\.)(lm_head|embed_tokens|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|in_proj_(a|b|ba)|mtp\.fc|"
-    r"(visual|vision_tower|multi_modal_projector|embed_vision)\..*)$"
+    r"(^|\.)(lm_head|embed_tokens|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|in_proj_(a|b|ba)|mtp\.fc|eh_proj|"
+    r"shared_head\.head|(visual|vision_tower|multi_modal_projector|embed_vision)\..*)$"
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 FORMS: dict[str, Form | Stored] = {
     "fp8 by blocks": fp8_checkpoints.FORMS["fp8 by blocks"],
     "compressed-tensors by blocks": fp8_checkpoints.FORMS["compressed-tensors by blocks"],
@@ -32,7 +32,7 @@ FORMS: dict[str, Form | Stored] = {
     ),
     "w4a16 of 128": quantised_checkpoints.FORMATS["w4a16 of 128"],
     "awq": quantised_checkpoints.FORMATS["awq"],
-    "gptq": Stored(gptq, Integers(4, 128, False), _GPTQ),
+    "gptq": Stored(gptq, Integers(4, 128, False), GPTQ),
 }
 """By a name; with those of the first kind activations are codes too."""
 

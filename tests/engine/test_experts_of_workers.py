@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests import fp8_checkpoints, quantised_checkpoints
-from tests.engine import mla
+from tests.engine import mla, quantised_layers
 from tests.engine.engines import Result, differing_answers, request, run, tokens
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved, targets
 from tests.engine.quantised_experts import mxfp4_of
@@ -66,6 +66,17 @@ def of_mla(name: str) -> Callable[[Path], Path]:
     return written
 
 
+def of_mla_in(form: str) -> Callable[[Path], Path]:
+    """The same like DeepSeek-V3 in a form, of which each of four workers has whole blocks and groups."""
+
+    def written(folder: Path) -> Path:
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 128}
+        source = mla.written_wide("V3", folder / "bf16", vocab_size=4096, **sizes)
+        return quantised_layers.write(source, mla.FORMS[form], folder / "packed")
+
+    return written
+
+
 def in_fp8(folder: Path) -> Path:
     """Writes dense layers and experts in FP8 by blocks."""
     source = of_config(GLM_OF_SIX)(folder)
@@ -93,8 +104,10 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss in MXFP4": in_mxfp4,
     "DeepSeek-V2": of_mla("V2-Lite"),
     "DeepSeek-V3": of_mla("V3"),
+    "DeepSeek-V3 in FP8 by blocks": of_mla_in(mla.BLOCKS),
+    "DeepSeek-V3 in INT4": of_mla_in(mla.INTEGERS),
 }
-BY_FOUR = ("GLM-4.5", "GLM-4.5 in FP8 by blocks", "Qwen2-MoE", "DeepSeek-V2")
+BY_FOUR = ("GLM-4.5", "GLM-4.5 in FP8 by blocks", "Qwen2-MoE", "DeepSeek-V2", "DeepSeek-V3 in FP8 by blocks")
 """Those that four workers share, too."""
 LENGTH = 352
 LIMITS_OF = {

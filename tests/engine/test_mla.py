@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine import kept_states, mla, multimodal
+from tests.engine.drafters import predict_by_last_layer
 from tests.engine.engines import UNTRIED_THERE
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.mla import CONFIGS, FAULTS
@@ -138,6 +139,18 @@ def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path
     differing, counted = kept_states.with_drafts(started, checkpoint(name), NGRAMS, REPEATING, UNCACHED, **cached)
     assert differing == []
     assert counted["accepted"] > 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@pytest.mark.parametrize("name", ["V3", "GLM-4.7-Flash"])
+def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(name: str, tmp_path: Path) -> None:
+    """Three drafts run it three times; beside a prefix cache, which plain decoding has not."""
+    folder, cached = predict_by_last_layer(mla.written(name, tmp_path), likely=8), {"enable_prefix_caching": True}
+    asked, drafts = kept_states.drafted_requests()[::3], {"method": "mtp"}
+    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, UNCACHED, **cached)
+    assert differing == []
+    assert 0 < counted["accepted"] < counted["drafts"]
+    assert counted["preemptions"] > 0
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.engine import gemma4, kept_states
+from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.quantised_layers import FORMS, KEPT, write
 from tests.engine.test_gemma4 import DEFAULT, FEW_PAGES, started
@@ -118,4 +118,5 @@ def test_a_checkpoint_as_it_is_published_has_the_bits_of_the_text_model(tmp_path
     text = write(gemma4.written("31B", tmp_path / "source"), FORMS[form], tmp_path / "packed")
     around = write(gemma4.written_around("31B", tmp_path / "around"), FORMS[form], tmp_path / "seeing", kept=KEPT)
     of_text = started(text, kept_states.alone, **DEFAULT)
-    assert started(around, kept_states.alone, language_model_only=True, **DEFAULT) == of_text
+    path = multimodal.python_path(tmp_path / "path")
+    assert started(around, kept_states.alone, path=path, language_model_only=True, **DEFAULT) == of_text

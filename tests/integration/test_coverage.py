@@ -1132,9 +1132,14 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
         ({"quantization": "fp8"}, "latent attention with quantisation fp8"),
         ({"cache_dtype": "fp8"}, "latent attention with a KV cache in fp8"),
         ({"lora_config": object()}, "latent attention with LoRA adapters"),
+        ({"speculative_config": SimpleNamespace(method="mtp")}, None),
         (
-            {"speculative_config": SimpleNamespace(method="mtp")},
-            "latent attention with speculative decoding with mtp",
+            {"speculative_config": SimpleNamespace(method="suffix")},
+            "latent attention with speculative decoding with suffix",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp"), "tensor_parallel_size": 2},
+            "latent attention with speculative decoding by 2 workers",
         ),
         ({"speculative_config": SimpleNamespace(method="ngram")}, None),
         (
@@ -1158,6 +1163,22 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
 )
 def test_what_has_not_run_with_latent_attention_is_found(changes: dict[str, Any], said: str | None) -> None:
     assert latent(**changes) == said
+
+
+def test_quantised_weights_with_latent_attention_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    by = [BLOCKS]
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    of_fp8 = partial(latent, quantization="fp8")
+    assert of_fp8() is of_fp8(tensor_parallel_size=2) is None
+    assert of_fp8(device="cuda", version="0.33.0") == f"latent attention with quantisation {BLOCKS}"
+    assert of_fp8(device="cuda", version="0.33.0", untried=True) is None
+    of_images = "KimiVLForConditionalGeneration"
+    assert of_fp8(architecture=of_images) == f"latent attention with quantised weights of {of_images}"
+    for kind in ("compressed-tensors with int4 weights", "awq with int4 weights", "experts_int8 with int8 weights"):
+        by[0] = kind
+        assert of_fp8() is None
+    by.append("modelopt with float4 weights")
+    assert of_fp8() == f"latent attention with quantisation {by[1]}"
 
 
 @pytest.mark.parametrize(

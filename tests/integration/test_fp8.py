@@ -17,6 +17,7 @@ from tests.assertions import assert_same_bits
 from tests.fakes.workers import be_worker
 from tests.fp8_checkpoints import FORMS, INPUT_SCALE, Form
 from tests.quantised_checkpoints import Tensors
+from tests.quantised_checkpoints import fp8 as fp8_codes
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers import deep_gemm, fp8, quantised, review
@@ -37,6 +38,8 @@ ROWS = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD}
 MAGNITUDES = {"q": 1.0, "k": 9.0, "v": 0.3}
 """Of shards with scales of their own."""
 NAME = "model.layers.0.self_attn.qkv_proj"
+OF_LATENT = 512, 576
+"""Columns and rows of W_UK and W_UV, which end within a block."""
 ONLINE = {"fp8_per_block": "block", "fp8_per_channel": "channel", "fp8_per_tensor": "tensor"}
 WITHOUT_WIDTH = [name for name, form in FORMS.items() if form.shared == "block" or form.static]
 """Formats whose codes of a part of a row are those of the row."""
@@ -61,7 +64,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Non
     quantised._keep_kernels_apart.cache_clear()
 
 
-def build(kind: type[Any], *sizes: int, form: Form | str, **named: Any) -> Any:
+def build(kind: type[Any], *sizes: int, form: Form | str, prefix: str = NAME, **named: Any) -> Any:
     """A layer of a checkpoint's form, or of one of vLLM's names of what is quantised while it is loaded."""
     if isinstance(form, str):
         from vllm.config.quantization import resolve_quantization_config
@@ -72,7 +75,7 @@ def build(kind: type[Any], *sizes: int, form: Form | str, **named: Any) -> Any:
         config = json.loads(json.dumps(form.config))
         quantisation = get_quantization_config(config["quant_method"]).from_config(config)
     quantisation.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    return kind(*sizes, params_dtype=torch.bfloat16, quant_config=quantisation, prefix=NAME, **named)
+    return kind(*sizes, params_dtype=torch.bfloat16, quant_config=quantisation, prefix=prefix, **named)
 
 
 def weight_of(rows: int, columns: int, seed: int, magnitude: float = 1.0) -> torch.Tensor:
@@ -284,6 +287,54 @@ def test_parts_of_blocks_are_refused(form: Form | str, worker: Callable[..., Non
     for kind, sizes in ((linear.RowParallelLinear, (HIDDEN // 2, 128)), (linear.ColumnParallelLinear, (HIDDEN, 128))):
         with pytest.raises(NotCovered, match="of which a worker has 64: a block would have two scales"):
             build(kind, *sizes, form=form)
+
+
+@pytest.fixture
+def absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, bool], Any]:
+    """Builds the layer of W_UK and W_UV, of a model with latent attention or of another."""
+
+    def build_it(name: str, latent: bool = True) -> Any:
+        config, point = SimpleNamespace(model_config=SimpleNamespace(use_mla=latent)), patch_points.CURRENT_CONFIG
+        monkeypatch.setattr(point.module(), point.attribute, lambda: config)
+        monkeypatch.setattr(patch_points.CPU_GEMM.module(), patch_points.CPU_GEMM.attribute, lambda *_, **__: None)
+        named = {"prefix": "model.layers.0.self_attn.kv_b_proj", "bias": False}
+        return build(linear.ColumnParallelLinear, *OF_LATENT, form=FORMS[name], **named)
+
+    return build_it
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["no kernel", "a kernel that reads codes"])
+@pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by blocks"])
+def test_latent_attention_has_the_matrix_that_codes_stand_for(
+    name: str, reads: bool, absorbed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "reads_as_stored", lambda *_: reads)
+    layer, weight = absorbed(name), weight_of(*reversed(OF_LATENT), 3)
+    load(layer, FORMS[name].layer(weight))
+    assert_same_bits(process(layer).weight.data, fp8_codes("block", weight)[1])
+    assert quantised.is_plain(layer.quant_method)
+    assert not fp8.computes(layer)
+    multiplied = absorbed(name, latent=False)
+    assert fp8.computes(multiplied)
+    names = fp8.reductions(torch.nn.ModuleList([layer, multiplied]), torch.bfloat16)
+    assert set(names) == {"quantise (FP8 by block)", "linear (FP8 by block)"}
+
+
+def test_parts_of_blocks_of_latent_attention_are_refused_and_so_is_what_are_no_codes(
+    absorbed: Callable[..., Any], worker: Callable[..., None]
+) -> None:
+    layer = absorbed("fp8 by blocks")
+    with pytest.raises(NotCovered, match=r"weights of .*kv_b_proj in bfloat16"):
+        load(layer, {"weight": weight_of(*reversed(OF_LATENT), 3)})
+    worker(0, 2)
+    with pytest.raises(NotCovered, match=r"blocks of 128 x 128 of .*kv_b_proj, of which a worker has 288"):
+        absorbed("fp8 by blocks")
+
+
+@pytest.mark.parametrize("name", ["fp8 by tensors", "compressed-tensors by rows"])
+def test_other_codes_of_latent_attention_are_refused(name: str, absorbed: Callable[..., Any]) -> None:
+    with pytest.raises(NotCovered, match=r"weights of model\.layers\.0\.self_attn\.kv_b_proj by"):
+        absorbed(name)
 
 
 def test_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

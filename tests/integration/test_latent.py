@@ -173,6 +173,7 @@ def of_vllm(**changes: Any) -> Any:
         ({"indexer": object()}, "it attends to keys that an indexer chooses"),
         ({"sliding_window": 100}, "it is more than causal attention"),
         ({"non_causal_multi_token_decode": True}, "it is more than causal attention"),
+        ({"kv_b_proj": SimpleNamespace(quant_method=SimpleNamespace(unpacks=True))}, None),
         ({"kv_b_proj": SimpleNamespace(quant_method=object())}, "its matrices are made by object"),
     ],
 )

@@ -72,6 +72,23 @@ def test_latent_attention_is_a_model_of_transformers_with_every_weight(tmp_path:
     assert hasattr(model.model.layers[1].mlp, "gate") is (experts > 0)
 
 
+@pytest.mark.parametrize("form", ["w8a8-fp8-block", "w4a16-g128"])
+def test_latent_attention_is_quantised_with_its_experts(tmp_path: Path, form: str):
+    shape = replace(SMALL, latent=True, experts=2, top_k=1, layers=2, hidden=256, heads=4, expert_intermediate=128)
+    packed = load_file(make_checkpoint(tmp_path / "packed", shape, 0, form, tmp_path / "plain") / "model.safetensors")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    layer = "model.layers.1."
+    assert torch.equal(packed[f"{layer}mlp.gate.weight"], plain[f"{layer}mlp.gate.weight"])
+    names = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
+    quantised = [f"self_attn.{name}" for name in names] + ["mlp.shared_experts.up_proj", "mlp.experts.1.down_proj"]
+    for name in quantised:
+        parts = {part.removeprefix(f"{layer}{name}.") for part in packed if part.startswith(f"{layer}{name}.")}
+        assert len(parts) > 1, name
+    assert plain[f"{layer}self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 256)
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(told.values()), told
+
+
 def test_latent_attention_beside_other_layers_is_refused():
     with pytest.raises(ValueError, match="neither other layers nor images"):
         replace(SMALL, latent=True, hybrid="delta")

@@ -497,6 +497,23 @@ def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.Monke
     assert whole == {(1, 1): NONE, (2, 1): NONE, (1, 2): NONE, (2, 2): "whole"}
 
 
+def test_two_workers_share_no_block_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of queries, nor of keys and values, nor of what goes into the output."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    model |= {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256, "n_shared_experts": 2}
+    model |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for heads, unturned, value, workers in (
+        (4, 64, 128, {1, 2}),
+        (4, 48, 128, {1}),
+        (2, 128, 64, {1}),
+        (4, 64, 32, {1}),
+    ):
+        sizes = {"num_attention_heads": heads, "qk_nope_head_dim": unturned, "v_head_dim": value}
+        drawn = [draw_settings("latent", number, 256, Place("cpu", 4, model=model | sizes)) for number in range(40)]
+        assert {one.workers for one in drawn} == workers, sizes
+
+
 def test_two_workers_share_no_block_of_gated_delta_rules() -> None:
     """Neither of their keys nor of their values."""
     whole = {"num_attention_heads": 4, "head_dim": 128, "hidden_size": 512, "intermediate_size": 512}

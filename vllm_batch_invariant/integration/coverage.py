@@ -769,7 +769,7 @@ def _latent_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have latent attention."""
     named = "latent attention"
     of_models = RAN.latent_models, RAN.latent, RAN.latent_workers, RAN.latent_drafters, RAN.latent_trees
-    if found := _beside_layers(config, named, *of_models):
+    if found := _beside_layers(config, named, *of_models, RAN.latent_quantised):
         return found
     if not _is_latent(config):
         return None
@@ -782,6 +782,8 @@ def _latent_elsewhere(config: Config) -> str | None:
         "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
         f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
         "queries that are scaled by their position": scaling is not None,
+        f"quantised weights of {model.architecture}": model.quantization is not None
+        and model.architecture in RAN.latent_on_cpus_alone,
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
@@ -1295,15 +1297,15 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16 by one worker or two, with "
-        "images and with drafts of n-grams by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU "
-        "with 0.33: every row, of prefill as of decode, attends to the latent cache",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, all but Kimi-VL in FP8 by "
+        "blocks, INT4 and INT8, by one worker or two, with images and drafts of n-grams and MTP by one, on a CPU with "
+        "vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: every row attends to the latent cache",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images, videos and audio by one worker, as text also by two; on a GPU "
-        "with 0.33",
+        "experts: on a CPU with vLLM 0.32, with images, videos and audio, FP8 by blocks or rows, INT4 or drafts of "
+        "n-grams by one worker, as text also by two; on a GPU with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1646,7 +1648,8 @@ REFUSED = (
     Feature(
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
-        f"choose a method among {', '.join(RAN.drafters)}; mtp of {', '.join(RAN.mtp_models)}, the last on a GPU with "
+        f"choose among {', '.join(RAN.drafters)}; mtp of "
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}, the last three on a GPU with "
         f"{envs.UNTRIED.name}=1; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
@@ -1838,11 +1841,11 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with an indexer, not 512 + 64, over 2 workers, by a tree 4, 2 GPUs, engines, whole experts "
-        "but by a tree, drafts but n-grams by one on a CPU, quantised, FP8 caches, LoRA, embeddings, poolers, "
-        "sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with indexers, not 512 + 64, over 2 workers (4 by a tree), 2 GPUs, engines, whole experts "
+        "but by a tree, drafts but n-grams and MTP by one, other quantisation, both on GPUs, FP8 caches, LoRA, "
+        "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
-        f"leave it out; on a GPU vLLM 0.33, bf16; {envs.UNTRIED.name}=1 starts more",
+        f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, SLEEP, RUNNER),
@@ -1911,8 +1914,8 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, or 2 GPUs, whole experts, "
-        "engines, stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, "
-        "FlexAttention",
+        "engines, stages, other drafts and quantised weights, both on GPUs, FP8 caches, LoRA, prompt embeddings, "
+        "poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,

@@ -839,8 +839,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
     if options.hybrid and options.experts and options.format:
         parser.error("--hybrid with --experts is a model of plain weights: leave out --format")
-    if options.latent and (options.format or options.hybrid or options.images):
-        parser.error("--latent is a model of plain weights: leave out --hybrid, --images and --format")
+    if options.latent and (options.hybrid or options.images):
+        parser.error("--latent has attention in every layer and sees no images: leave out --hybrid and --images")
     if options.images and (options.format or options.experts or options.hybrid):
         parser.error("--images is a dense model of plain weights: leave out --experts, --hybrid and --format")
     if options.unpacked is not None:

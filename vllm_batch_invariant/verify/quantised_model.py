@@ -22,8 +22,11 @@ Tensors = Mapping[str, torch.Tensor]
 LINEAR = (
     *(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down", "in", "out")),
     *(".in_proj_qkv.weight", ".in_proj_z.weight", ".w1.weight", ".w2.weight", ".w3.weight"),
+    *(".q_a_proj.weight", ".kv_a_proj_with_mqa.weight", ".q_b_proj.weight", ".kv_b_proj.weight"),
 )
-"""The last rows are of layers with states, and of LFM2."""
+"""The last rows are of layers with states, of LFM2, and of latent attention."""
+_LAST = ".kv_a_proj_with_mqa.weight"
+"""The last of what vLLM fuses, which may end within a block."""
 EXPERTS = ".experts.gate_up_proj", ".experts.down_proj"
 """Of gpt-oss: [E, K, N], where a linear layer has [N, K]."""
 _ROUTER = ".mlp.gate.weight"
@@ -69,7 +72,8 @@ class CheckpointFormat:
             ValueError: N or K is no whole number of groups.
         """
         for side, size, unit in (("rows", n, self.rows), ("columns", k, self.group)):
-            if size % unit:
+            ends_within = side == "rows" and self.format is FP8_BLOCK and name.endswith(_LAST)
+            if size % unit and not ends_within:
                 raise ValueError(f"{self.name} takes multiples of {unit} {side}, and {name} has {size}")
 
     def matrix(self, tensors: Tensors, k: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,9 +208,11 @@ def _eight(
 
     def encode(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         if in_blocks:
-            largest = weight.view(-1, _BLOCK, weight.shape[1] // _BLOCK, _BLOCK).abs().amax((1, 3))
+            n, k = weight.shape
+            filled = torch.nn.functional.pad(weight, (0, 0, 0, -n % _BLOCK))
+            largest = filled.view(-1, _BLOCK, k // _BLOCK, _BLOCK).abs().amax((1, 3))
             scale = _nonzero(largest / most)
-            whole = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+            whole = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[:n]
         elif strategy == "tensor":
             scale = whole = _nonzero(weight.abs().max()[None] / most)
         else:

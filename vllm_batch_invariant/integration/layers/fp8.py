@@ -166,7 +166,8 @@ def reductions(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
         found |= reductions_of(source, weight.shape[1], dtype, weight)
     if found:
         kind, device = patch_points.LINEAR_LAYER.get(), weight.device.type
-        for layer in (layer for layer in model.modules() if isinstance(layer, kind) and not computes(layer)):
+        beside = (layer for layer in model.modules() if isinstance(layer, kind) and not computes(layer))
+        for layer in (layer for layer in beside if not getattr(layer.quant_method, "as_matrix", False)):  # nobody calls
             found |= reductions_beside(layer_name(layer), layer.output_size, layer.input_size, dtype, device)
     return found
 

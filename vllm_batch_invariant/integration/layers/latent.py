@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..reviews import patch_points
+from . import quantised
 
 NAME = "MLAAttention"
 """Of vLLM's class of such a layer."""
@@ -51,8 +52,8 @@ def problem_of(layer: Any) -> str | None:
         return "it attends to keys that an indexer chooses"
     if layer.sliding_window is not None or layer.non_causal_multi_token_decode:
         return "it is more than causal attention"
-    method, plain = layer.kv_b_proj.quant_method, patch_points.LINEAR_METHOD.get()
-    return None if type(method) is plain else f"its matrices are made by {type(method).__name__}"
+    method = layer.kv_b_proj.quant_method
+    return None if quantised.is_plain(method) else f"its matrices are made by {type(method).__name__}"
 
 
 def forward_impl(

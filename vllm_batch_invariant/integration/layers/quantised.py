@@ -26,6 +26,10 @@ from ..reviews import patch_points, schemes
 from ..side_table import beside
 from . import fp8, int8, linear
 
+_ABSORBED = ".kv_b_proj"
+"""What the name of a layer ends with that nobody calls in a model with latent attention, which multiplies with parts of
+its matrix: queries and results, that are not quantised whatever the others are given.
+"""
 _unpacked: WeakSet[torch.nn.Module] = WeakSet()
 """Layers of this process that have a weight in the place of what their checkpoint stores."""
 
@@ -215,16 +219,20 @@ def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
         _keep_kernels_apart()
         method = choose(quant_config, layer, prefix)
         is_linear = isinstance(layer, patch_points.LINEAR_LAYER.get())
-        if method is None or is_plain(method) or int8.has_scheme(layer):
+        if method is None or is_plain(method):
             return method
-        if (multiplied := fp8.source_of(method, layer)) is not None:
+        absorbed = is_absorbed(prefix)
+        if int8.has_scheme(layer) and not absorbed:
+            return method
+        multiplied = fp8.source_of(method, layer)
+        if multiplied is not None and not absorbed:
             return fp8.method_of(method, multiplied)
-        source = source_of(method, layer)
+        source = source_of(method, layer) if multiplied is None else _of_codes(multiplied)
         if source is None:
             scheme = type(getattr(layer, "scheme", method)).__name__
             raise NotCovered(f"weights of {prefix} by {scheme}", "no format of the mode's stands for them", fp8.REMEDY)
         base = (patch_points.LINEAR_METHOD if is_linear else patch_points.EMBEDDING_METHOD).get()
-        return _method_of(base)(method, source)
+        return _method_of(base)(method, source, absorbed)
 
     return resolve_quant_method
 
@@ -247,6 +255,18 @@ def source_of(method: Any, layer: Any) -> Source | None:
     return find(by) if find else None
 
 
+def _of_codes(multiplied: fp8.Source) -> Source | None:
+    """How the matrix lies of a layer whose codes could be multiplied with codes; None for what has not been run."""
+    if multiplied.shared != "block" or multiplied.online:
+        return None
+    return Source(eight.FP8_BLOCK, lambda layer: (layer.weight.data, getattr(layer, multiplied.scale).data))
+
+
+def is_absorbed(prefix: str) -> bool:
+    """Whether latent attention multiplies with parts of the matrix of the layer of that name."""
+    return prefix.endswith(_ABSORBED) and bool(patch_points.CURRENT_CONFIG.get()().model_config.use_mla)
+
+
 def _name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -265,13 +285,13 @@ def _method_of(base: type[Any]) -> type[Any]:
     """The method that unpacks, of vLLM's class for plain weights that ours computes."""
 
     class UnpackingMethod(base):
-        """A layer's method that makes its weight of what is loaded."""
+        """A layer's method that makes its weight of what is loaded; ``as_matrix`` also where a kernel reads that."""
 
         unpacks = True
 
-        def __init__(self, packed: Any, source: Source) -> None:
+        def __init__(self, packed: Any, source: Source, as_matrix: bool = False) -> None:
             super().__init__()
-            self.packed, self.source = packed, source
+            self.packed, self.source, self.as_matrix = packed, source, as_matrix
             self._names: tuple[str, ...] = ()
             """Of the parameters that the checkpoint has."""
             self._dtype = torch.float32
@@ -287,7 +307,12 @@ def _method_of(base: type[Any]) -> type[Any]:
             **named: Any,
         ) -> None:
             """vLLM's method: the tensors of the checkpoint. Scales are NaN until they are loaded."""
-            _check_groups(layer, self.source.format, input_size_per_partition, input_size)
+            of_format, name = self.source.format, fp8.layer_name(layer)
+            _check_groups(layer, of_format, input_size_per_partition, input_size)
+            if of_format is eight.FP8_BLOCK:
+                fp8.check_blocks(name, input_size_per_partition, input_size, output_partition_sizes, output_size)
+            if of_format.storage[0] == fp8.E4M3:
+                named["weight_loader"] = fp8.checking(named["weight_loader"], name)
             before, self._dtype = set(layer._parameters), params_dtype
             sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
             self.packed.create_weights(layer, *sizes, params_dtype=params_dtype, **named)
@@ -326,7 +351,7 @@ def _method_of(base: type[Any]) -> type[Any]:
             """What a layer multiplies with: what is stored, where a kernel reads that, or the matrix."""
             codes, of_format = stored[0], self.source.format
             k = codes.shape[1] * of_format.packing
-            if reads_as_stored(of_format, k, self._dtype, codes.device):
+            if not self.as_matrix and reads_as_stored(of_format, k, self._dtype, codes.device):
                 scales = [f"packed_{name.replace(' ', '_')}" for name in of_format.names[1:]]
                 kept = beside(layer)
                 kept.b_format, kept.scales = of_format, tuple(scales)

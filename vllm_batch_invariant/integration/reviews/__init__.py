@@ -238,6 +238,7 @@ class Ran:
         latent_workers: numbers of workers above 1 that have shared it, by device.
         latent_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
         latent_drafters: methods of speculative decoding that one worker has run beside it, by device.
+        latent_quantised: kinds of quantised weights that have been served with it, by device.
         chunks: versions whose engines have served these, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
@@ -304,6 +305,7 @@ class Ran:
     latent_workers: Mapping[str, tuple[int, ...]]
     latent_trees: Mapping[str, tuple[int, ...]]
     latent_drafters: Mapping[str, tuple[str, ...]]
+    latent_quantised: Mapping[str, tuple[str, ...]]
     chunks: Mapping[str, str]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]

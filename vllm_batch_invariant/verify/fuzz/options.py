@@ -196,19 +196,30 @@ class Place:
 
     @property
     def _shared_outputs(self) -> tuple[int, ...]:
-        """Outputs of the layers whose outputs workers share: queries, keys or values, also of gated delta rules, and a
-        half of an MLP's first.
+        """Outputs of the layers whose outputs workers share: queries, keys or values, also of latent attention and of
+        gated delta rules, and a half of an MLP's first.
         """
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
         size = self.model.get("head_dim") or hidden // heads
         kv_heads = self.model.get("num_key_value_heads") or heads
-        return heads * size, kv_heads * size, *self._of_rules, *self._intermediate
+        of_heads = tuple(heads * size for size in self._of_latent) or (heads * size, kv_heads * size)
+        return *of_heads, *self._of_rules, *self._intermediate
 
     @property
     def _shared_inputs(self) -> tuple[int, ...]:
         """Inputs of the layers whose inputs workers share."""
         heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
-        return heads * (self.model.get("head_dim") or hidden // heads), *self._of_rules[1:], *self._intermediate
+        size = self.model.get("v_head_dim") if self._of_latent else self.model.get("head_dim")
+        return heads * (size or hidden // heads), *self._of_rules[1:], *self._intermediate
+
+    @property
+    def _of_latent(self) -> tuple[int, ...]:
+        """Of a head with latent attention: its queries, and its keys and values; none of another model."""
+        if self.model.get("kv_lora_rank") is None:
+            return ()
+        names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+        unturned, turned, value = (self.model.get(name) or 0 for name in names)
+        return unturned + turned, unturned + value
 
     @property
     def _of_rules(self) -> tuple[int, ...]:
