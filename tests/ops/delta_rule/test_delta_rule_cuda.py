@@ -51,7 +51,7 @@ def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
     assert_a_schedule_moves_no_bit(layer, monkeypatch, block, num_warps)
 
 
-@pytest.mark.parametrize("schedule", [*cuda.DECODE.values(), *cuda.VERIFY, cuda.ONE_INSTRUCTION], ids=str)
+@pytest.mark.parametrize("schedule", cuda.SCHEDULES["head"].every, ids=str)
 def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, schedule, solve):
     layer = layer_of(torch.float32, solve)
     assert_a_schedule_moves_no_bit(layer, monkeypatch, schedule.block, schedule.num_warps)
