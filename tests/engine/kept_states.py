@@ -322,10 +322,15 @@ def decodes_as_it_prefills(found: dict[str, Any]) -> bool:
 
 def distance_from_float64(checkpoint: Path, answers: list[Any]) -> float:
     """The largest of listed logprobs of a prompt of 70 tokens from those of Transformers' model in float64."""
-    prompt, listed = TARGETS[1]["prompt"], answers[1][1]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
+    return distance_from(model, answers)
+
+
+def distance_from(model: torch.nn.Module, answers: list[Any]) -> float:
+    """The same of any model."""
+    prompt, listed = TARGETS[1]["prompt"], answers[1][1]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     rows = zip(expected, listed[1:], strict=False)

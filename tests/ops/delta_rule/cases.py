@@ -4,12 +4,19 @@ have left, at any cut.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_batch_invariant.ops.delta_rule import DeltaPages, DeltaRuleReduction, DeltaStates, delta_rule
 from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
+
+KINDS: dict[str, dict[str, Any]] = {
+    "delta rule": {},
+    "state space": {"solve": False},
+    "gates of channels": {"gates": "channel"},
+}
+"""Of layers, by what :class:`Layer` is told."""
 
 
 class Rows(NamedTuple):

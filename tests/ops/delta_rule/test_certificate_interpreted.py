@@ -79,11 +79,15 @@ def all_at_once(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_
 KERNELS = [("decode_delta_rule_kernel", 0), ("verify_delta_rule_kernel", 3), ("prefill_delta_rule_kernel", 0)]
 
 
-@pytest.mark.parametrize(("kernel", "drafts"), KERNELS)
-def test_another_instruction_of_one_kernel_is_found(monkeypatch: pytest.MonkeyPatch, kernel: str, drafts: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "drafts", "gates"), [(*one, "head") for one in KERNELS] + [(*KERNELS[0], "channel")]
+)
+def test_another_instruction_of_one_kernel_is_found(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, drafts: int, gates: str
+) -> None:
     by_kernel(monkeypatch, kernel, lambda patch: patch.setattr(InterpreterBuilder, "create_dot", all_at_once))
     with pytest.raises(NotCovered, match="has other results than prefill"):
-        certified(drafts=drafts)
+        certified(drafts=drafts, gates=gates)
 
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, changed: Callable[[DeltaPages, DeltaStates], None]) -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.assertions import DTYPES, assert_same_bits
 from tests.conftest import INTERPRETED
 from tests.ops.conftest import Device
-from tests.ops.delta_rule.cases import Layer, Rows
+from tests.ops.delta_rule.cases import KINDS, Layer, Rows
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.causal_conv import ConvStates, causal_conv
 from vllm_batch_invariant.ops.delta_rule import (
@@ -27,8 +27,6 @@ from vllm_batch_invariant.ops.delta_rule.reference import kda_gates, mamba2_gate
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Root mean square of the error against float64, relative to that of the result."""
 LENGTH = 50
-KINDS = {"delta rule": {}, "state space": {"solve": False}, "gates of channels": {"gates": "channel"}}
-"""Of layers, by what :class:`Layer` is told."""
 
 
 @pytest.fixture(autouse=True)
