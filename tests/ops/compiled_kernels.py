@@ -1072,6 +1072,7 @@ def check_some(more: bool) -> None:
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
     check_all("delta rules", launch_on(90, delta_rules, 2), False)
+    check_all("gates of channels", launch_on(90, channel_gates, 2), False)
     check_all("state spaces", launch_on(90, state_spaces, 2), False)
     check_adapters(more)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
