@@ -1819,7 +1819,7 @@ REFUSED = (
     ),
     Feature(
         "Linear attention of Ling 2.5 and 3.0 on other devices, by several workers, with drafts but n-grams of 3.0, "
-        "quantised weights, FP8 caches, prompt embeddings, sleep, states not in fp32",
+        "quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32",
         "these have not been run",
         f"serve it by one worker on a CPU; {envs.UNTRIED.name}=1 starts it on a GPU",
         _linear_attention_elsewhere,
