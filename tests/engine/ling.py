@@ -198,13 +198,13 @@ def model_of(version: str, config: dict[str, Any]) -> transformers.PreTrainedMod
     return model
 
 
-def drawn(version: str, **changes: Any) -> transformers.PreTrainedModel:
+def drawn(version: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """Random weights that bf16 has, in fp32, with changes to the configuration. Gates are near 1, so that a token reads
     states of long ago.
     """
     model = model_of(version, CONFIGS[version] | changes)
-    mla.draw(model, seed=0)
-    generator = torch.Generator().manual_seed(1)
+    mla.draw(model, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "conv1d" in name:
@@ -218,10 +218,10 @@ def drawn(version: str, **changes: Any) -> transformers.PreTrainedModel:
     return model
 
 
-def written(folder: Path, version: str, **changes: Any) -> Path:
+def written(folder: Path, version: str, seed: int = 0, **changes: Any) -> Path:
     """The checkpoint of :func:`drawn`."""
     config = CONFIGS[version] | changes
-    drawn(version, **changes).bfloat16().save_pretrained(folder)
+    drawn(version, seed, **changes).bfloat16().save_pretrained(folder)
     weights = {published(name, config): one for name, one in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))

@@ -26,6 +26,8 @@ pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
+WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
+"""To replace weights."""
 NEAR = 1e-4
 """Of logprobs in fp32; in bf16 a token may get other experts."""
 RULE = "DeltaStates"
@@ -101,6 +103,11 @@ def test_without_a_prefix_cache_the_bits_are_the_same(
     assert [name for name in SAME if uncached[name] != found["alone"]] == []
 
 
+def test_limits_of_one_request_and_one_token_move_no_bit(found: dict[str, Any], checkpoint: Path) -> None:
+    one = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "enable_prefix_caching": False}
+    assert started(checkpoint, afterwards=kept_states.alone, **one) == found["alone"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_other_dtypes_keep_their_bits(version: Version, checkpoint: Path, dtype: str) -> None:
     """In fp32 near the model in float64."""
@@ -119,6 +126,21 @@ def test_layers_of_published_sizes_keep_their_bits(version: Version, tmp_path: P
     brief = started(folder, afterwards=kept_states.ask_briefly, max_num_batched_tokens=61)
     assert brief["among others"] == brief["alone"]
     assert decodes_as_it_prefills(brief)
+
+
+def test_new_weights_give_the_bits_of_a_new_engine(
+    found: dict[str, Any], checkpoint: Path, version: Version, tmp_path: Path
+) -> None:
+    other, first = str(ling.written(tmp_path, version.number, seed=1)), str(checkpoint)
+    fresh = {other: started(Path(other), afterwards=kept_states.alone), first: found["alone"]}
+    assert fresh[other] != fresh[first]
+    answers = started(
+        checkpoint,
+        afterwards=partial(kept_states.replaced, folders=(other, first), ways=WAYS),
+        worker_extension_cls="tests.engine.reloads.Extension",
+        weight_transfer_config='{"backend": "files"}',
+    )
+    assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
