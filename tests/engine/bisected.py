@@ -20,7 +20,7 @@ from tests.faults.fuzz import inject
 from vllm_batch_invariant.integration.layers import fp8
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.verify.bisect.engine import Case, bisect
-from vllm_batch_invariant.verify.bisect.recorder import CONVOLUTION, CORE, GATES, _poolers
+from vllm_batch_invariant.verify.bisect.recorder import CONVOLUTION, CORE, GATES, NORM, _poolers
 from vllm_batch_invariant.verify.bisect.recording import MODULE_OUTPUT
 from vllm_batch_invariant.verify.bisect.report import plain
 from vllm_batch_invariant.verify.harness.requests import concurrent_requests, tokens
@@ -303,6 +303,9 @@ def between_modules(llm: Any) -> dict[str, Any]:
     places: dict[str, tuple[Any, str]] = {CONVOLUTION: (module_for("causal_conv", DEVICE), "causal_conv")}
     if hasattr(layer, "norm"):
         places |= {GATES: (rule, inputs), CORE: (rule, "delta_rule"), "norm": (layer.norm, "forward")}
+    if hasattr(layer, "f_proj"):  # of Kimi Delta Attention
+        norm = module_for("norm", DEVICE), "gated_rms_norm"
+        places |= {GATES: (rule, "kda_inputs"), CORE: (rule, "delta_rule"), NORM: norm}
     for name, (owner, function) in places.items():
         with _moved(owner, function):
             found[name] = plain(case, bisect(llm, case))

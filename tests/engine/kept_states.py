@@ -326,11 +326,16 @@ def distance_from_float64(
     """The largest of listed logprobs of a prompt of 70 tokens from those of Transformers' model in float64, which
     ``prepare`` may change.
     """
-    prompt, listed = TARGETS[1]["prompt"], answers[1][1]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     prepare(model)
+    return distance_from(model, answers)
+
+
+def distance_from(model: torch.nn.Module, answers: list[Any]) -> float:
+    """The same of any model."""
+    prompt, listed = TARGETS[1]["prompt"], answers[1][1]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     rows = zip(expected, listed[1:], strict=False)

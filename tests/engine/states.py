@@ -9,7 +9,10 @@ import torch
 
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
 
-LAYERS = ("ShortConv", "QwenGatedDeltaNetAttention", "MambaMixer2")
+LAYERS = (
+    *("ShortConv", "QwenGatedDeltaNetAttention", "MambaMixer2"),
+    *("BailingMoELinearAttention", "BailingMoeV3KimiDeltaAttention"),
+)
 """How the names of layers with states end."""
 
 

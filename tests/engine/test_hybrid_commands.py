@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from tests.engine import kept_states, multimodal
+from tests.engine import kept_states, ling, multimodal
 from tests.engine.engines import EAGER_ON_GPU, Result, run, tokens
 from tests.engine.kept_states import LIMITS, ON_GPU, VOCABULARY, written
 from vllm_batch_invariant.integration import reviews
@@ -26,11 +26,16 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "Nemotron-H": lambda: transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**kept_states.NEMOTRON_H)),
     "LFM2": lambda: transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**kept_states.LFM2)),
 }
-OF_RULE = {"key_size": 64, "value_size": 64, "dtype": "bfloat16", "chunk": 16, "accumulate": "float32"}
+LING = "Ling 3.0"
+OF_RULE = {"key_size": 64, "value_size": 64, "dtype": "bfloat16", "chunk": 16, "accumulate": "float32", "gates": "head"}
 CONVOLVED = {"width": 4, "dtype": "bfloat16", "accumulate": "float32", "gated": "False"}
 REDUCTIONS = {
     "Qwen3.5": {"convolution of 4 taps": CONVOLVED, "gated delta rule 1": OF_RULE | {"solve": "True"}},
     "Nemotron-H": {"convolution of 4 taps": CONVOLVED, "state space 1": OF_RULE | {"solve": "False"}},
+    LING: {
+        "convolution of 4 taps": CONVOLVED,
+        "Kimi Delta Attention 1": OF_RULE | {"solve": "True", "gates": "channel"},
+    },
     "LFM2": {"short convolution of 3 taps": CONVOLVED | {"width": 3, "gated": "True"}},
 }
 """Of layers with states, in a receipt."""
@@ -38,7 +43,9 @@ REDUCTIONS = {
 
 @pytest.fixture(
     scope="module",
-    params=[name if name == "Qwen3.5" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS],
+    params=[
+        name if name == "Qwen3.5" else pytest.param(name, marks=pytest.mark.exhaustive) for name in (*MODELS, LING)
+    ],
 )
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -47,7 +54,9 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def found(name: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp(name)
-    settings = {"model": str(written(MODELS[name](), folder / "model")), **LIMITS, **EAGER_ON_GPU}
+    of_ling = {"trust_remote_code": True} if name == LING else {}
+    model = ling.written(folder / "model", "3.0") if of_ling else written(MODELS[name](), folder / "model")
+    settings = {"model": str(model), **LIMITS, **EAGER_ON_GPU, **of_ling}
     path = os.pathsep.join([*multimodal.python_path(folder), kept_states.PATHS])
     prompt = tokens(90, 1, VOCABULARY)
     return run(settings, [], "1", receipts_of=prompt, bisection=("between_modules",), PYTHONPATH=path)
@@ -85,7 +94,8 @@ def test_a_bisection_names_what_a_layer_with_states_calls(found: Result, name: s
     assert list(bisected) == ([CONVOLUTION] if name == "LFM2" else [CONVOLUTION, GATES, CORE, "norm"])
     for fault, result in bisected.items():
         key = result["found"]["divergence"]["key"]
-        expected = (f"{layer}.norm", MODULE_OUTPUT) if fault == "norm" else (layer, fault)
+        is_module = fault == "norm" and name != LING
+        expected = (f"{layer}.norm", MODULE_OUTPUT) if is_module else (layer, fault)
         assert (key["module"], key["operation"]) == expected, result["verdict"]
         assert result["found"]["output_token"] == 0
         assert result["found"]["repeats"]

@@ -260,12 +260,12 @@ def test_a_text_model_is_not_asked_for_what_only_multimodal_ones_have() -> None:
     [
         ("Other dtypes", {"dtype": "torch.float64"}, "dtype float64"),
         (
-            "Mamba, linear attention, hybrids but LFM2, Qwen3.5, Qwen3-Next, Nemotron-H, Granite 4 H, Falcon-H1",
+            "Mamba, linear attention, hybrids but LFM2, Qwen3.5, Qwen3-Next, Nemotron-H, Granite 4 H, Falcon-H1, Ling",
             {"is_attention_free": True},
             "Mamba or linear attention",
         ),
         (
-            "MLA but of DeepSeek-V2 and V3, Moonlight and GLM-4.7-Flash; sparse attention (DeepSeek-V3.2)",
+            "MLA but of DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash and Ling; sparse attention (DeepSeek-V3.2)",
             {"use_mla": True, "architecture": "DeepseekV32ForCausalLM"},
             "multi-head latent attention of DeepseekV32ForCausalLM",
         ),
@@ -715,6 +715,10 @@ def found_of_states(row_of: str, of: str, /, device: str = "cpu", **changes: Any
 found_of_convolutions = partial(found_of_states, "Short convolutions (LFM2)", "Lfm2ForCausalLM")
 found_of_rules = partial(found_of_states, "Gated delta rules elsewhere", "Qwen3_5ForCausalLM")
 found_of_spaces = partial(found_of_states, "State spaces of Mamba-2", "NemotronHForCausalLM")
+found_of_decays, found_of_channels = (
+    partial(found_of_states, "Linear attention of Ling", f"BailingMoe{version}ForCausalLM")
+    for version in ("V2_5", "V3")
+)
 OF_STATES = [
     ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
     ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
@@ -738,6 +742,8 @@ def test_layers_with_states_are_served_as_they_were_run(
     assert found_of_convolutions(**changes) == f"short convolutions with {said}"
     assert found_of_rules(**changes) == f"gated delta rules with {said}"
     assert found_of_spaces(**changes) == f"state spaces of Mamba-2 with {said}"
+    assert found_of_decays(**changes) == f"linear attention with {said}"
+    assert found_of_channels(**changes) == f"Kimi Delta Attention with {said}"
 
 
 def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -745,6 +751,24 @@ def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch
     for found_of in (found_of_convolutions, found_of_rules, found_of_spaces):
         assert found_of() is found_of(mamba_cache_dtype="bfloat16") is None
         assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
+
+
+def test_linear_attention_is_served_by_one_worker_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    by_n_grams = {"speculative_config": SimpleNamespace(method="ngram")}
+    named = ((found_of_decays, "linear attention"), (found_of_channels, "Kimi Delta Attention"))
+    for found_of, kind in named:
+        assert found_of() is found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
+        assert found_of(tensor_parallel_size=2) == f"{kind} with tensor parallelism 2"
+        assert found_of(mamba_ssm_cache_dtype="bfloat16") == f"{kind} with states of {kind} in bfloat16"
+        assert found_of(device="cuda") == f"{kind} on a GPU"
+    assert found_of_decays(**by_n_grams) == "linear attention with speculative decoding"
+    assert found_of_channels(**by_n_grams) is None
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    for found_of, kind in named:
+        assert found_of() == f"{kind} with vLLM 0.33.0"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_decays(device="cuda") is found_of_channels(device="cuda") is None
 
 
 def test_two_workers_share_layers_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -970,6 +994,8 @@ def test_a_model_with_another_state_stays_refused() -> None:
         ("NemotronHForCausalLM", None),
         ("GraniteMoeHybridForCausalLM", None),
         ("FalconH1ForCausalLM", None),
+        ("BailingMoeV2_5ForCausalLM", None),
+        ("BailingMoeV3ForCausalLM", None),
         ("BambaForCausalLM", "Mamba or linear attention"),
     ):
         model = SimpleNamespace(is_attention_free=False, is_hybrid=True, architecture=architecture)

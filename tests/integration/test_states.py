@@ -48,7 +48,6 @@ def test_layers_of_one_shape_are_compared_once_on_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(certificate, "certify", lambda *given: compared.append(given))
 
     def layer(value_heads: int) -> torch.nn.Module:
-        convolution = SimpleNamespace(weight=torch.zeros(1))
         sizes = {"num_k_heads": 4, "num_v_heads": value_heads, "head_k_dim": 128, "head_v_dim": 64}
         return bare(
             patch_points.DELTA_RULE.get(),
@@ -56,7 +55,7 @@ def test_layers_of_one_shape_are_compared_once_on_a_gpu(monkeypatch: pytest.Monk
             tp_size=2,
             conv_kernel_size=4,
             num_spec=3,
-            conv1d=convolution,
+            A_log=torch.nn.Parameter(torch.zeros(1)),
             model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
 

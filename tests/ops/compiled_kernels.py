@@ -417,7 +417,33 @@ def delta_rules(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -
             q, k, g, beta = delta_rule.gdn_inputs(mixed, a, a, weight, weight, 16, 128)
             convolved_inputs(mixed, (a, a, weight, weight), 16, 128, True, integers, longest)
             v = mixed[:, 32 * 128 :].unflatten(1, (32, 128))
-            for decode in {1: delta_rule.DECODE.values(), 4: delta_rule.VERIFY}.get(longest, (None,)):
+            for decode in schedules_of(reduction, longest):
+                delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
+
+
+def schedules_of(reduction: DeltaRuleReduction, longest: int) -> Iterable[delta_rule.DeltaSchedule | None]:
+    """Of decode, where a step has no more new tokens; else one that the launcher chooses itself."""
+    schedules = delta_rule.SCHEDULES[reduction.gates]
+    return {1: schedules.decode.values(), 4: schedules.verify}.get(longest, (None,))
+
+
+def channel_gates(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> None:
+    """Kimi Linear's, of so many requests with one new token, with drafts and with more than a chunk has."""
+    for dtype in dtypes:
+        reduction = DeltaRuleReduction.of(128, 128, dtype, gates="channel")
+        integers = torch.zeros(count + 1, dtype=torch.int32)
+        for longest, rows in ((1, 16), (4, 32), (100, 16)):
+            held = torch.zeros(count, reduction.page_bytes(32, 32, rows), dtype=torch.uint8)
+            states = DeltaStates(held, integers[1:], integers, integers[1:], longest, rows)
+            mixed, b = (
+                torch.zeros(count * longest, 96 * 128, dtype=dtype),
+                torch.zeros(count * longest, 32, dtype=dtype),
+            )
+            for least in (None, -5.0):
+                of_channels = mixed[:, : 32 * 128], b, torch.zeros(32), torch.zeros(32 * 128)
+                q, k, g, beta = delta_rule.kda_inputs(mixed, *of_channels, 128, least)
+            v = mixed[:, 64 * 128 :].unflatten(1, (32, 128))
+            for decode in schedules_of(reduction, longest):
                 delta_rule.delta_rule(q, k, v, g, beta, states, reduction, decode=decode)
 
 
@@ -456,7 +482,7 @@ def state_spaces(count: int, dtypes: Sequence[torch.dtype] = (torch.bfloat16,), 
             convolved_inputs(mixed, (dt, dt, of_heads, of_heads.to(dtype)), 8, size, False, integers, longest)
             x, b, c = mixed.split([64 * 64, 8 * size, 8 * size], dim=1)
             q, k, v = (one.unflatten(1, (-1, of_head)) for one, of_head in ((c, size), (b, size), (x, 64)))
-            for decode in {1: delta_rule.DECODE.values(), 4: delta_rule.VERIFY}.get(longest, (None,)):
+            for decode in schedules_of(reduction, longest):
                 delta_rule.delta_rule(q, k, v, g, steps, states, reduction, of_heads.to(dtype), decode=decode)
 
 
@@ -1046,6 +1072,7 @@ def check_some(more: bool) -> None:
     check_all("written caches", launch_on(90, written_caches, 2), False)
     check_all("convolutions", launch_on(90, convolutions, 2), False)
     check_all("delta rules", launch_on(90, delta_rules, 2), False)
+    check_all("gates of channels", launch_on(90, channel_gates, 2), False)
     check_all("state spaces", launch_on(90, state_spaces, 2), False)
     check_adapters(more)
     found = launch_on(90, products_of_e4m3, True) + launch_on(90, products_of_e4m3, False, E4M3_SCHEDULES[1:2])
@@ -1256,7 +1283,7 @@ def row_variants() -> None:
 
 
 def delta_rule_variants() -> None:
-    for launch in (delta_rules, state_spaces, partial(state_spaces, size=256)):
+    for launch in (delta_rules, channel_gates, state_spaces, partial(state_spaces, size=256)):
         launch_on(90, launch, 3, (*HALVES, torch.float32))
 
 

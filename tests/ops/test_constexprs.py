@@ -37,6 +37,7 @@ PROBLEM = {
     "delta_rule": {
         *("KEY_HEADS", "VALUE_HEADS", "PADDED_HEADS", "HAS_SKIP", "HAS_X", "KEYS", "ROWS", "STRIDE", "TRANSPOSED"),
         *("WIDTH", "HAS_BIAS"),  # of the convolution in front
+        *("CHANNELS", "HAS_LEAST"),  # of gates, and whether they have a bound
     },
     "exact": {
         *("PARTS", "LENGTH", "ACTIVATIONS", "HAS_RESIDUAL", "HAS_WEIGHT", "HAS_BIAS", "EVEN_K", "NUM_HEADS", "HALF"),

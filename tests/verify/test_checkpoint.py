@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.engine import ling
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
@@ -60,6 +61,25 @@ def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, h
     assert 1 < logits[:, len(tokenizer.all_special_ids) : len(tokenizer)].std() < 10
     foretold = (logits[:-1].argmax(-1) == ids[0, :-1]).sum()
     assert foretold <= 1, "a token does not foretell itself"
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize(("hybrid", "version"), [("lightning", "2.5"), ("kda", "3.0")])
+def test_a_ling_has_the_weights_of_its_layers(tmp_path: Path, hybrid: str, version: str, experts: int):
+    """As a small one of its engine's tests has them."""
+    shape = replace(SMALL, hybrid=hybrid, layers=4, experts=experts)
+    folder = make_checkpoint(tmp_path, shape)
+    config = json.loads((folder / "config.json").read_text())
+    assert AutoConfig.from_pretrained(folder, trust_remote_code=True).layer_group_size == 2
+    expected = {ling.published(name, config): one for name, one in ling.model_of(version, config).state_dict().items()}
+    weights = load_file(folder / "model.safetensors")
+    if experts:  # Transformers has those of all experts in two tensors
+        of_experts = {name for name in expected if ".mlp.experts." in name}
+        each = {name for name in weights if ".mlp.experts." in name}
+        assert len(each) == 3 * 3 * experts
+        expected = {name: one for name, one in expected.items() if name not in of_experts}
+        weights = {name: one for name, one in weights.items() if name not in each}
+    assert {name: one.shape for name, one in weights.items()} == {name: one.shape for name, one in expected.items()}
 
 
 @pytest.mark.parametrize("experts", [0, 4])

@@ -570,6 +570,7 @@ def test_states_take_two_pages_of_each_group_of_layers() -> None:
     assert pages_of_states({"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 3}) == 2
     assert pages_of_states({"hybrid_override_pattern": "M-M-M*-M-E"}) == 8
     assert pages_of_states({"model_type": "falcon_h1"}) == 2
+    assert pages_of_states({"layer_group_size": 4, "num_hidden_layers": 8}) == 6
 
 
 def test_layers_with_windows_take_pages_beside_those_of_full_attention() -> None:

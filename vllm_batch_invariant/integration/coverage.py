@@ -634,6 +634,9 @@ _STATE_SPACES = _Kept(
     RAN.mamba2_quantised,
 )
 
+_KDA = _Kept("Kimi Delta Attention", "Kimi Delta Attention", RAN.kda_models, RAN.kda, drafters=RAN.kda_drafters)
+_LIGHTNING = _Kept("linear attention", "linear attention", RAN.lightning_models, RAN.lightning)
+
 
 def _keeps(config: Config, kept: _Kept) -> bool:
     return getattr(config.model_config, "architecture", "") in kept.models
@@ -644,7 +647,7 @@ def _has_states(model: Any) -> bool:
 
 
 def _states(config: Config) -> str | None:
-    known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES, _STATE_SPACES))
+    known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES, _STATE_SPACES, _KDA, _LIGHTNING))
     return _when(_has_states(config.model_config) and not known, "Mamba or linear attention")
 
 
@@ -667,6 +670,10 @@ def _delta_rules_elsewhere(config: Config) -> str | None:
 
 def _state_spaces_elsewhere(config: Config) -> str | None:
     return _states_elsewhere(config, _STATE_SPACES)
+
+
+def _linear_attention_elsewhere(config: Config) -> str | None:
+    return _states_elsewhere(config, _KDA) or _states_elsewhere(config, _LIGHTNING)
 
 
 def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
@@ -1330,6 +1337,11 @@ COVERED = (
         "experts; states in fp32",
     ),
     Feature(
+        "Lightning attention, Kimi Delta Attention",
+        "Ling 2.5 and Ring 2.5, whose decay is constant, and Ling 3.0, with a gate for each element of a key, on a CPU "
+        "with vLLM 0.32, by one worker, 3.0 also with drafts of n-grams; states in fp32",
+    ),
+    Feature(
         "Quantised weights beside these",
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
         "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
@@ -1782,7 +1794,7 @@ REFUSED = (
         _both_directions,
     ),
     Feature(
-        "Mamba, linear attention, hybrids but LFM2, Qwen3.5, Qwen3-Next, Nemotron-H, Granite 4 H, Falcon-H1",
+        "Mamba, linear attention, hybrids but LFM2, Qwen3.5, Qwen3-Next, Nemotron-H, Granite 4 H, Falcon-H1, Ling",
         "their scans split by the batch",
         "serve a model with softmax attention only, or one of these",
         _states,
@@ -1814,6 +1826,14 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
+        "Linear attention of Ling 2.5 and 3.0 on other devices, by several workers, with drafts but n-grams of 3.0, "
+        "quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32",
+        "these have not been run",
+        f"serve it by one worker on a CPU; {envs.UNTRIED.name}=1 starts it on a GPU",
+        _linear_attention_elsewhere,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
+    ),
+    Feature(
         "Short convolutions and state spaces by 2 workers beside drafts, experts, quantisation or FP8 caches, or with "
         "an odd number of groups",
         "these have not been run together",
@@ -1829,7 +1849,7 @@ REFUSED = (
         ("cpu",),
     ),
     Feature(
-        "MLA but of DeepSeek-V2 and V3, Moonlight and GLM-4.7-Flash; sparse attention (DeepSeek-V3.2)",
+        "MLA but of DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash and Ling; sparse attention (DeepSeek-V3.2)",
         "other models have not been run, and an indexer has kernels of its own",
         "serve DeepSeek-V2 or V3, Moonlight or GLM-4.7-Flash, or a model with plain attention",
         _latent_attention,
@@ -2020,7 +2040,7 @@ def check(config: Config) -> None:
 
 _OF_A_FOLDER = (_attention_of_another_device, _latent_attention, _head_size)
 """What finds the features that the variables and a model's config.json tell."""
-_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2")
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "bailing_hybrid")
 """Types of models that vLLM computes by latent attention if they have a rank for it."""
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 """Types of models whose tokens see those after them."""

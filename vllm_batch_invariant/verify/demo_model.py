@@ -1,6 +1,6 @@
-"""A small checkpoint of Qwen3, LFM2, Qwen3.5 or DeepSeek-V3, all but LFM2 also with experts, or of a model that sees
-images (:mod:`.image_model`), with random weights and a tokenizer, made in seconds, for machines that reach no model
-hub; a trained one is written by :mod:`.real_model`.
+"""A small checkpoint of Qwen3, LFM2, Qwen3.5, Ling or DeepSeek-V3, all but LFM2 also with experts, or of a model that
+sees images (:mod:`.image_model`), with random weights and a tokenizer, made in seconds, for machines that reach no
+model hub; a trained one is written by :mod:`.real_model`.
 
 A random model is a harsher test than a trained one: its logits sit close together, so that one changed bit soon
 changes a token.
@@ -80,7 +80,13 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, max_length: int) -> Non
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-HYBRIDS = {"conv": "LFM2", "delta": "Qwen3.5", "mamba2": "Nemotron-H"}
+HYBRIDS = {
+    "conv": "LFM2",
+    "delta": "Qwen3.5",
+    "mamba2": "Nemotron-H",
+    "lightning": "Ling-2.5",
+    "kda": "Ling-3.0",
+}
 """Kinds of layers that stand between those with attention, with the family that has them."""
 _TIED = 0.25
 """The size of tied embeddings, small so that a token does not foretell itself; the last norm makes up for it."""
@@ -88,6 +94,14 @@ _TAPS = 3
 """Of a short convolution."""
 _RULE_TAPS = 4
 """Of the convolution before a gated delta rule or a state space."""
+_LING = {"lightning": "BailingMoeV2_5ForCausalLM", "kda": "BailingMoeV3ForCausalLM"}
+"""Hybrids with latent attention, whose configuration is a class in a file beside it."""
+_CONFIGURATION = """from transformers import PretrainedConfig
+
+
+class BailingHybridConfig(PretrainedConfig):
+    model_type = "bailing_hybrid"
+"""
 _LATENT, _TURNED = 512, 64
 """Elements of a vector of latent attention, as published: keys and values, and keys alone."""
 
@@ -104,7 +118,8 @@ class Shape:
         hybrid: what every other layer has in the place of attention, of :data:`HYBRIDS`; empty: attention.
         rule_heads: key heads and value heads of a gated delta rule; groups and heads of a state space.
         rule_head_size: of these; 0 for that of attention, which a state space's state has.
-        attention_every: of a model with gated delta rules or state spaces every so many layers the last has attention.
+        attention_every: of a model with gated delta rules, state spaces or linear attention every so many layers the
+            last has attention, in a Ling latent attention.
         latent: whether it is a DeepSeek-V3, whose layers have latent attention.
         images: the family of a model that sees images, of :data:`.image_model.FAMILIES`; empty: it sees none.
     """
@@ -160,6 +175,8 @@ class Shape:
             return image_model.FAMILIES[self.images].name
         if self.latent:
             return "DeepSeek-V3"
+        if self.hybrid in _LING:
+            return HYBRIDS[self.hybrid]
         return HYBRIDS.get(self.hybrid, "Qwen3") + ("-MoE" if self.experts else "")
 
     def has_experts(self, layer: int) -> bool:
@@ -643,11 +660,89 @@ def deepseek_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "head_dim"}
 
 
+def _has_latent_attention(shape: Shape, layer: int) -> bool:
+    return (layer + 1) % shape.attention_every == 0
+
+
+def ling_weights(
+    shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
+) -> "Iterator[dict[str, torch.Tensor]]":
+    """As :func:`deepseek_weights`, of a Ling, with linear attention in the place of latent attention in some layers.
+    Gates of Kimi Delta Attention are near 1, so that a token reads what was long ago.
+    """
+    normal, near = distributions(shape, drawn)
+    heads, size = shape.heads, shape.head_size
+    inner = heads * size
+    published = (
+        ("embed_tokens", "word_embeddings"),
+        ("self_attn", "attention"),
+        ("e_score_correction_bias", "expert_bias"),
+    )
+    for number, part in enumerate(deepseek_weights(shape, tokens, drawn), -1):
+        attention = f"model.layers.{number}.attention."
+        weights = {}
+        if number >= 0 and not _has_latent_attention(shape, number):
+            part = {name: weight for name, weight in part.items() if ".self_attn." not in name}
+            weights = {attention + "g_proj.weight": normal(inner, shape.hidden)}
+            if shape.hybrid == "lightning":
+                weights |= {
+                    attention + "query_key_value.weight": normal(3 * inner, shape.hidden),
+                    attention + "query_layernorm.weight": near(shape.qk_gain, size),
+                    attention + "key_layernorm.weight": near(shape.qk_gain, size),
+                    attention + "g_norm.weight": near(1, inner),
+                    attention + "dense.weight": normal(shape.hidden, inner, shape.residual_gain),
+                }
+            else:
+                of_inputs = {f"{name}_proj.weight": normal(inner, shape.hidden) for name in "qkvf"}
+                taps = {f"{name}_conv1d.weight": normal(inner, _RULE_TAPS)[:, None].contiguous() for name in "qkv"}
+                weights |= {attention + name: weight for name, weight in (of_inputs | taps).items()}
+                weights |= {
+                    attention + "b_proj.weight": normal(heads, shape.hidden),
+                    attention + "A_log": near(0.3, heads).float().view(1, 1, heads, 1),
+                    attention + "dt_bias": near(-5.0, inner).float(),
+                    attention + "o_norm.weight": near(1, size),
+                    attention + "o_proj.weight": normal(shape.hidden, inner, shape.residual_gain),
+                }
+        for name, weight in part.items():
+            for before, after in (*published, ("attention.o_proj", "attention.dense")):
+                name = name.replace(before, after)
+            weights[name] = weight
+        yield weights
+
+
+def ling_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
+    """As :func:`config_of`, of a Ling."""
+    config = deepseek_config_of(shape, eos, pad)
+    named = ("n_routed_experts", "num_experts"), ("n_shared_experts", "num_shared_experts")
+    config |= {theirs: config.pop(ours) for ours, theirs in named}
+    config |= {
+        "architectures": [_LING[shape.hybrid]],
+        "model_type": "bailing_hybrid",
+        "auto_map": {"AutoConfig": "configuration_bailing_hybrid.BailingHybridConfig"},
+        "layer_group_size": shape.attention_every,
+        "head_dim": shape.head_size,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "router_dtype": "fp32",
+    }
+    if shape.hybrid == "lightning":
+        return config | {"use_qk_norm": True, "linear_silu": False, "group_norm_size": 2, "partial_rotary_factor": 0.5}
+    return config | {
+        "short_conv_kernel_size": _RULE_TAPS,
+        "no_kda_lora": True,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "moe_shared_expert_intermediate_size": shape.expert_intermediate,
+    }
+
+
 def drawing_of(
     shape: Shape,
 ) -> "tuple[Callable[..., Iterator[dict[str, torch.Tensor]]], Callable[..., dict[str, Any]]]":
-    """What draws the weights of a Qwen3, an LFM2, a Qwen3.5, a Nemotron-H or a DeepSeek-V3, and what its configuration
-    is made by.
+    """What draws the weights of a Qwen3, an LFM2, a Qwen3.5, a Nemotron-H, a Ling or a DeepSeek-V3, and what its
+    configuration is made by.
     """
     if shape.latent:
         return deepseek_weights, deepseek_config_of
@@ -656,6 +751,7 @@ def drawing_of(
         "conv": (lfm2_weights, lfm2_config_of),
         "delta": (qwen3_5_weights, qwen3_5_config_of),
         "mamba2": (nemotron_h_weights, nemotron_h_config_of),
+        **dict.fromkeys(_LING, (ling_weights, ling_config_of)),
     }[shape.hybrid]
 
 
@@ -666,7 +762,7 @@ def make_checkpoint(
 
     Args:
         folder: returned.
-        shape: of a Qwen3, an LFM2, a Qwen3.5, a Nemotron-H or a DeepSeek-V3, or of a gpt-oss, of 8 experts
+        shape: of a Qwen3, an LFM2, a Qwen3.5, a Nemotron-H, a Ling or a DeepSeek-V3, or of a gpt-oss, of 8 experts
             if none are asked, where ``form`` is one of its experts'.
         seed: of the weights.
         form: a quantised format, of :data:`.quantised_model.CHECKPOINT_FORMATS`, with which some weights are other
@@ -703,6 +799,8 @@ def make_checkpoint(
     assert pad is not None
     config = configure(shape, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    if shape.hybrid in _LING:
+        (folder / "configuration_bailing_hybrid.py").write_text(_CONFIGURATION)
     _write_generation(folder, eos, pad)
     if form:
         quantised_model.quantise(folder, form, unpacked)
@@ -772,7 +870,7 @@ def add_arguments(parser: OneLineParser) -> None:
     """Add the command's arguments."""
     parser.set_defaults(run=run)
     parser.description = (
-        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2, Qwen3.5 or DeepSeek-V3, or with --images of a model "
+        "Write a small checkpoint of Qwen3, Qwen3-MoE, LFM2, Qwen3.5, Ling or DeepSeek-V3, or with --images of a model "
         "that sees images, with random weights and a tokenizer, in seconds, for machines that reach no model hub. The "
         "same arguments give the same files. With --real it is a small trained model, out of a package registry."
     )
@@ -798,7 +896,8 @@ def add_arguments(parser: OneLineParser) -> None:
         choices=HYBRIDS,
         default=Shape.hybrid,
         help="what every other layer has in the place of attention: conv is a short convolution, of LFM2; delta a "
-        "gated delta rule, of Qwen3.5; mamba2 a state space, of Nemotron-H",
+        "gated delta rule, of Qwen3.5; mamba2 a state space, of Nemotron-H; lightning and kda linear attention beside "
+        "latent attention, of Ling 2.5 and 3.0",
     )
     parser.add_argument(
         "--latent",
@@ -839,6 +938,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
     if options.hybrid and options.experts and options.format:
         parser.error("--hybrid with --experts is a model of plain weights: leave out --format")
+    if options.hybrid in _LING and options.format:
+        parser.error(f"--hybrid {options.hybrid} is a model of plain weights: leave out --format")
     if options.latent and (options.hybrid or options.images):
         parser.error("--latent has attention in every layer and sees no images: leave out --hybrid and --images")
     if options.images and (options.format or options.experts or options.hybrid):
@@ -877,7 +978,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
     made = f"wrote {options.folder}: {name}{form}, {shape.layers} layers, hidden size {shape.hidden}, {shape.dtype}, "
     print(printable(f"{made}seed {options.seed}, {size / 1e6:.0f} MB"))
     _say_unpacked(options)
-    print(printable(f"try: {command_line('check', '--quick', str(options.folder))}"))
+    trusted = ["--serve-args=--trust-remote-code"] if options.hybrid in _LING else []
+    print(printable(f"try: {command_line('check', '--quick', str(options.folder), *trusted)}"))
     if options.json:
         about = {"folder": str(options.folder), "bytes": size, "seed": options.seed, "shape": asdict(shape)}
         options.json.write(options, 0, about | _about_format(options))

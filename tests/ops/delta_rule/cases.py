@@ -4,12 +4,19 @@ have left, at any cut.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_batch_invariant.ops.delta_rule import DeltaPages, DeltaRuleReduction, DeltaStates, delta_rule
 from vllm_batch_invariant.ops.delta_rule.reference import delta_rule as definition
+
+KINDS: dict[str, dict[str, Any]] = {
+    "delta rule": {},
+    "state space": {"solve": False},
+    "gates of channels": {"gates": "channel"},
+}
+"""Of layers, by what :class:`Layer` is told."""
 
 
 class Rows(NamedTuple):
@@ -51,12 +58,15 @@ class Layer:
     pages: int = 40
     chunk: int = 16
     solve: bool = True
+    gates: str = "head"
     skip: torch.Tensor | None = None
     reduction: DeltaRuleReduction = field(init=False)
     states: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reduction = DeltaRuleReduction(self.key_size, self.value_size, self.dtype, self.chunk, solve=self.solve)
+        self.reduction = DeltaRuleReduction(
+            self.key_size, self.value_size, self.dtype, self.chunk, solve=self.solve, gates=self.gates
+        )
         self.rows = self.reduction.rows(self.drafts)
         if not self.solve:
             generator = torch.Generator().manual_seed(self.value_heads)
@@ -78,7 +88,8 @@ class Layer:
         base = drawn(*shape[1:])
         q, k = (unit((1 - spread) * base + spread * drawn(*shape)) for _ in range(2))
         v = drawn(count, self.value_heads, self.value_size) * drawn(count, self.value_heads, 1).exp()
-        g = -gate * torch.empty(count, self.value_heads).exponential_(generator=generator)
+        of_gates = count, self.value_heads, *self.reduction.of_gates
+        g = -gate * torch.empty(of_gates).exponential_(generator=generator)
         beta = drawn(count, self.value_heads).sigmoid()
         return Rows(
             *(one.to(self.device, self.dtype) for one in (q, k, v)), *(one.to(self.device) for one in (g, beta))

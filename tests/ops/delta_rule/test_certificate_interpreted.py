@@ -1,6 +1,7 @@
 """What is compared when a model with a delta rule or a state space is loaded on a GPU, in Triton's interpreter."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,27 +23,33 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", interpreted_dot.in_steps)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "the interpreter")
     monkeypatch.setattr(certificate, "_LENGTH", 19)
-    monkeypatch.setattr(cuda, "DECODE", {1: cuda.DECODE[1], 2: cuda.DECODE[16]})
+    few, many = cuda.SCHEDULES["head"].decode[1], cuda.SCHEDULES["head"].decode[16]
+    for gates, schedules in cuda.SCHEDULES.items():
+        monkeypatch.setitem(cuda.SCHEDULES, gates, replace(schedules, decode={1: few, 2: many}))
     monkeypatch.setattr(cuda, "_MANY", 2)
 
 
-def certified(solve: bool = True, drafts: int = 0, dtype: torch.dtype = torch.float16) -> int:
-    return certificate.certify(1, 2, DeltaRuleReduction.of(32, 16, dtype, solve), drafts, CPU)
+def certified(solve: bool = True, drafts: int = 0, dtype: torch.dtype = torch.float16, gates: str = "head") -> int:
+    return certificate.certify(1, 2, DeltaRuleReduction.of(32, 16, dtype, solve, gates), drafts, CPU)
 
 
 @pytest.mark.parametrize(
-    ("solve", "drafts", "dtype"),
-    [(True, 0, torch.float16), (False, 0, torch.float16), (True, 3, torch.float16), (True, 0, torch.float32)],
-    ids=["delta rule", "state space", "drafts", "fp32"],
+    "given",
+    [(), (False,), (True, 3), (True, 0, torch.float32), (True, 0, torch.float16, "channel")],
+    ids=["delta rule", "state space", "drafts", "fp32", "gates of channels"],
 )
-def test_schedules_of_equal_bits_pass(solve: bool, drafts: int, dtype: torch.dtype) -> None:
-    assert certified(solve, drafts, dtype) > 5000
+def test_schedules_of_equal_bits_pass(given: tuple[Any, ...]) -> None:
+    assert certified(*given) > 5000
 
 
-@pytest.mark.parametrize("solve", [True, False], ids=["delta rule", "state space"])
-def test_what_tokens_get_is_rounding_error(solve: bool) -> None:
+@pytest.mark.parametrize(
+    ("solve", "gates"),
+    [(True, "head"), (False, "head"), (True, "channel")],
+    ids=["delta rule", "state space", "gates of channels"],
+)
+def test_what_tokens_get_is_rounding_error(solve: bool, gates: str) -> None:
     """So the order of additions shows in most of it."""
-    reduction = DeltaRuleReduction.of(32, 16, torch.float16, solve)
+    reduction = DeltaRuleReduction.of(32, 16, torch.float16, solve, gates)
     request = certificate._Request.of(1, 2, reduction, 0, CPU)
     _, out = certificate._Copies(request, 1).step([request.tokens])
     terms = certificate._LARGE**2 / (1 if not solve else 32**0.5)
@@ -72,11 +79,15 @@ def all_at_once(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_
 KERNELS = [("decode_delta_rule_kernel", 0), ("verify_delta_rule_kernel", 3), ("prefill_delta_rule_kernel", 0)]
 
 
-@pytest.mark.parametrize(("kernel", "drafts"), KERNELS)
-def test_another_instruction_of_one_kernel_is_found(monkeypatch: pytest.MonkeyPatch, kernel: str, drafts: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "drafts", "gates"), [(*one, "head") for one in KERNELS] + [(*KERNELS[0], "channel")]
+)
+def test_another_instruction_of_one_kernel_is_found(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, drafts: int, gates: str
+) -> None:
     by_kernel(monkeypatch, kernel, lambda patch: patch.setattr(InterpreterBuilder, "create_dot", all_at_once))
     with pytest.raises(NotCovered, match="has other results than prefill"):
-        certified(drafts=drafts)
+        certified(drafts=drafts, gates=gates)
 
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, changed: Callable[[DeltaPages, DeltaStates], None]) -> None:

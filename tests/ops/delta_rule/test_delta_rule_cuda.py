@@ -5,29 +5,30 @@ models.
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from tests.ops.delta_rule.cases import Layer
+from tests.ops.delta_rule.cases import KINDS, Layer
 from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction, DeltaStates, certificate, cuda
 
 LENGTH = 150
 
 
-def layer_of(dtype: torch.dtype, solve: bool, drafts: int = 3) -> Layer:
-    return Layer("cuda", dtype, 2, 4, 128, 128 if solve else 64, drafts=drafts, solve=solve)
+def layer_of(dtype: torch.dtype, kind: dict[str, Any], drafts: int = 3) -> Layer:
+    return Layer("cuda", dtype, 2, 4, 128, 128 if kind.get("solve", True) else 64, drafts=drafts, **kind)
 
 
-@pytest.fixture(params=[True, False], ids=["delta rule", "state space"])
-def solve(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
-def layer(request: pytest.FixtureRequest, solve: bool) -> Layer:
-    return layer_of(request.param, solve)
+def layer(request: pytest.FixtureRequest, kind: dict[str, Any]) -> Layer:
+    return layer_of(request.param, kind)
 
 
 SCHEDULES = [(16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)]
@@ -51,16 +52,20 @@ def test_schedules_move_no_bit(layer, monkeypatch, block, num_warps):
     assert_a_schedule_moves_no_bit(layer, monkeypatch, block, num_warps)
 
 
-@pytest.mark.parametrize("schedule", [*cuda.DECODE.values(), *cuda.VERIFY, cuda.ONE_INSTRUCTION], ids=str)
-def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, schedule, solve):
-    layer = layer_of(torch.float32, solve)
+@pytest.mark.parametrize(
+    ("gates", "schedule"), [(gates, one) for gates, of in cuda.SCHEDULES.items() for one in of.every], ids=str
+)
+def test_schedules_in_use_move_no_bit_of_fp32(monkeypatch, gates, schedule, kind):
+    layer = layer_of(torch.float32, kind)
+    if layer.reduction.gates != gates:
+        pytest.skip("schedules of other gates")
     assert_a_schedule_moves_no_bit(layer, monkeypatch, schedule.block, schedule.num_warps)
 
 
 @pytest.mark.parametrize("requests", [1, 7, 8, 40])
-def test_a_request_has_the_same_bits_in_a_step_of_any_number(requests, solve):
+def test_a_request_has_the_same_bits_in_a_step_of_any_number(requests, kind):
     """Decode has another schedule for many."""
-    layer = layer_of(torch.bfloat16, solve, drafts=0)
+    layer = layer_of(torch.bfloat16, kind, drafts=0)
     x, other = layer.tokens(40, 3), layer.tokens(40, 4)
     expected = layer.whole(x)
     layer.states.fill_(255)
@@ -81,12 +86,13 @@ def test_products_that_cancel_are_the_same_in_prefill_and_decode(layer):
         assert_same_bits(layer.cut(x, *lengths), expected, f"steps of {lengths[0]}")
 
 
-def test_long_requests_are_as_near_the_definition_as_short_ones(solve):
-    layer = layer_of(torch.bfloat16, solve, drafts=0)
+def test_long_requests_are_as_near_the_definition_as_short_ones(kind):
+    layer = layer_of(torch.bfloat16, kind, drafts=0)
     x = layer.tokens(8192, 3, gate=0.001)
     difference = layer.whole(x).double() - (expected := layer.definition(x))
     for part in (slice(0, 1024), slice(7168, 8192)):
-        assert float(difference[part].square().mean().sqrt() / expected[part].square().mean().sqrt()) < 4e-3
+        bound = 4.4e-3 if layer.reduction.has_channels else 4e-3
+        assert float(difference[part].square().mean().sqrt() / expected[part].square().mean().sqrt()) < bound
 
 
 def test_a_graph_gives_the_bits_of_a_call(layer):
@@ -124,12 +130,18 @@ def test_another_chunk_is_seen(layer):
 
 @pytest.mark.parametrize("drafts", [0, 1, 5])
 @pytest.mark.parametrize(
-    ("heads", "sizes"),
-    [((16, 32), (128, 128)), ((16, 64), (128, 128)), ((8, 128), (128, 64)), ((1, 32), (256, 64))],
-    ids=["Qwen3.5-9B", "Qwen3.5-27B", "Nemotron-H-8B", "Falcon-H1"],
+    ("heads", "sizes", "gates"),
+    [
+        ((16, 32), (128, 128), "head"),
+        ((16, 64), (128, 128), "head"),
+        ((8, 128), (128, 64), "head"),
+        ((1, 32), (256, 64), "head"),
+        ((32, 32), (128, 128), "channel"),
+    ],
+    ids=["Qwen3.5-9B", "Qwen3.5-27B", "Nemotron-H-8B", "Falcon-H1", "Kimi-Linear-48B"],
 )
-def test_the_certificate_of_a_published_shape_passes_below_a_second(heads, sizes, drafts):
-    reduction = DeltaRuleReduction.of(*sizes, torch.bfloat16, solve=sizes[1] == 128)
+def test_the_certificate_of_a_published_shape_passes_below_a_second(heads, sizes, gates, drafts):
+    reduction = DeltaRuleReduction.of(*sizes, torch.bfloat16, solve=sizes[1] == 128, gates=gates)
     certify = partial(certificate.certify, *heads, reduction, drafts, torch.device("cuda", 0))
     assert certify() > 1_000_000  # and kernels are compiled
     start = time.perf_counter()

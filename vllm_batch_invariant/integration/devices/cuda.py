@@ -19,6 +19,8 @@ from ..layers import (
     delta_rule,
     exact,
     experts,
+    kda,
+    lightning,
     linear,
     mamba2,
     norm_fusion,
@@ -116,7 +118,7 @@ class Cuda(VllmDevice):
         super().after_loading(worker)
         if not envs.starts_untried():
             return
-        for of_layers in (delta_rule.RECURRENCE, mamba2.RECURRENCE):
+        for of_layers in (one.RECURRENCE for one in (delta_rule, mamba2, lightning, kda)):
             of_layers.certify(worker.get_model())
 
     def check_gpu(self) -> None:

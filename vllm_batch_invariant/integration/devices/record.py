@@ -17,7 +17,9 @@ from ..layers import (
     delta_rule,
     encoders,
     int8,
+    kda,
     latent,
+    lightning,
     mamba2,
     mrope,
     norm,
@@ -156,6 +158,8 @@ class VllmDevice:
         short_conv.install()
         delta_rule.RECURRENCE.install()
         mamba2.RECURRENCE.install()
+        lightning.RECURRENCE.install()
+        kda.RECURRENCE.install()
         int8.install()
         quantised.install()
         for fusion in self.fusions:

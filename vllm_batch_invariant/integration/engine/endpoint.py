@@ -39,13 +39,13 @@ def install(device_of: Callable[[Any], Any]) -> None:
 
 def _engine_info(worker: Any, device: Any) -> dict[str, Any]:
     # PyTorch is not there where answers of a server are compared
-    from ..layers import delta_rule, experts, fp8, mamba2, short_conv
+    from ..layers import delta_rule, experts, fp8, kda, lightning, mamba2, short_conv
 
     config, model = worker.vllm_config, worker.vllm_config.model_config
     found = versions(patch_points.installed_version())
     if device.ops.attention is None:  # some of its operations are not ours
         return asdict(Environment(mode=True, versions=found))
-    of_layers: list[Any] = [fp8, short_conv, delta_rule.RECURRENCE, mamba2.RECURRENCE]
+    of_layers: list[Any] = [fp8, short_conv, *(one.RECURRENCE for one in (delta_rule, mamba2, lightning, kda))]
     if config.lora_config is not None:
         from ..layers import lora
 

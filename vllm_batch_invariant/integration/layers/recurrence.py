@@ -1,5 +1,5 @@
-"""What vLLM's layers of gated delta rules and of Mamba-2's state spaces have in common: a convolution, and a state that
-:mod:`...ops.delta_rule` keeps.
+"""What vLLM's layers of gated delta rules, of Mamba-2's state spaces and of linear attention have in common: a state
+that :mod:`...ops.delta_rule` keeps, and in front of it, in most, a convolution.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,13 @@ class Sizes(NamedTuple):
     key_size: int
     value_size: int
     width: int
-    """Taps of the convolution."""
+    """Taps of the convolution; 0: there is none."""
     drafts: int
     """Of a step, of each request."""
     solve: bool
     """See :class:`...ops.delta_rule.DeltaRuleReduction`."""
+    gates: str = "head"
+    """See there."""
 
     @property
     def channels(self) -> int:
@@ -39,7 +41,7 @@ class Sizes(NamedTuple):
 
     def reduction(self, dtype: torch.dtype) -> DeltaRuleReduction:
         """Of the rule, with activations of a dtype."""
-        return DeltaRuleReduction.of(self.key_size, self.value_size, dtype, self.solve)
+        return DeltaRuleReduction.of(self.key_size, self.value_size, dtype, self.solve, self.gates)
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Of the rule."""
@@ -47,9 +49,9 @@ class Sizes(NamedTuple):
         return reduction.page_bytes(self.key_heads, self.value_heads, reduction.rows(self.drafts))
 
     @property
-    def inputs(self) -> tuple[int, ...]:
-        """The shape of the convolution's inputs, with room for drafts."""
-        return self.width - 1 + self.drafts, self.channels
+    def inputs(self) -> Shapes:
+        """The shape of the convolution's inputs, with room for drafts; none without one."""
+        return ((self.width - 1 + self.drafts, self.channels),) if self.width else ()
 
     @property
     def shapes_of_model(self) -> Shapes:
@@ -58,7 +60,7 @@ class Sizes(NamedTuple):
         """
         half, single = (self.page_bytes(dtype) for dtype in (torch.bfloat16, torch.float32))
         numbers = (single - half) // (torch.float32.itemsize - torch.bfloat16.itemsize)
-        return (half - numbers * torch.bfloat16.itemsize,), (numbers,), self.inputs
+        return (half - numbers * torch.bfloat16.itemsize,), (numbers,), *self.inputs
 
 
 class Recurrence(NamedTuple):
@@ -75,6 +77,7 @@ class Recurrence(NamedTuple):
         forward: vLLM's method.
         needed: what else vLLM must have.
         methods: other methods of the layer.
+        convolves: whether the layer has a convolution.
     """
 
     name: str
@@ -84,9 +87,10 @@ class Recurrence(NamedTuple):
     told_by: str
     sizes: Callable[[Any], Sizes]
     of_model: Callable[..., Sizes]
-    forward: Callable[..., torch.Tensor]
+    forward: Callable[..., torch.Tensor | None]
     needed: tuple[PatchPoint, ...]
     methods: dict[str, Callable[..., Any]]
+    convolves: bool = True
 
     def install(self) -> None:
         """Register the layer as the out-of-tree form of vLLM's, what tells it where the states of a step are, and what
@@ -96,7 +100,7 @@ class Recurrence(NamedTuple):
             return
         methods: dict[str, Any] = {
             "get_state_shape": lambda layer: self._state_shape(layer),
-            "get_state_dtype": lambda layer: (torch.uint8, layer.model_config.dtype),
+            "get_state_dtype": lambda layer: (torch.uint8, layer.model_config.dtype)[: self._tensors],
             # A state within a step of prefill is not kept: vLLM ends the step where a page ends instead.
             "get_prefill_checkpoint_alignment": lambda _: None,
             "get_kv_cache_spec": lambda layer, vllm_config: self._pages(layer, vllm_config),
@@ -106,21 +110,31 @@ class Recurrence(NamedTuple):
             point.get() for point in (patch_points.STATE_SHAPES, patch_points.STATE_DTYPES, patch_points.STATE_COPIES)
         )
         setattr(shapes, f"{self.calculated}_state_shape", staticmethod(self._shapes_of_model))
-        setattr(dtypes, f"{self.calculated}_state_dtype", staticmethod(_dtypes_of_model))
-        # Both states are read by positions, so a page is copied as it is.
-        copied = (patch_points.COPY_WHOLE_STATE.get(),) * 2
+        setattr(dtypes, f"{self.calculated}_state_dtype", staticmethod(self._dtypes_of_model))
+        # States are read by positions, so a page is copied as it is.
+        copied = (patch_points.COPY_WHOLE_STATE.get(),) * self._tensors
         setattr(copies, f"{self.calculated}_state_copy_func", staticmethod(lambda: copied))
         kind = patch_points.MAMBA_BACKENDS.get()[self.backend]
         patch_points.REGISTER_BACKEND.get()(kind, self.told_by, is_mamba=True)
 
+    @property
+    def _tensors(self) -> int:
+        """Of a request's page."""
+        return 1 + self.convolves
+
     def _state_shape(self, layer: Any) -> Shapes:
         """Of a request's page: the bytes of the rule, and the inputs of the convolution."""
         sizes = self.sizes(layer)
-        return (sizes.page_bytes(layer.model_config.dtype),), sizes.inputs
+        return (sizes.page_bytes(layer.model_config.dtype),), *sizes.inputs
 
     def _shapes_of_model(self, *args: Any, **named: Any) -> Shapes:
         """In the place of vLLM's, which says how large a page is."""
         return self.of_model(*args, **named).shapes_of_model
+
+    def _dtypes_of_model(self, dtype: Any, *_: Any) -> tuple[torch.dtype, ...]:
+        """The dtypes of :attr:`Sizes.shapes_of_model`, whatever a user or a checkpoint says of states."""
+        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return (torch.uint8, named, named)[: 1 + self._tensors]
 
     def _pages(self, layer: Any, vllm_config: Any) -> Any:
         return with_one_page(self.layer.get().get_kv_cache_spec(layer, vllm_config))
@@ -144,7 +158,7 @@ class Recurrence(NamedTuple):
 
         layers = (layer for layer in model.modules() if isinstance(layer, self.layer.get()))
         shapes = dict.fromkeys(
-            (self.sizes(layer), layer.model_config.dtype, layer.conv1d.weight.device) for layer in layers
+            (self.sizes(layer), layer.model_config.dtype, next(layer.parameters()).device) for layer in layers
         )
         for sizes, dtype, device in shapes:
             certify(sizes.key_heads, sizes.value_heads, sizes.reduction(dtype), sizes.drafts, device)
@@ -162,7 +176,7 @@ class Recurrence(NamedTuple):
         rules = dict.fromkeys(sizes.reduction(dtype) for sizes in layers)
         found: dict[str, Any] = {
             f"convolution of {width} taps": ConvReduction.of(width, dtype, False)
-            for width in sorted({sizes.width for sizes in layers})
+            for width in sorted({sizes.width for sizes in layers} - {0})
         }
         return found | {f"{self.name} {number}": rule for number, rule in enumerate(rules, 1)}
 
@@ -173,14 +187,11 @@ _NEEDED = (
 )
 
 
-def _dtypes_of_model(dtype: Any, *_: Any) -> tuple[torch.dtype, ...]:
-    """The dtypes of :attr:`Sizes.shapes_of_model`, whatever a user or a checkpoint says of states."""
-    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return torch.uint8, named, named
-
-
 def convolution(layer: Any, step: StateStep) -> Convolution:
     """What projections [tokens, channels] of a step pass first in a layer."""
-    weight = layer.conv1d.weight
-    inputs = step.states_of(layer.kv_cache[1], ConvStates)
-    return Convolution(weight.view(len(weight), -1), layer.conv1d.bias, inputs)
+    return convolution_of(layer, layer.conv1d.weight, layer.conv1d.bias, step)
+
+
+def convolution_of(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None, step: StateStep) -> Convolution:
+    """The same of a weight [channels, 1, taps]."""
+    return Convolution(weight.view(len(weight), -1), bias, step.states_of(layer.kv_cache[1], ConvStates))

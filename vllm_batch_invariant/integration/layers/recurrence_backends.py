@@ -1,4 +1,6 @@
-"""What layers of gated delta rules and of state spaces are told of a step, in the place of vLLM's backends for them."""
+"""What layers of gated delta rules, state spaces and linear attention are told of a step, in the place of vLLM's
+backends for them.
+"""
 
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
@@ -49,4 +51,7 @@ DeltaRuleBackend = _backend(
 )
 Mamba2Backend = _backend(
     "Mamba2", patch_points.MAMBA2_BACKEND, patch_points.MAMBA2_BUILDER, patch_points.MAMBA2_METADATA
+)
+LightningBackend = _backend(
+    "Lightning", patch_points.LIGHTNING_BACKEND, patch_points.LIGHTNING_BUILDER, patch_points.LIGHTNING_METADATA
 )

@@ -230,6 +230,8 @@ class Ran:
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         mamba2_models: with state spaces of Mamba-2 beside attention.
+        kda_models: with Kimi Delta Attention beside latent attention.
+        lightning_models: with linear attention whose decay is constant, beside latent attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
@@ -262,6 +264,9 @@ class Ran:
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
+        kda: versions whose engines have served Kimi Delta Attention, by device.
+        kda_drafters: methods of speculative decoding that have been run beside it, by device.
+        lightning: versions whose engines have served linear attention whose decay is constant, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
@@ -297,6 +302,8 @@ class Ran:
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
+    kda_models: tuple[str, ...]
+    lightning_models: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
     chunked_models: tuple[str, ...]
     latent_models: tuple[str, ...]
@@ -329,6 +336,9 @@ class Ran:
     mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_drafters: Mapping[str, tuple[str, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
+    kda: Mapping[str, str]
+    kda_drafters: Mapping[str, tuple[str, ...]]
+    lightning: Mapping[str, str]
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]

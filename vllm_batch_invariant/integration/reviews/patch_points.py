@@ -223,6 +223,13 @@ SHARED_NORM = PatchPoint(("vllm.model_executor.layers.minimax_rms_norm.rms_norm_
 MAMBA2_BACKEND = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionBackend")
 MAMBA2_BUILDER = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionMetadataBuilder")
 MAMBA2_METADATA = PatchPoint(("vllm.v1.attention.backends.mamba2_attn",), "Mamba2AttentionMetadata")
+LIGHTNING = PatchPoint(("vllm.model_executor.layers.mamba.linear.bailing_linear_attn",), "BailingMoELinearAttention")
+"""The layer of linear attention whose decay is constant, of Ling 2.5."""
+KDA = PatchPoint(("vllm.model_executor.models.bailing_moe_v3",), "BailingMoeV3KimiDeltaAttention")
+"""The layer of Kimi Delta Attention in Ling 3.0."""
+LIGHTNING_BACKEND = PatchPoint(("vllm.v1.attention.backends.linear_attn",), "BailingLinearAttentionBackend")
+LIGHTNING_BUILDER = PatchPoint(("vllm.v1.attention.backends.linear_attn",), "BailingLinearAttentionMetadataBuilder")
+LIGHTNING_METADATA = PatchPoint(("vllm.v1.attention.backends.linear_attn",), "BailingLinearAttentionMetadata")
 GATED_ATTENTION = PatchPoint(("vllm.model_executor.models.qwen3_next",), "Qwen3NextAttention")
 """Attention of Qwen3-Next and Qwen3.5, whose result is multiplied with a gate."""
 STATE_SHAPES = PatchPoint(("vllm.model_executor.layers.mamba.mamba_utils",), "MambaStateShapeCalculator")
@@ -384,6 +391,8 @@ OPTIONAL = {
     *("DELTA_RULE", "DELTA_RULE_BACKEND", "DELTA_RULE_BUILDER", "DELTA_RULE_METADATA", "RMS_NORM_GATED"),
     *("DELTA_RULE_WARMUP", "GATED_ATTENTION"),
     *("MAMBA2", "MAMBA2_NORM", "MAMBA2_BACKEND", "MAMBA2_BUILDER", "MAMBA2_METADATA"),
+    "KDA",
+    *("LIGHTNING", "LIGHTNING_BACKEND", "LIGHTNING_BUILDER", "LIGHTNING_METADATA"),
     "SHARED_NORM",
     *("INIT_NONE_HASH", "FILE_CONNECTOR", "NIXL_CONNECTOR", "NIXL_WORKER"),
     *("STATE_SHAPES", "STATE_DTYPES", "STATE_COPIES", "COPY_WHOLE_STATE", "MOVE_STATES", "KEEP_STATES"),
@@ -450,9 +459,20 @@ MEMBERS = {
     "MAMBA2_NORM": ("forward_native", "forward_cuda"),
     "MAMBA2_BACKEND": ("get_builder_cls",),
     "MAMBA2_BUILDER": ("build", "build_for_cudagraph_capture"),
-    "STATE_SHAPES": ("gated_delta_net_state_shape", "mamba2_state_shape"),
-    "STATE_DTYPES": ("gated_delta_net_state_dtype", "mamba2_state_dtype"),
-    "STATE_COPIES": ("gated_delta_net_state_copy_func", "mamba2_state_copy_func"),
+    "LIGHTNING": ("forward", "get_attn_backend", "get_state_shape", "get_kv_cache_spec"),
+    "LIGHTNING_BACKEND": ("get_builder_cls",),
+    "LIGHTNING_BUILDER": ("build", "build_for_cudagraph_capture"),
+    "KDA": ("forward", "get_state_shape", "get_kv_cache_spec"),
+    "STATE_SHAPES": (
+        *("gated_delta_net_state_shape", "mamba2_state_shape", "linear_attention_state_shape", "kda_state_shape"),
+    ),
+    "STATE_DTYPES": (
+        *("gated_delta_net_state_dtype", "mamba2_state_dtype", "linear_attention_state_dtype", "kda_state_dtype"),
+    ),
+    "STATE_COPIES": (
+        *("gated_delta_net_state_copy_func", "mamba2_state_copy_func", "linear_attention_state_copy_func"),
+        "kda_state_copy_func",
+    ),
     "GRAPH_MANAGER": ("_init_candidates",),
     "DRAFT_MODEL": ("init_cudagraph_manager", "capture", "_prefill", "_multi_step_decode"),
     "LINEAR_METHOD": ("process_weights_after_loading", "apply"),

@@ -1,6 +1,7 @@
-"""The gated delta rule of linear attention (Yang, Kautz, Hatamizadeh: arxiv.org/abs/2412.06464) and the state space of
-Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), whose prefill, decode and verify have the same bits; Qwen3-Next and Qwen3.5
-call layers of the first gated delta nets.
+"""The gated delta rule of linear attention (Yang, Kautz, Hatamizadeh: arxiv.org/abs/2412.06464), with a gate a head or,
+as in Kimi Delta Attention, a gate a channel, and the state space of Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), which
+is lightning attention where the decay is constant: their prefill, decode and verify have the same bits. Qwen3-Next and
+Qwen3.5 call layers of the first gated delta nets.
 """
 
 from types import ModuleType
@@ -19,6 +20,7 @@ __all__ = [
     "DeltaStates",
     "delta_rule",
     "gdn_inputs",
+    "kda_inputs",
     "mamba2_inputs",
 ]
 
@@ -90,6 +92,58 @@ def gdn_inputs(
     mixed = _convolved(mixed, convolution)
     q, k, g, beta = served.gdn_inputs(mixed, a, b, a_log, dt_bias, key_heads, key_size)
     return q, k, mixed[:, -values:].unflatten(1, (value_heads, values // value_heads)), g, beta
+
+
+def kda_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    least: float | None = None,
+    convolution: Convolution | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands of :func:`delta_rule` with gates of channels in Kimi Delta Attention (Kimi Team: arxiv.org/abs/
+    2510.26692), each token by itself behind the convolution.
+
+    Args:
+        mixed: [tokens, 3 * heads * size] fp32, bf16 or fp16: queries, keys and values. Rows may be any stride apart.
+        a: [tokens, heads * size], what gates are made of.
+        b: [tokens, heads], what betas are made of.
+        a_log: [heads]
+        dt_bias: [heads * size]
+        least: below 0, what gates are above; None: they have no bound.
+        convolution: with SiLU, what mixed's rows pass first; None: they have.
+
+    Returns:
+        q and k [tokens, heads, size], divided by their norm sqrt(sum of squares + 1e-6) in fp32 and rounded to mixed's
+        dtype; v [tokens, heads, size], which may be a view of mixed; g = -exp(a_log) * softplus(a + dt_bias), or with a
+        bound least * sigmoid(exp(a_log) * (a + dt_bias)), [tokens, heads, size] fp32; beta = sigmoid(b) [tokens, heads]
+        fp32.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotCovered: a device without an implementation.
+    """
+    tokens, heads = b.shape
+    channels = mixed.shape[1] // 3
+    fits = (
+        mixed.dim() == 2
+        and mixed.stride(1) == 1
+        and mixed.shape == (tokens, 3 * channels)
+        and channels % heads == 0 < channels
+        and a.shape == (tokens, channels)
+        and a_log.shape == (heads,)
+        and dt_bias.shape == (channels,)
+        and (least is None or least < 0)
+    )
+    if not fits:
+        given = ", ".join(str(list(one.shape)) for one in (mixed, a, b, a_log, dt_bias))
+        raise ValueError(f"no Kimi Delta Attention of {given} with gates above {least}")
+    served = implementation("delta_rule", mixed, a, b, a_log, dt_bias)
+    mixed, size = _convolved(mixed, convolution), channels // heads
+    q, k, g, beta = served.kda_inputs(mixed, a, b, a_log, dt_bias, size, least)
+    return q, k, mixed[:, 2 * channels :].unflatten(1, (heads, size)), g, beta
 
 
 def mamba2_inputs(
@@ -166,7 +220,7 @@ def delta_rule(
             last request's are not read. Value head h has key head ``h * key_heads // value_heads``.
         k: [tokens, key_heads, K] of the same dtype.
         v: [tokens, value_heads, V] of the same dtype, tokens any stride apart.
-        g: [tokens, value_heads] fp32, 0 or less.
+        g: [tokens, value_heads] fp32, 0 or less; of a reduction with gates of channels [tokens, value_heads, K].
         beta: [tokens, value_heads] fp32.
         states: where the requests' earlier tokens are. The new ones are written there.
         reduction: of the layer.
@@ -190,7 +244,8 @@ def delta_rule(
         and v.shape[0] == tokens
         and v.stride()[1:] == (value_size, 1)
         and value_heads % key_heads == 0
-        and g.shape == beta.shape == (tokens, value_heads)
+        and beta.shape == (tokens, value_heads)
+        and g.shape == (*beta.shape, *reduction.of_gates)
         and (key_size, value_size) == (reduction.key_size, reduction.value_size)
         and {q.dtype, k.dtype, v.dtype} == {reduction.dtype}
         and {g.dtype, beta.dtype} == {torch.float32}

@@ -14,7 +14,7 @@ import torch
 
 from ...compare import bitwise_comparison
 from ...errors import NotCovered
-from .cuda import decode_sizes, delta_rule
+from .cuda import SCHEDULES, delta_rule
 from .params import DeltaStates
 from .reduction import DeltaPages, DeltaRuleReduction
 
@@ -43,7 +43,7 @@ def certify(key_heads: int, value_heads: int, reduction: DeltaRuleReduction, dra
         NotCovered: some have other bits.
     """
     request = _Request.of(key_heads, value_heads, reduction, drafts, device)
-    whole, sizes = _Copies(request, 1), decode_sizes(drafts > 0)
+    whole, sizes = _Copies(request, 1), SCHEDULES[reduction.gates].sizes(drafts > 0)
     (_, expected), compared = whole.step([request.tokens]), 0
     by_steps = "verify" if drafts else "decode"
     ways = ("prefill in two steps", max(sizes)), *((f"{by_steps} of {size} at once", size) for size in sizes)
@@ -115,7 +115,9 @@ class _Request:
         q = mirrored(_LARGE * drawn(key_heads, half), torch.ones_like(cancels))
         k = mirrored(drawn(key_heads, half) * reduction.key_size**-0.5, cancels)
         v = torch.where(cancels[:, None, None], 0.0, _LARGE * drawn(value_heads, reduction.value_size)).to(dtype)
-        g, beta = -0.1 * drawn(value_heads).square(), drawn(value_heads).sigmoid()
+        g, beta = drawn(value_heads, *((half,) if reduction.has_channels else ())), drawn(value_heads).sigmoid()
+        # What cancels decays alike.
+        g = -0.1 * (torch.cat([g, g[..., order]], -1) if reduction.has_channels else g).square()
         skip = None if reduction.solve else 2.0**-16 * drawn(value_heads)[0]
         return cls(key_heads, value_heads, reduction, drafts, tokens, (q, k, v, g, beta), skip)
 

@@ -135,19 +135,53 @@ def _exp(x):
 
 
 @njit
-def _correct(k, operand, columns, gates, total, kind, u, rounded):
+def _weights(row, columns, total, t, decayed, out):
+    """Of a row's query or key the products with the keys up to it, and their decays: [keys, rows] of these, and G
+    [rows, 1 or keys]; decayed is memory of that size.
+    """
+    if total.shape[1] == 1:
+        _products(row, columns, out)
+        for j in range(t + 1):
+            out[j] = out[j] * _exp(total[t, 0] - total[j, 0])
+    else:
+        out[:] = 0
+        for key in range(row.size):
+            weight, of_key, to = row[key], columns[key], decayed[key]
+            for j in range(t + 1):
+                to[j] = _exp(total[t, key] - total[j, key]) * of_key[j]
+            for j in range(t + 1):
+                out[j] = fma(weight, to[j], out[j])
+
+
+@njit
+def _given(row, operand, total, kind, scaled, out):
+    """What the state gives for a query or a key, decayed: G [1 or keys]; scaled is memory of a row."""
+    if total.size == 1:
+        _products(row, operand, out)
+        decay = _exp(total[0])
+        for i in range(out.size):
+            out[i] = out[i] * decay
+    else:
+        for key in range(row.size):
+            scaled[key] = row[key] * _exp(total[key])
+        _round(scaled, kind)
+        _products(scaled, operand, out)
+
+
+@njit
+def _correct(k, operand, columns, beta, total, kind, u, rounded):
     """Make u of values: take from each what the state and the rows above give for its key."""
     count, value_size = u.shape
-    products = np.empty(count, np.float32)
+    products, decayed, scaled = np.empty(count, np.float32), np.empty_like(columns), np.empty(k.shape[1], np.float32)
     a, inverse = np.zeros((count, count), np.float32), np.zeros((count, count), np.float32)
     for t in range(count):
-        _products(k[t], columns, products)
+        _weights(k[t], columns, total, t, decayed, products)
         for j in range(t):
-            a[t, j] = gates[t, 1] * (products[j] * _exp(total[t] - total[j]))
-        given, row, decay = rounded[t], u[t], _exp(total[t])
-        _products(k[t], operand, given)
+            a[t, j] = beta[t] * products[j]
+        given, row = rounded[t], u[t]
+        _given(k[t], operand, total[t], kind, scaled, given)
         for i in range(value_size):
-            row[i] = gates[t, 1] * (row[i] - given[i] * decay)
+            row[i] = beta[t] * (row[i] - given[i])
         rounded[t] = row
         _round(rounded[t], kind)
     _inverse(a, count, inverse)
@@ -157,34 +191,29 @@ def _correct(k, operand, columns, gates, total, kind, u, rounded):
 
 
 @njit
-def _chunk(q, k, v, gates, first, state, kind, solve, scale, skip, out, ends):
-    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. gates are G
-    and beta. With ends the state becomes that behind the chunk. skip has one element, or none.
+def _chunk(q, k, v, total, beta, first, state, kind, solve, scale, skip, out, ends):
+    """Of rows [count] of a chunk from its begin those from ``first`` on, which q begins with and out gets. total is G
+    [count, 1 or keys]. With ends the state becomes that behind the chunk. skip has one element, or none.
     """
     count, value_size = v.shape
     operand, columns = np.empty_like(state), np.ascontiguousarray(k.T)
     _operand(state, kind, operand)
-    total, products = np.empty(count, np.float32), np.empty(count, np.float32)
+    products, decayed, scaled = np.empty(count, np.float32), np.empty_like(columns), np.empty(k.shape[1], np.float32)
     u, rounded = np.empty((count, value_size), np.float32), np.empty((count, value_size), np.float32)
     for t in range(count):
-        total[t] = gates[t, 0]
         row = u[t]
         for i in range(value_size):
-            row[i] = v[t, i] if solve else gates[t, 1] * v[t, i]
+            row[i] = v[t, i] if solve else beta[t] * v[t, i]
     if solve:
-        _correct(k, operand, columns, gates, total, kind, u, rounded)
+        _correct(k, operand, columns, beta, total, kind, u, rounded)
     for t in range(count):
         rounded[t] = u[t]
         _round(rounded[t], kind)
     for t in range(first, count):
-        weights, row, decay = products[: t + 1], out[t - first], _exp(total[t])
-        _products(q[t - first], columns, products)
-        for j in range(t + 1):
-            weights[j] = weights[j] * _exp(total[t] - total[j])
+        weights, row = products[: t + 1], out[t - first]
+        _weights(q[t - first], columns, total, t, decayed, products)
         _round(weights, kind)
-        _products(q[t - first], operand, row)
-        for i in range(value_size):
-            row[i] = row[i] * decay
+        _given(q[t - first], operand, total[t], kind, scaled, row)
         _add_product(weights, rounded, t + 1, row)
         for i in range(value_size):
             row[i] = row[i] * scale
@@ -192,30 +221,45 @@ def _chunk(q, k, v, gates, first, state, kind, solve, scale, skip, out, ends):
             for i in range(value_size):
                 row[i] = fma(skip[0], v[t, i], row[i])
     if ends:
-        for j in range(count):
-            decay = _exp(total[count - 1] - total[j])
-            for i in range(value_size):
-                rounded[j, i] = u[j, i] * decay
-            _round(rounded[j], kind)
-        decay, added = _exp(total[count - 1]), np.empty(value_size, np.float32)
-        for key in range(k.shape[1]):
-            added[:] = 0
-            for j in range(count):
-                weight, row = k[j, key], rounded[j]
-                for i in range(value_size):
-                    added[i] = fma(weight, row[i], added[i])
-            row = state[key]
-            for i in range(value_size):
-                row[i] = fma(decay, row[i], added[i])
+        _add_chunk(columns, total, u, rounded, kind, state)
 
 
 @njit
-def _add_gates(total, g, old, chunk):
-    """Make G of the g of new rows, of which so many of their chunk are before, the last with this total."""
-    for t in range(g.size):
-        gate = _LOWEST_GATE if g[t] < _LOWEST_GATE else g[t]
-        total = gate if (old + t) % chunk == 0 else total + gate
-        g[t] = total
+def _add_chunk(columns, total, u, rounded, kind, state):
+    """Make the state that behind a chunk. What decays a row of it is with the values where a head has one gate, else
+    with the keys.
+    """
+    count, value_size = u.shape
+    of_channels = total.shape[1] > 1
+    last, added = total[count - 1], np.empty(value_size, np.float32)
+    for j in range(count):
+        decay = _ONE if of_channels else _exp(last[0] - total[j, 0])
+        for i in range(value_size):
+            rounded[j, i] = u[j, i] * decay
+        _round(rounded[j], kind)
+    for key in range(state.shape[0]):
+        weights, gate = columns[key], key if of_channels else 0
+        if of_channels:
+            for j in range(count):
+                weights[j] = weights[j] * _exp(last[key] - total[j, key])
+            _round(weights, kind)
+        added[:] = 0
+        _add_product(weights, rounded, count, added)
+        row, decay = state[key], _exp(last[gate])
+        for i in range(value_size):
+            row[i] = fma(decay, row[i], added[i])
+
+
+@njit
+def _add_gates(above, g, old, chunk):
+    """Make G of the g of new rows [rows, 1 or keys], of which so many of their chunk are before, the last with these
+    totals.
+    """
+    for t in range(len(g)):
+        for i in range(above.size):
+            gate = _LOWEST_GATE if g[t, i] < _LOWEST_GATE else g[t, i]
+            above[i] = gate if (old + t) % chunk == 0 else above[i] + gate
+            g[t, i] = above[i]
 
 
 @njit
@@ -227,42 +271,46 @@ def _copy(rows, first, count, out, to):
 
 
 @njit
-def _walk(new, earlier, gates, old, border, sure, high, low, chunk, kind, solve, scale, skip, out):
+def _walk(new, earlier, old, border, sure, high, low, chunk, kind, solve, scale, skip, out):
     """A value head of a request, chunk after chunk.
 
     Args:
-        new: [tokens, ...] of q, k and v.
-        earlier: [rows, ...] of k and v from the border on, of which so many as are ``old`` are there.
-        gates: of the earlier rows G and beta [rows, 2]; of the new ones g and beta [tokens, 2]: g becomes G.
+        new: [tokens, ...] of q, k, v, g, which becomes G, and beta.
+        earlier: [rows, ...] of k, v, G and beta from the border on, of which so many as are ``old`` are there.
     """
-    q, k, v = new
+    q, k, v, g, beta = new
     state = np.zeros((k.shape[1], v.shape[1]), np.float32)
     if border > 0:
         _load_state(high, low, state)
     rows = old + len(q)
-    _add_gates(gates[0][old - 1, 0] if old > 0 else np.float32(0), gates[1][:, 0], old, chunk)
+    above = np.zeros(g.shape[1], np.float32)
+    if old > 0:
+        above[:] = earlier[2][old - 1]
+    _add_gates(above, g, old, chunk)
     for first in range(0, rows, chunk):
         count = min(chunk, rows - first)
         known = min(max(old - first, 0), count)
         begin, end = first + known - old, border + first + chunk
         of_k, of_v = np.empty((count, k.shape[1]), np.float32), np.empty((count, v.shape[1]), np.float32)
-        of_gates = np.empty((count, 2), np.float32)
-        for held, fresh, to in ((earlier[0], k, of_k), (earlier[1], v, of_v), (gates[0], gates[1], of_gates)):
+        total, of_beta = np.empty((count, g.shape[1]), np.float32), np.empty(count, np.float32)
+        for held, fresh, to in ((earlier[0], k, of_k), (earlier[1], v, of_v), (earlier[2], g, total)):
             _copy(held, first, known, to, 0)
             _copy(fresh, begin, count - known, to, known)
+        of_beta[:known], of_beta[known:] = earlier[3][first : first + known], beta[begin : begin + count - known]
         ends = first + chunk <= rows
-        _chunk(q[begin:], of_k, of_v, of_gates, known, state, kind, solve, scale, skip, out[max(begin, 0) :], ends)
+        rest = out[max(begin, 0) :]
+        _chunk(q[begin:], of_k, of_v, total, of_beta, known, state, kind, solve, scale, skip, rest, ends)
         if ends and end <= sure < end + chunk:
             _store_state(state, high, low)
 
 
 def _delta_rule_kernel(
-    q, k, v, gates, earlier_k, earlier_v, earlier_gates, starts, context, borders, sure, pages, high, low, chunk, kind,
-    solve, scale, skip, out,
+    q, k, v, g, beta, earlier_k, earlier_v, earlier_total, earlier_beta, starts, context, borders, sure, pages, high,
+    low, chunk, kind, solve, scale, skip, out,
 ):  # fmt: skip
-    """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], and
-    gates [tokens, value_heads, 2], which are g and beta, fp32, and become G and beta; the same of rows before a
-    request's first new one, from its border on, [requests, rows, ...]; and up to where a state may be kept. skip
+    """A value head of a request a turn. q and k [tokens, key_heads, key_size], v [tokens, value_heads, value_size], g
+    [tokens, value_heads, 1 or key_size], which becomes G, and beta [tokens, value_heads], fp32; the same of rows before
+    a request's first new one, from its border on, [requests, rows, ...]; and up to where a state may be kept. skip
     [value_heads], or empty.
     """
     for item in prange(len(pages) * v.shape[1]):
@@ -271,9 +319,10 @@ def _delta_rule_kernel(
         start, end = starts[request], starts[request + 1]
         if end > start:
             _walk(
-                (q[start:end, key_head], k[start:end, key_head], v[start:end, head]),
-                (earlier_k[request, :, key_head], earlier_v[request, :, head]),
-                (earlier_gates[request, :, head], gates[start:end, head]),
+                (q[start:end, key_head], k[start:end, key_head], v[start:end, head], g[start:end, head],
+                 beta[start:end, head]),
+                (earlier_k[request, :, key_head], earlier_v[request, :, head], earlier_total[request, :, head],
+                 earlier_beta[request, :, head]),
                 context[request] - borders[request], borders[request], sure[request],
                 high[page, head], low[page, head], chunk, kind, solve, scale, skip[head : head + 1],
                 out[start:end, head],
@@ -308,13 +357,12 @@ def delta_rule(
     slots = (borders[:, None] + torch.arange(ring)) % ring
     of_rows = pages.k, pages.v, pages.total, pages.beta
     earlier = [held[numbers[:, None], slots].to(reduction.accumulate) for held in of_rows]
-    gates = torch.stack([g, beta], -1)
+    total, beta = g.clone().view(*beta.shape, -1), beta.contiguous()
     sure = context + torch.where(lengths > 1 + reduction.drafts(ring), lengths, lengths.clamp(max=1))
     _delta_rule(
         tokens * v.shape[1] * reduction.key_size * reduction.value_size,
         *(one.to(reduction.accumulate).contiguous() for one in (q, k, v)),
-        gates,
-        *(*earlier[:2], torch.stack(earlier[2:], -1)),
+        *(total, beta, *earlier[:2], earlier[2].view(*earlier[3].shape, -1), earlier[3]),
         *(starts, context, borders, sure, numbers, pages.high, pages.low),
         *(chunk, _KINDS[reduction.dtype], reduction.solve, np.float32(reduction.scale)),
         *(torch.empty(0) if skip is None else skip.detach().to(reduction.accumulate).contiguous(), out),
@@ -323,7 +371,7 @@ def delta_rule(
     index = torch.arange(tokens) - (starts[request] - starts[0])
     kept = index >= lengths[request] - ring
     row, slot = torch.arange(tokens)[kept] + starts[0], (context[request] + index)[kept] % ring
-    for held, new in zip(of_rows, (k, v, *gates.unbind(-1)), strict=True):
+    for held, new in zip(of_rows, (k, v, total.view(g.shape), beta), strict=True):
         held[numbers[request[kept]], slot] = new[row]
     changed = lengths > 0
     last = torch.maximum(borders, sure // chunk * chunk)[changed]
@@ -348,6 +396,18 @@ def _gates_kernel(a, b, a_log, dt_bias, g, beta):
             beta[token, head] = _ONE / (_ONE + exp32(-b[token, head]))
 
 
+def _channel_gates_kernel(a, b, a_log, dt_bias, least, has_least, g, beta):
+    for token in prange(a.shape[0]):
+        for head in range(a.shape[1]):
+            speed = exp32(a_log[head])
+            for i in range(a.shape[2]):
+                gate = a[token, head, i] + dt_bias[head, i]
+                g[token, head, i] = (
+                    least * (_ONE / (_ONE + exp32(-(speed * gate)))) if has_least else -speed * softplus32(gate)
+                )
+            beta[token, head] = _ONE / (_ONE + exp32(-b[token, head]))
+
+
 def _mamba2_gates_kernel(dt, a, dt_bias, g, steps):
     for token in prange(dt.shape[0]):
         for head in range(dt.shape[1]):
@@ -355,7 +415,9 @@ def _mamba2_gates_kernel(dt, a, dt_bias, g, steps):
             g[token, head] = a[head] * steps[token, head]
 
 
-_norms, _gates, _mamba2_gates = (RowKernel(one) for one in (_norms_kernel, _gates_kernel, _mamba2_gates_kernel))
+_norms, _gates, _channel_gates, _mamba2_gates = (
+    RowKernel(one) for one in (_norms_kernel, _gates_kernel, _channel_gates_kernel, _mamba2_gates_kernel)
+)
 
 
 def gdn_inputs(
@@ -368,12 +430,35 @@ def gdn_inputs(
     key_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the operation's package: without v."""
-    rows = mixed[:, : 2 * key_heads * key_size].float().reshape(-1, key_size).contiguous()
-    normed, g, beta = torch.empty_like(rows), torch.empty(a.shape), torch.empty(a.shape)
-    _norms(rows.numel(), rows, normed)
+    g, beta = torch.empty(a.shape), torch.empty(a.shape)
     _gates(a.numel(), *(one.detach().float().contiguous() for one in (a, b, a_log, dt_bias)), g, beta)
-    q, k = normed.to(mixed.dtype).view(len(mixed), 2, key_heads, key_size).unbind(1)
-    return q, k, g, beta
+    return *_normed(mixed, key_heads, key_size), g, beta
+
+
+def kda_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_size: int,
+    least: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the operation's package: without v."""
+    heads = b.shape[1]
+    a, dt_bias = a.unflatten(1, (heads, key_size)), dt_bias.view(heads, key_size)
+    g, beta = torch.empty(a.shape), torch.empty(b.shape)
+    given = (one.detach().float().contiguous() for one in (a, b, a_log, dt_bias))
+    _channel_gates(a.numel(), *given, np.float32(0.0 if least is None else least), least is not None, g, beta)
+    return *_normed(mixed, heads, key_size), g, beta
+
+
+def _normed(mixed: torch.Tensor, key_heads: int, key_size: int) -> tuple[torch.Tensor, ...]:
+    """Queries and keys, which rows begin with, divided by their norms."""
+    rows = mixed[:, : 2 * key_heads * key_size].float().reshape(-1, key_size).contiguous()
+    normed = torch.empty_like(rows)
+    _norms(rows.numel(), rows, normed)
+    return normed.to(mixed.dtype).view(len(mixed), 2, key_heads, key_size).unbind(1)
 
 
 def mamba2_gates(dt: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """The gated delta rule and Mamba-2's state space on a GPU, in Triton."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,37 +36,71 @@ class DeltaSchedule:
     """More than one may compile to wrong code for a Hopper, where operands of wgmma lie in registers."""
 
 
-PREFILL = DeltaSchedule(64, 4)
-DECODE = {1: DeltaSchedule(32, 2), 4: DeltaSchedule(32, 1), 16: DeltaSchedule(64, 1)}
-"""From so many requests on: the fastest of seven at 1, 8, 64 and 256 requests on an H200."""
-VERIFY = DeltaSchedule(32, 4), DeltaSchedule(64, 4)
-"""The same of decode with drafts."""
+@dataclass(frozen=True)
+class DeltaSchedules:
+    """Those of a kind of gates.
+
+    Attributes:
+        prefill: in one step for all requests.
+        decode: from so many requests on.
+        verify: decode with drafts, of few requests and of many.
+        matrices: warps of a program that makes X and M.
+        one_instruction: where a tile of 64 rows gets tcgen05.mma and smaller ones mma.sync, which nobody has compared.
+    """
+
+    prefill: DeltaSchedule
+    decode: Mapping[int, DeltaSchedule]
+    verify: tuple[DeltaSchedule, DeltaSchedule]
+    matrices: int
+    one_instruction: DeltaSchedule
+
+    def of_requests(self, count: int, has_drafts: bool) -> DeltaSchedule:
+        """Of a step of decode of so many requests, padded ones among them: a CUDA graph has one number of them."""
+        if has_drafts:
+            return self.verify[count >= _MANY]
+        return self.decode[max(least for least in self.decode if least <= max(count, 1))]
+
+    def sizes(self, has_drafts: bool) -> tuple[int, ...]:
+        """The least number of requests of each schedule of decode."""
+        return (1, _MANY) if has_drafts else tuple(self.decode)
+
+    @property
+    def every(self) -> tuple[DeltaSchedule, ...]:
+        """Each of decode."""
+        return *self.decode.values(), *self.verify, self.one_instruction
+
+
+SCHEDULES = {
+    "head": DeltaSchedules(
+        DeltaSchedule(64, 4),
+        {1: DeltaSchedule(32, 2), 4: DeltaSchedule(32, 1), 16: DeltaSchedule(64, 1)},
+        (DeltaSchedule(32, 4), DeltaSchedule(64, 4)),
+        matrices=1,
+        one_instruction=DeltaSchedule(32, 2),
+    ),
+    "channel": DeltaSchedules(
+        DeltaSchedule(64, 8),
+        {1: DeltaSchedule(64, 4)},
+        (DeltaSchedule(32, 4), DeltaSchedule(64, 4)),
+        matrices=4,
+        one_instruction=DeltaSchedule(32, 4),
+    ),
+}
+"""By :data:`.reduction.GATES`. The first decode as the fastest of seven at 1, 8, 64 and 256 requests on an H200; the
+second, which no GPU has run, with the fewest registers spilled where they are compiled for one.
+"""
 _MANY = 8
 """Requests."""
 FUSED = 16
 """New tokens of a request, with no more of which one launch convolves and makes what follows."""
 _KEYS = 128
 """Elements for which the schedules are: of longer keys a program has fewer values."""
-ONE_INSTRUCTION = DeltaSchedule(32, 2)
-"""Where a tile of 64 rows gets tcgen05.mma and smaller ones mma.sync, which nobody has compared."""
 
 
-def _schedule(device: torch.device, of: DeltaSchedule) -> DeltaSchedule:
-    if triton.knobs.runtime.interpret or of.num_warps < ONE_INSTRUCTION.num_warps:
+def _schedule(device: torch.device, of: DeltaSchedule, schedules: DeltaSchedules) -> DeltaSchedule:
+    if triton.knobs.runtime.interpret or of.num_warps < schedules.one_instruction.num_warps:
         return of
-    return ONE_INSTRUCTION if Gpu.of(device.index).has_tcgen05 else of
-
-
-def decode_schedule(device: torch.device, requests: int, has_drafts: bool) -> DeltaSchedule:
-    """Of a step of decode of so many requests, padded ones among them: a CUDA graph has one number of them."""
-    if has_drafts:
-        return _schedule(device, VERIFY[requests >= _MANY])
-    return _schedule(device, DECODE[max(least for least in DECODE if least <= max(requests, 1))])
-
-
-def decode_sizes(has_drafts: bool) -> tuple[int, ...]:
-    """The least number of requests of each schedule."""
-    return (1, _MANY) if has_drafts else tuple(DECODE)
+    return schedules.one_instruction if Gpu.of(device.index).has_tcgen05 else of
 
 
 def delta_rule(
@@ -82,6 +118,7 @@ def delta_rule(
     """See the operation's package."""
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     requests, key_heads, value_heads = len(states.pages), k.shape[1], v.shape[1]
+    schedules = SCHEDULES[reduction.gates]
     if not requests or not len(v):
         return out
     pages = reduction.pages(states.states, key_heads, value_heads, states.rows)
@@ -94,7 +131,8 @@ def delta_rule(
     strides = pages.high.stride(0), pages.k.stride(0), pages.beta.stride(0)
     heads = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads}
     sizes = {"KEY_SIZE": reduction.key_size, "VALUE_SIZE": reduction.value_size, "ROWS": states.rows} | heads
-    chunk = {"CHUNK": reduction.chunk, "SOLVE": reduction.solve}
+    channels = {"CHANNELS": math.prod(reduction.of_gates) if reduction.has_channels else 0}
+    chunk = {"CHUNK": reduction.chunk, "SOLVE": reduction.solve} | channels
     skip = None if skip is None else skip.contiguous()
 
     def block_of(schedule: DeltaSchedule) -> int:
@@ -109,7 +147,7 @@ def delta_rule(
         return triton.cdiv(reduction.value_size, block_of(schedule)), value_heads, requests
 
     if states.longest <= 1 + reduction.drafts(states.rows):
-        decode = decode or decode_schedule(v.device, requests, has_drafts)
+        decode = decode or _schedule(v.device, schedules.of_requests(requests, has_drafts), schedules)
         launch(
             verify_delta_rule_kernel if has_drafts else decode_delta_rule_kernel,
             grid(decode),
@@ -122,13 +160,13 @@ def delta_rule(
             **of(decode),
         )
         return out
-    prefill = prefill or _schedule(v.device, PREFILL)
+    prefill = prefill or _schedule(v.device, schedules.prefill, schedules)
     slots = len(v) // reduction.chunk + requests * (states.rows // reduction.chunk + 2)
     chunks = triton.cdiv(states.longest + states.rows - 1, reduction.chunk)
     tiles = (1 + reduction.solve, slots, value_heads, reduction.chunk, reduction.chunk)
     *x, m = torch.empty(tiles, dtype=k.dtype, device=k.device)
     matrices = x[0] if x else None, m
-    gates = torch.empty(slots, value_heads, 2, reduction.chunk, device=k.device)
+    gates = torch.empty(slots, value_heads, math.prod(reduction.of_gates) + 1, reduction.chunk, device=k.device)
     launch(
         chunk_matrices_kernel,
         (chunks, value_heads, requests),
@@ -138,7 +176,7 @@ def delta_rule(
         ),
         on=v,
         waits=True,
-        num_warps=1,
+        num_warps=schedules.matrices,
         HAS_X=has_x,
         **sizes,
         **chunk,
@@ -160,6 +198,7 @@ def delta_rule(
         num_warps=1,
         CHUNK=reduction.chunk,
         **sizes,
+        **channels,
     )
     return out
 
@@ -223,17 +262,46 @@ def gdn_inputs(
     key_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the operation's package: without v."""
-    tokens, value_heads = a.shape
+    return _inputs(mixed, a, b, a_log, dt_bias, key_heads, key_size, 0, None)
+
+
+def kda_inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_size: int,
+    least: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the operation's package: without v."""
+    return _inputs(mixed, a, b, a_log, dt_bias, b.shape[1], key_size, key_size, least)
+
+
+def _inputs(
+    mixed: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_heads: int,
+    key_size: int,
+    channels: int,
+    least: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, value_heads = b.shape
     q, k = torch.empty(2, tokens, key_heads, key_size, dtype=mixed.dtype, device=mixed.device)
-    g, beta = torch.empty(2, tokens, value_heads, device=mixed.device)
+    of_channels = (channels,) if channels else ()
+    g = torch.empty(tokens, value_heads, *of_channels, device=mixed.device)
+    beta = torch.empty(tokens, value_heads, device=mixed.device)
     if tokens:
         a, b = with_packed_rows(a), with_packed_rows(b)
         launch(
             gdn_inputs_kernel,
-            (tokens, 2 * key_heads + 1),
+            (tokens, 2 * key_heads + (value_heads if channels else 1)),
             (
                 *(mixed, a, b, a_log.contiguous(), dt_bias.contiguous()),
-                *(q, k, g, beta, mixed.stride(0), a.stride(0), b.stride(0)),
+                *(q, k, g, beta, 0.0 if least is None else least, mixed.stride(0), a.stride(0), b.stride(0)),
             ),
             on=mixed,
             waits=True,
@@ -242,6 +310,8 @@ def gdn_inputs(
             VALUE_HEADS=value_heads,
             PADDED_HEADS=triton.next_power_of_2(value_heads),
             KEY_SIZE=key_size,
+            CHANNELS=channels,
+            HAS_LEAST=least is not None,
         )
     return q, k, g, beta
 

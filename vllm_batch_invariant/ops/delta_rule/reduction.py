@@ -14,6 +14,8 @@ KEY_SIZES = (*VALUE_SIZES, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes: every part of a page starts at a multiple of it, so that views of any dtype and wide loads are possible."""
+GATES = ("head", "channel")
+"""What has a decay of its own: a value head, or each element of its keys."""
 COLUMNS = 16
 """Values whose states one program may have: they have a border's position of their own."""
 _TILE = 16
@@ -38,7 +40,7 @@ class DeltaPages(NamedTuple):
     v: torch.Tensor
     """[pages, rows, value_heads, value_size]"""
     total: torch.Tensor
-    """[pages, rows, value_heads] fp32: G."""
+    """[pages, rows, value_heads] fp32: G; with gates of channels [pages, rows, value_heads, key_size]."""
     beta: torch.Tensor
     """[pages, rows, value_heads] fp32."""
     x: torch.Tensor
@@ -71,6 +73,20 @@ class DeltaRuleReduction:
     Without ``solve`` nothing is taken from a value of what the state holds: ``u[t] = beta[t] v[t]``, and ``scale`` is
     1. That is the state space of Mamba-2 (Dao, Gu: arxiv.org/abs/2405.21060), whose C, B, x, dt are q, k, v, beta.
 
+    With gates of channels, as Kimi Delta Attention has them (Kimi Team: arxiv.org/abs/2510.26692), g and G have a
+    number for each element of a key, and so have decays; a sum over these has them inside, so that no exponent is above
+    0::
+
+        P[t] = round(k[t] e^G[t]) . S~,  Q[t] = round(q[t] e^G[t]) . S~
+        A[t, j] = beta[t] (sum over d of k[t, d] (e^(G[t, d] - G[j, d]) k[j, d])),  M[t, j] the same of q[t]
+        S' = fma(S, e^G[-1], sum over j of round(k[j] e^(G[-1] - G[j])) round(u[j]))
+
+    The sums over d are in fp32: on a CPU by fmas, ascending; on a GPU elements half a row apart are added until one is
+    left. The rest is as above.
+
+    With one g for all tokens, beta 1 and no ``solve`` this is lightning attention (Qin et al.: arxiv.org/abs/
+    2401.04658), whose queries are scaled before.
+
     With a skip d of the head, which Mamba-2 calls D, the result is ``fma(d, v[t], o[t])``; it is rounded once.
 
     Attributes:
@@ -80,6 +96,7 @@ class DeltaRuleReduction:
         chunk: tokens between two states that are kept.
         accumulate: the dtype of every addition, and of the state.
         solve: whether a value is corrected by what the state gives for its key.
+        gates: of :data:`GATES`.
     """
 
     key_size: int
@@ -88,9 +105,12 @@ class DeltaRuleReduction:
     chunk: int = 16
     accumulate: torch.dtype = torch.float32
     solve: bool = True
+    gates: str = GATES[0]
 
     @classmethod
-    def of(cls, key_size: int, value_size: int, dtype: torch.dtype, solve: bool = True) -> "DeltaRuleReduction":
+    def of(
+        cls, key_size: int, value_size: int, dtype: torch.dtype, solve: bool = True, gates: str = GATES[0]
+    ) -> "DeltaRuleReduction":
         """The same on every device.
 
         Raises:
@@ -104,7 +124,17 @@ class DeltaRuleReduction:
             )
         if dtype not in DTYPES:
             raise NotCovered(f"a delta rule in {dtype}", "its state is fp32", "use fp32, bf16 or fp16")
-        return cls(key_size, value_size, dtype, solve=solve)
+        return cls(key_size, value_size, dtype, solve=solve, gates=gates)
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether each element of a key has a decay of its own."""
+        return self.gates == "channel"
+
+    @property
+    def of_gates(self) -> tuple[int, ...]:
+        """The shape of a value head's g."""
+        return (self.key_size,) if self.has_channels else ()
 
     @property
     def scale(self) -> float:
@@ -148,7 +178,7 @@ class DeltaRuleReduction:
             ((value_heads, self.value_size // COLUMNS), torch.int32),
             ((rows, key_heads, self.key_size), self.dtype),
             ((rows, value_heads, self.value_size), self.dtype),
-            ((rows, value_heads), torch.float32),
+            ((rows, value_heads, *self.of_gates), torch.float32),
             ((rows, value_heads), torch.float32),
             ((rows_of_x, value_heads, self.chunk), torch.float32),
         )

@@ -1,6 +1,7 @@
 """The Triton kernels of the gated delta rule and of Mamba-2's state space. Names are those of
 :class:`.reduction.DeltaRuleReduction`; tiles of values are transposed, [values, tokens], so that the state [values,
-keys] is the left operand of products with it.
+keys] is the left operand of products with it. CHANNELS is 0 where a value head has one gate, so that G of rows is
+[rows], and the elements of a key where each has its own: G is [rows, CHANNELS] then.
 """
 
 import triton
@@ -82,18 +83,43 @@ def _rows(new_ptr, ring_ptr, start, begin, end, position, stride_new, stride_rin
 
 
 @triton.jit
+def _width(CHANNELS: tl.constexpr):
+    """Gates of a value head."""
+    return CHANNELS if CHANNELS > 0 else 1
+
+
+@triton.jit
+def _of_gates(ptrs, STRIDE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Pointers to the gates of rows, from those to their first: [rows], or with CHANNELS [rows, CHANNELS], STRIDE
+    apart.
+    """
+    return ptrs if CHANNELS == 0 else ptrs[:, None] + tl.arange(0, CHANNELS)[None, :] * STRIDE
+
+
+@triton.jit
+def _of_rows(x, CHANNELS: tl.constexpr):
+    """Something of rows [rows] beside their gates."""
+    return x if CHANNELS == 0 else x[:, None]
+
+
+@triton.jit
 def _gates(g_ptr, ring_total_ptr, start, begin, end, first, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-           VALUE_HEADS: tl.constexpr):  # fmt: skip
-    """G of a chunk's rows: the ring's, and of fp32, one after the other."""
-    offs = tl.arange(0, CHUNK)
-    totals, total = tl.zeros((CHUNK,), tl.float32), 0.0
+           VALUE_HEADS: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+    """G of a chunk's rows: the ring's, and of fp32, one after the other. Pointers are at the head's first gate."""
+    rows = _of_rows(tl.arange(0, CHUNK), CHANNELS)
+    stride: tl.constexpr = VALUE_HEADS * _width(CHANNELS)
+    if CHANNELS == 0:
+        offs, totals, total = 0, tl.zeros((CHUNK,), tl.float32), 0.0
+    else:
+        offs = tl.arange(0, CHANNELS)
+        totals, total = tl.zeros((CHUNK, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
     for t in tl.static_range(CHUNK):
         position = first + t
-        new_ptr = g_ptr + (start + position - begin).to(tl.int64) * VALUE_HEADS
-        ptr = tl.where(position < begin, ring_total_ptr + position % ROWS * VALUE_HEADS, new_ptr)
-        gate = tl.load(ptr, mask=position < end, other=0.0)
+        new_ptr = g_ptr + (start + position - begin).to(tl.int64) * stride
+        ptr = tl.where(position < begin, ring_total_ptr + position % ROWS * stride, new_ptr)
+        gate = tl.load(ptr + offs, mask=(position + offs * 0) < end, other=0.0)
         total = tl.where(position < begin, gate, _next_total(total, gate))
-        totals = tl.where(offs == t, total, totals)
+        totals = tl.where(rows == t, total if CHANNELS == 0 else total[None, :], totals)
     return totals
 
 
@@ -110,14 +136,55 @@ def _decays(total, totals):
 
 
 @triton.jit
-def _matrices(q, k, total, beta, CHUNK: tl.constexpr, SOLVE: tl.constexpr):
+def _pairwise_sums(x):
+    """[M, N] -> [M]: elements half a row apart are added until one is left. Each ``tl.sum`` adds two, in one order."""
+    M: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(8):
+        if x.shape[1] > 2:
+            x = tl.sum(tl.reshape(x, (M, 2, x.shape[1] // 2)), 1)
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def _row_of_products(q, k, total, keys, totals):
+    """The products of one row's query and key [CHANNELS] with the keys up to it, with decays of channels inside:
+    [CHUNK] each. Zeros have no sign here, as a row that was chosen by a sum has none.
+    """
+    decayed = _decays(total[None, :], totals) * (keys.to(tl.float32) + 0.0)
+    q, k = q.to(tl.float32) + 0.0, k.to(tl.float32) + 0.0
+    return _pairwise_sums(q[None, :] * decayed), _pairwise_sums(k[None, :] * decayed)
+
+
+@triton.jit
+def _products(q, k, total, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
+    """Of a chunk's rows those of queries with keys, and of keys with keys, decayed."""
+    t = tl.arange(0, CHUNK)[:, None]
+    if CHANNELS == 0:
+        decays, columns = _decays(total[:, None], total[None, :]), tl.trans(k)
+        of_queries = tl.dot(q, columns, input_precision="ieee") * decays
+        of_keys = tl.dot(k, columns, input_precision="ieee") * decays
+    else:
+        of_queries, of_keys = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        for row in range(CHUNK):
+            is_row = t == row
+            of_q = tl.sum(tl.where(is_row, q.to(tl.float32), 0.0), 0)
+            of_k = tl.sum(tl.where(is_row, k.to(tl.float32), 0.0), 0)
+            of_total = tl.sum(tl.where(is_row, total, 0.0), 0)
+            of_q, of_k = _row_of_products(of_q, of_k, of_total, k, total)
+            of_queries = tl.where(is_row, of_q[None, :], of_queries)
+            of_keys = tl.where(is_row, of_k[None, :], of_keys)
+    return of_queries, of_keys
+
+
+@triton.jit
+def _matrices(q, k, total, beta, CHUNK: tl.constexpr, SOLVE: tl.constexpr, CHANNELS: tl.constexpr):
     """X and M of a chunk in fp32. Without SOLVE there is no X, and M stands for it."""
     t, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    decays, columns = _decays(total[:, None], total[None, :]), tl.trans(k)
-    m = tl.where(j <= t, tl.dot(q, columns, input_precision="ieee") * decays, 0.0)
+    of_queries, of_keys = _products(q, k, total, CHUNK, CHANNELS)
+    m = tl.where(j <= t, of_queries, 0.0)
     x = m
     if SOLVE:
-        a = tl.where(j < t, beta[:, None] * (tl.dot(k, columns, input_precision="ieee") * decays), 0.0)
+        a = tl.where(j < t, beta[:, None] * of_keys, 0.0)
         # Rows below i take what row i of the inverse, final then, has for them: elements, and no order of a sum.
         inverse = tl.where(t == j, 1.0, 0.0)
         for i in tl.static_range(CHUNK - 1):
@@ -140,11 +207,25 @@ def _row_of_x(a, ring_x_ptr, border, row, CHUNK: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _corrected(given, v, x, total, beta, SOLVE: tl.constexpr):
+def _decayed(x, total):
+    """Rows of queries or keys that read or change a state whose channels decay."""
+    return (x.to(tl.float32) * tl.exp(total)).to(x.dtype)
+
+
+@triton.jit
+def _given(operand, x, total, CHANNELS: tl.constexpr):
+    """What the state has for rows of queries or keys, without the decay of a head: [values, rows]."""
+    if CHANNELS > 0:
+        x = _decayed(x, total)
+    return tl.dot(operand, tl.trans(x), input_precision="ieee")
+
+
+@triton.jit
+def _corrected(given, v, x, total, beta, SOLVE: tl.constexpr, CHANNELS: tl.constexpr):
     """u of a chunk's values, from what the state has for their keys: [values, tokens] fp32."""
     values = v.to(tl.float32)
     if SOLVE:
-        values -= given * tl.exp(total)[None, :]
+        values -= given if CHANNELS > 0 else given * tl.exp(total)[None, :]
     u = beta[None, :] * values
     if SOLVE:
         u = tl.dot(u.to(v.dtype), tl.trans(x.to(v.dtype)), acc=u, input_precision="ieee")
@@ -152,9 +233,10 @@ def _corrected(given, v, x, total, beta, SOLVE: tl.constexpr):
 
 
 @triton.jit
-def _results(given, u, m, v, total, scale, skip, HAS_SKIP: tl.constexpr):
+def _results(given, u, m, v, total, scale, skip, HAS_SKIP: tl.constexpr, CHANNELS: tl.constexpr):
     """The results of rows, from what the state has for their queries and from their values: [values, rows] fp32."""
-    given *= tl.exp(total)[None, :]
+    if CHANNELS == 0:
+        given *= tl.exp(total)[None, :]
     out = tl.dot(u.to(v.dtype), tl.trans(m.to(v.dtype)), acc=given, input_precision="ieee") * scale
     if HAS_SKIP:
         out = tl.fma(v.to(tl.float32), skip, out)
@@ -162,26 +244,32 @@ def _results(given, u, m, v, total, scale, skip, HAS_SKIP: tl.constexpr):
 
 
 @triton.jit
-def _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE: tl.constexpr, HAS_SKIP: tl.constexpr):
+def _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE: tl.constexpr, HAS_SKIP: tl.constexpr,
+             CHANNELS: tl.constexpr):  # fmt: skip
     """Of a chunk the results and, rounded, what is added to the state behind it: [values, tokens]."""
     given = v
     if SOLVE:
-        given = tl.dot(operand, tl.trans(k), input_precision="ieee")
-    u = _corrected(given, v, x, total, beta, SOLVE)
-    out = _results(tl.dot(operand, tl.trans(q), input_precision="ieee"), u, m, v, total, scale, skip, HAS_SKIP)
-    return out, _added(u, total, v.dtype)
+        given = _given(operand, k, total, CHANNELS)
+    u = _corrected(given, v, x, total, beta, SOLVE, CHANNELS)
+    out = _results(_given(operand, q, total, CHANNELS), u, m, v, total, scale, skip, HAS_SKIP, CHANNELS)
+    return out, _added(u, total, v.dtype, CHANNELS)
 
 
 @triton.jit
-def _added(u, total, DTYPE: tl.constexpr):
+def _added(u, total, DTYPE: tl.constexpr, CHANNELS: tl.constexpr):
     """What is added to the state behind a chunk, before it is multiplied with the keys."""
-    return (u * tl.exp(tl.min(total, 0) - total)[None, :]).to(DTYPE)
+    if CHANNELS == 0:
+        u *= tl.exp(tl.min(total, 0) - total)[None, :]
+    return u.to(DTYPE)
 
 
 @triton.jit
-def _next_state(state, added, k, total):
-    """The state behind a chunk."""
-    decay = tl.exp(tl.min(total, 0))
+def _next_state(state, added, k, total, CHANNELS: tl.constexpr):
+    """The state behind a chunk, whose last row has the least G."""
+    least = tl.min(total, 0)
+    decay = tl.exp(least)
+    if CHANNELS > 0:
+        k, decay = _decayed(k, least[None, :] - total), decay[None, :]
     return tl.fma(state, decay, tl.dot(added, k, input_precision="ieee"))
 
 
@@ -248,6 +336,7 @@ def chunk_matrices_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SOLVE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HAS_X: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -258,7 +347,7 @@ def chunk_matrices_kernel(
         g_ptr, beta_ptr: [tokens, VALUE_HEADS], packed.
         ring_x_ptr: of the first page, with HAS_X. The last new rows are written there: none is read in this launch.
         x_ptr, m_ptr: [slots, VALUE_HEADS, CHUNK, CHUNK], packed.
-        gates_ptr: [slots, VALUE_HEADS, 2, CHUNK], packed: G and beta.
+        gates_ptr: [slots, VALUE_HEADS, 2, CHUNK], packed: G and beta; with CHANNELS as many more G.
         stride_row, stride_float: between pages, in elements of k and in fp32.
     """
     wait_for_kernel_before(OVERLAPS)
@@ -277,14 +366,18 @@ def chunk_matrices_kernel(
         q_ptrs = q_ptr + (start + position - begin).to(tl.int64)[:, None] * stride + offs[None, :]
         q = tl.load(q_ptrs, mask=((position >= begin) & (position < end))[:, None], other=0.0)
         floats = page * stride_float
-        total = _gates(g_ptr + head, ring_total_ptr + floats + head, start, begin, end, first, CHUNK, ROWS, VALUE_HEADS)
+        gate: tl.constexpr = _width(CHANNELS)
+        total = _gates(
+            g_ptr + head * gate, ring_total_ptr + floats + head * gate, start, begin, end, first, CHUNK, ROWS,
+            VALUE_HEADS, CHANNELS,
+        )  # fmt: skip
         beta_ptrs = tl.where(
             position < begin,
             ring_beta_ptr + floats + head + position % ROWS * VALUE_HEADS,
             beta_ptr + head + (start + position - begin).to(tl.int64) * VALUE_HEADS,
         )
         beta = tl.load(beta_ptrs, mask=position < end, other=0.0)
-        x, m = _matrices(q, k, total, beta, CHUNK, SOLVE)
+        x, m = _matrices(q, k, total, beta, CHUNK, SOLVE, CHANNELS)
         slot = (_workspace_slot(start, request, begin, first, ROWS, CHUNK) * VALUE_HEADS + head).to(tl.int64)
         rows = tl.arange(0, CHUNK)
         tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
@@ -295,8 +388,9 @@ def chunk_matrices_kernel(
             ring_x_ptrs = ring_x_ptr + floats + (position % ROWS * VALUE_HEADS + head)[:, None] * CHUNK + rows[None, :]
             tl.store(ring_x_ptrs, x, mask=is_kept[:, None])
         tl.store(m_ptr + tile, m.to(k.dtype))
-        tl.store(gates_ptr + slot * 2 * CHUNK + rows, total)
-        tl.store(gates_ptr + slot * 2 * CHUNK + CHUNK + rows, beta)
+        gates_ptr += slot * (gate + 1) * CHUNK
+        tl.store(_of_gates(gates_ptr + rows, CHUNK, CHANNELS), total)
+        tl.store(gates_ptr + gate * CHUNK + rows, beta)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr", "starts_ptr", "context_lens_ptr"])
@@ -329,6 +423,7 @@ def prefill_delta_rule_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SOLVE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -364,7 +459,8 @@ def prefill_delta_rule_kernel(
         state = _matrix(_joined(high, low), BLOCK, KEY_SIZE)
         slot = (_workspace_slot(start, request, begin, border, ROWS, CHUNK) * VALUE_HEADS + head).to(tl.int64)
         tile = slot * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
-        gates = slot * 2 * CHUNK + rows
+        gate: tl.constexpr = _width(CHANNELS)
+        gates = slot * (gate + 1) * CHUNK + rows
         position = border + rows
         k = _rows(k_ptr, ring_k_ptr, start, begin, end, position, key_stride, key_stride, key_offs, ROWS, False)
         q_ptrs = q_ptr + (start + position - begin).to(tl.int64)[:, None] * key_stride + key_offs[None, :]
@@ -373,12 +469,13 @@ def prefill_delta_rule_kernel(
         m = tl.load(m_ptr + tile)
         x = tl.load(x_ptr + tile) if SOLVE else m
         skip = tl.load(skip_ptr + head).to(tl.float32) if HAS_SKIP else 0.0
-        total, beta = tl.load(gates_ptr + gates), tl.load(gates_ptr + gates + CHUNK)
+        total = tl.load(_of_gates(gates_ptr + gates, CHUNK, CHANNELS))
+        beta = tl.load(gates_ptr + gates + gate * CHUNK)
         for first in range(border, end, CHUNK):
             # What the next chunk needs is on its way while this one is computed.
             position = first + CHUNK + rows
             tile += VALUE_HEADS * CHUNK * CHUNK
-            gates += VALUE_HEADS * 2 * CHUNK
+            gates += VALUE_HEADS * (gate + 1) * CHUNK
             is_next = rows < tl.where(first + CHUNK < end, CHUNK, 0)
             next_k = _rows(
                 k_ptr, ring_k_ptr, start, begin, end, position, key_stride, key_stride, key_offs, ROWS, False
@@ -391,16 +488,17 @@ def prefill_delta_rule_kernel(
             if SOLVE:
                 next_x = tl.load(x_ptr + tile, mask=is_next[:, None], other=0.0)
             next_m = tl.load(m_ptr + tile, mask=is_next[:, None], other=0.0)
-            next_total = tl.load(gates_ptr + gates, mask=is_next, other=0.0)
-            next_beta = tl.load(gates_ptr + gates + CHUNK, mask=is_next, other=0.0)
+            gates_ptrs = _of_gates(gates_ptr + gates, CHUNK, CHANNELS)
+            next_total = tl.load(gates_ptrs, mask=_of_rows(is_next, CHANNELS), other=0.0)
+            next_beta = tl.load(gates_ptr + gates + gate * CHUNK, mask=is_next, other=0.0)
 
             of_high, of_low = _parted(state)
             operand = _operand(of_high, of_low, k.dtype)
-            out, added = _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE, HAS_SKIP)
+            out, added = _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE, HAS_SKIP, CHANNELS)
             position = first + rows
             out_ptrs = out_ptr + (start + position - begin).to(tl.int64)[None, :] * value_stride + value_offs[:, None]
             tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=((position >= begin) & (position < end))[None, :])
-            state = _next_state(state, added, k, total)
+            state = _next_state(state, added, k, total, CHANNELS)
             if (first + CHUNK <= sure) & (first + 2 * CHUNK > sure):
                 high, low = _parted(_tiles(state, BLOCK, KEY_SIZE))
                 tl.store(high_ptr + planes, high)
@@ -434,6 +532,7 @@ def write_rows_kernel(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -455,10 +554,29 @@ def write_rows_kernel(
         values = head * VALUE_SIZE + tl.arange(0, VALUE_SIZE)
         v = tl.load(v_ptr + token * stride_v + values)
         tl.store(ring_v_ptr + page * stride_row + row * (VALUE_HEADS * VALUE_SIZE) + values, v)
-        of_head = page * stride_float + row * VALUE_HEADS + head
-        gates = _workspace_slot(start, request, begin, position, ROWS, CHUNK) * VALUE_HEADS + head
-        tl.store(ring_total_ptr + of_head, tl.load(gates_ptr + gates * 2 * CHUNK + position % CHUNK))
+        of_head = row * VALUE_HEADS + head
+        ring_total_ptr += page * stride_float
+        ring_beta_ptr += page * stride_float
+        gate: tl.constexpr = _width(CHANNELS)
+        channels = tl.arange(0, gate)
+        slot = _workspace_slot(start, request, begin, position, ROWS, CHUNK) * VALUE_HEADS + head
+        gates_ptr += slot * (gate + 1) * CHUNK + position % CHUNK
+        tl.store(ring_total_ptr + of_head * gate + channels, tl.load(gates_ptr + channels * CHUNK))
         tl.store(ring_beta_ptr + of_head, tl.load(beta_ptr + token * VALUE_HEADS + head))
+
+
+@triton.jit
+def _totals(total_above, g_ptr, ring_totals, row, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
+    """G of a new row, whose chunk has so many above it, and of all rows of the chunk: those above it the ring's, others
+    the new one's. With CHANNELS of so many from where pointers are.
+    """
+    is_held = tl.arange(0, CHUNK) < row
+    offs = 0 if CHANNELS == 0 else tl.arange(0, CHANNELS)
+    new_total = tl.load(total_above + offs, mask=(row + offs * 0) > 0, other=0.0)
+    new_total = _next_total(new_total, tl.load(g_ptr + offs))
+    is_held = _of_rows(is_held, CHANNELS)
+    total = tl.load(_of_gates(ring_totals, 1, CHANNELS), mask=is_held, other=0.0)
+    return new_total, tl.where(is_held, total, new_total if CHANNELS == 0 else new_total[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr", "starts_ptr", "context_lens_ptr"])
@@ -493,6 +611,7 @@ def decode_delta_rule_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SOLVE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -523,7 +642,9 @@ def decode_delta_rule_kernel(
     low_ptr += page * stride_state + first_value * KEY_SIZE
     ring_k_ptr += page * stride_row
     ring_v_ptr += page * stride_row
-    ring_total_ptr += page * stride_float + head
+    gate: tl.constexpr = _width(CHANNELS)
+    gate_stride: tl.constexpr = VALUE_HEADS * gate
+    ring_total_ptr += page * stride_float + head * gate
     ring_beta_ptr += page * stride_float + head
     if SOLVE:
         ring_x_ptr += page * stride_float + head * CHUNK
@@ -563,46 +684,55 @@ def decode_delta_rule_kernel(
         new_beta = tl.load(beta_ptr + token * VALUE_HEADS + head)
         beta = tl.load(ring_beta_ptr + slots * VALUE_HEADS, mask=is_held, other=0.0)
         beta = tl.where(rows == row, new_beta, beta)
-        total_above = ring_total_ptr + (position + ROWS - 1) % ROWS * VALUE_HEADS
-        new_total = tl.load(total_above, mask=row > 0, other=0.0)
-        new_total = _next_total(new_total, tl.load(g_ptr + token * VALUE_HEADS + head))
-        total = tl.load(ring_total_ptr + slots * VALUE_HEADS, mask=is_held, other=0.0)
-        total = tl.where(is_held, total, new_total)
+        g_ptr += (token * VALUE_HEADS + head) * gate
+        ring_totals = ring_total_ptr + slots * gate_stride
+        total_above = ring_total_ptr + (position + ROWS - 1) % ROWS * gate_stride
+        new_total, total = _totals(total_above, g_ptr, ring_totals, row, CHUNK, CHANNELS)
 
         operand = _matrix(_operand(high, low, dtype), BLOCK, KEY_SIZE)
         # Without a state there may be anything in the page.
         has_state = tl.full((BLOCK, 1), border, tl.int32) > 0
-        given = tl.where(has_state, tl.dot(operand, tl.trans(of_token), input_precision="ieee"), 0.0)
-        weights = tl.dot(k, tl.trans(of_token), input_precision="ieee") * _decays(new_total, total)[:, None]
+        above = new_total if CHANNELS == 0 else new_total[None, :]
+        given = tl.where(has_state, _given(operand, of_token, above, CHANNELS), 0.0)
+        if CHANNELS == 0:
+            weights = tl.dot(k, tl.trans(of_token), input_precision="ieee") * _decays(new_total, total)[:, None]
+        else:
+            new_q, new_k = tl.split(tl.trans(of_token))
+            of_query, of_key = _row_of_products(new_q, new_k, new_total, k, total)
+            weights = tl.join(of_query, of_key)
         weights = tl.where((rows <= row)[:, None], weights, 0.0)
         x, of_keys = beta, given
         if SOLVE:
-            of_keys = tl.where(has_state, tl.dot(operand, tl.trans(k), input_precision="ieee"), 0.0)
+            of_keys = tl.where(has_state, _given(operand, k, total, CHANNELS), 0.0)
             _, a = tl.split(weights)
             a = tl.where(is_held, new_beta * a, 0.0)
             x = _row_of_x(a, ring_x_ptr, border, row, CHUNK, ROWS, x_stride)
             x = tl.where((rows == row)[:, None], x[None, :], held_x)
             tl.store(ring_x_ptrs, x, mask=(rows == tl.where(column == 0, row, CHUNK))[:, None])
-        u = _corrected(of_keys, v, x, total, beta, SOLVE)
-        new_total_of_all = tl.full((1,), new_total, tl.float32)
-        out = _results(given, u, tl.trans(weights), new_v[:, None], new_total_of_all, scale, skip, HAS_SKIP)
+        u = _corrected(of_keys, v, x, total, beta, SOLVE, CHANNELS)
+        new_total_of_all = tl.full((1,), new_total, tl.float32) if CHANNELS == 0 else new_total
+        out = _results(given, u, tl.trans(weights), new_v[:, None], new_total_of_all, scale, skip, HAS_SKIP, CHANNELS)
         out, _ = tl.split(out)
         tl.store(out_ptr + token * value_stride + value_offs, out.to(out_ptr.dtype.element_ty))
         tl.store(ring_v_ptr + slot * value_stride + value_offs, new_v)
         if column == 0:
-            tl.store(ring_total_ptr + slot * VALUE_HEADS, new_total)
+            tl.store(ring_total_ptr + slot * gate_stride + (0 if CHANNELS == 0 else tl.arange(0, gate)), new_total)
             tl.store(ring_beta_ptr + slot * VALUE_HEADS, new_beta)
             if head % group == 0:
                 tl.store(ring_k_ptr + slot * key_stride + key_offs, tl.load(k_ptr + key_offs))
         if row == CHUNK - 1:
-            added = _added(u, total, dtype)
+            added = _added(u, total, dtype, CHANNELS)
             step: tl.constexpr = _STEP if KEY_SIZE > _STEP else KEY_SIZE
             for first in range(0, KEY_SIZE, step):
                 offs = _planes(BLOCK, step, KEY_SIZE) + first * _TILE
                 next_high = tl.load(high_ptr + offs, mask=_all_or_none(border > 0, BLOCK), other=0)
                 next_low = tl.load(low_ptr + offs, mask=_all_or_none(border > 0, BLOCK), other=0)
                 some_k = tl.load(k_rows[:, None] + (first_key + first + tl.arange(0, step))[None, :])
-                state = _next_state(_matrix(_joined(next_high, next_low), BLOCK, step), added, some_k, total)
+                some = total
+                if CHANNELS > 0:
+                    _above, some = _totals(total_above + first, g_ptr + first, ring_totals + first, row, CHUNK, step)
+                state = _matrix(_joined(next_high, next_low), BLOCK, step)
+                state = _next_state(state, added, some_k, some, CHANNELS)
                 next_high, next_low = _parted(_tiles(state, BLOCK, step))
                 tl.store(high_ptr + offs, next_high)
                 tl.store(low_ptr + offs, next_low)
@@ -643,6 +773,7 @@ def verify_delta_rule_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     SOLVE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -667,7 +798,8 @@ def verify_delta_rule_kernel(
         value_offs = head * VALUE_SIZE + cols
         ring_k_ptr += page * stride_row
         ring_v_ptr += page * stride_row
-        ring_total_ptr += page * stride_float + head
+        gate: tl.constexpr = _width(CHANNELS)
+        ring_total_ptr += page * stride_float + head * gate
         ring_beta_ptr += page * stride_float + head
         planes = page * stride_state + (head * VALUE_SIZE + column) * KEY_SIZE + _planes(BLOCK, KEY_SIZE, KEY_SIZE)
         has_state = _all_or_none(border > 0, BLOCK)
@@ -683,14 +815,16 @@ def verify_delta_rule_kernel(
             k = _rows(k_ptr, ring_k_ptr, start, begin, end, position, key_stride, key_stride, key_offs, ROWS, False)
             v = _rows(v_ptr, ring_v_ptr, start, begin, end, position, stride_v, value_stride, value_offs, ROWS, True)
             q = tl.load(q_ptr + token[:, None] * key_stride + key_offs[None, :], mask=is_new[:, None], other=0.0)
-            total = _gates(g_ptr + head, ring_total_ptr, start, begin, end, first, CHUNK, ROWS, VALUE_HEADS)
+            total = _gates(
+                g_ptr + head * gate, ring_total_ptr, start, begin, end, first, CHUNK, ROWS, VALUE_HEADS, CHANNELS
+            )
             slot = position % ROWS
             new_beta_ptrs = beta_ptr + head + token * VALUE_HEADS
             beta_ptrs = tl.where(position < begin, ring_beta_ptr + slot * VALUE_HEADS, new_beta_ptrs)
             beta = tl.load(beta_ptrs, mask=position < end, other=0.0)
-            x, m = _matrices(q, k, total, beta, CHUNK, SOLVE)
+            x, m = _matrices(q, k, total, beta, CHUNK, SOLVE, CHANNELS)
             operand = _matrix(_operand(high, low, dtype), BLOCK, KEY_SIZE)
-            out, added = _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE, HAS_SKIP)
+            out, added = _outputs(operand, q, k, v, x, m, total, beta, scale, skip, SOLVE, HAS_SKIP, CHANNELS)
             tl.store(
                 out_ptr + token[None, :] * value_stride + value_offs[:, None],
                 out.to(out_ptr.dtype.element_ty),
@@ -698,7 +832,8 @@ def verify_delta_rule_kernel(
             )
             tl.store(ring_v_ptr + slot[None, :] * value_stride + value_offs[:, None], v, mask=is_new[None, :])
             if column == 0:
-                tl.store(ring_total_ptr + slot * VALUE_HEADS, total, mask=is_new)
+                totals = _of_gates(ring_total_ptr + slot * VALUE_HEADS * gate, 1, CHANNELS)
+                tl.store(totals, total, mask=_of_rows(is_new, CHANNELS))
                 tl.store(ring_beta_ptr + slot * VALUE_HEADS, beta, mask=is_new)
                 if head % group == 0:
                     tl.store(ring_k_ptr + slot[:, None] * key_stride + key_offs[None, :], k, mask=is_new[:, None])
@@ -706,7 +841,7 @@ def verify_delta_rule_kernel(
                 if dtype == tl.bfloat16:
                     is_first = _all_or_none((first == border) & (border > 0), BLOCK)
                     low = tl.load(low_ptr + planes, mask=is_first, other=low)
-                state = _next_state(_matrix(_joined(high, low), BLOCK, KEY_SIZE), added, k, total)
+                state = _next_state(_matrix(_joined(high, low), BLOCK, KEY_SIZE), added, k, total, CHANNELS)
                 high, low = _parted(_tiles(state, BLOCK, KEY_SIZE))
                 if first + CHUNK <= sure:
                     tl.store(high_ptr + planes, high)
@@ -745,6 +880,19 @@ def _write_gates(
     b = tl.load(b_ptr + heads, mask=mask, other=0.0).to(tl.float32)
     tl.store(g_ptr + heads, g, mask=mask)
     tl.store(beta_ptr + heads, tl.div_rn(1.0, 1.0 + tl.exp(-b)), mask=mask)
+
+
+@triton.jit
+def _write_channels(
+    a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, least, head, CHANNELS: tl.constexpr, HAS_LEAST: tl.constexpr
+):
+    """g of each element of a head's keys and beta, of a token; pointers are at its rows."""
+    channels = head * CHANNELS + tl.arange(0, CHANNELS)
+    gate = tl.load(a_ptr + channels).to(tl.float32) + tl.load(dt_bias_ptr + channels).to(tl.float32)
+    speed = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    g = least * tl.div_rn(1.0, 1.0 + tl.exp(-(speed * gate))) if HAS_LEAST else -speed * _softplus(gate)
+    tl.store(g_ptr + channels, g)
+    tl.store(beta_ptr + head, tl.div_rn(1.0, 1.0 + tl.exp(-tl.load(b_ptr + head).to(tl.float32))))
 
 
 @triton.jit
@@ -870,6 +1018,7 @@ def gdn_inputs_kernel(
     k_ptr,
     g_ptr,
     beta_ptr,
+    least,
     stride_mixed,
     stride_a,
     stride_b,
@@ -877,15 +1026,19 @@ def gdn_inputs_kernel(
     VALUE_HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HAS_LEAST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """A query or a key of a token, or its gates.
+    """A query or a key of a token, or its gates; with CHANNELS those of a head.
 
     Args:
         mixed_ptr: [tokens, ...] queries and keys first, rows stride_mixed apart.
-        a_ptr, b_ptr: [tokens, VALUE_HEADS], rows stride_a and stride_b apart.
+        a_ptr, b_ptr: [tokens, VALUE_HEADS], of a with CHANNELS as many more, rows stride_a and stride_b apart.
+        a_log_ptr, dt_bias_ptr: [VALUE_HEADS], the second with CHANNELS as many more.
         q_ptr, k_ptr: [tokens, KEY_HEADS, KEY_SIZE], packed.
-        g_ptr, beta_ptr: [tokens, VALUE_HEADS], packed.
+        g_ptr, beta_ptr: [tokens, VALUE_HEADS], packed; of g with CHANNELS as many more.
+        least: with HAS_LEAST what g is above.
     """
     wait_for_kernel_before(OVERLAPS)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -894,6 +1047,11 @@ def gdn_inputs_kernel(
         y = _unit(tl.load(mixed_ptr + token * stride_mixed + part * KEY_SIZE + offs).to(tl.float32)[None, :])
         to_ptr = tl.where(part < KEY_HEADS, q_ptr, k_ptr) + token * (KEY_HEADS * KEY_SIZE)
         tl.store(to_ptr + part % KEY_HEADS * KEY_SIZE + offs[None, :], y.to(q_ptr.dtype.element_ty))
+    elif CHANNELS > 0:
+        to = token * VALUE_HEADS
+        _write_channels(a_ptr + token * stride_a, b_ptr + token * stride_b, a_log_ptr, dt_bias_ptr,
+                        g_ptr + to * CHANNELS, beta_ptr + to, least, part - 2 * KEY_HEADS, CHANNELS,
+                        HAS_LEAST)  # fmt: skip
     else:
         to = token * VALUE_HEADS
         _write_gates(a_ptr + token * stride_a, b_ptr + token * stride_b, a_log_ptr, dt_bias_ptr, g_ptr + to,

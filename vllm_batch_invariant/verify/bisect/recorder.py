@@ -129,9 +129,9 @@ SAMPLER = "sampler"
 """Path of the records of sampling, which is no part of the model."""
 LORA_BASE, LORA_SHRINK, LORA_EXPAND = "lora.base", "lora.shrink", "lora.expand"
 """Records of a layer with LoRA adapters: what its base layer gives, x A^T, and both added up."""
-CONVOLUTION, GATES, CORE = "convolution", "gates", "core"
+CONVOLUTION, GATES, CORE, NORM = "convolution", "gates", "core", "norm"
 """Records of a layer that keeps states: what its convolution gives, with SiLU and norms of heads behind it, what its
-decays are, and what the delta rule or the state space makes of both.
+decays are, what the delta rule or the state space makes of both, and the norm behind where that is no module.
 """
 _INPUTS = (CONVOLUTION, CONVOLUTION, CONVOLUTION, GATES, GATES)
 _UNWRITTEN = {
@@ -592,13 +592,18 @@ def _between_modules(model: torch.nn.Module) -> Iterator[tuple[ModuleType, str, 
     """Operations that layers with states call between their modules: whose layers, under which name, and what each
     result is recorded as.
     """
-    from ...integration.layers import delta_rule, mamba2, short_conv
+    from ...integration.layers import delta_rule, kda, lightning, mamba2, short_conv
     from ...integration.reviews import patch_points
 
     for point, layers, operations in (
         (patch_points.SHORT_CONV, short_conv, {"causal_conv": (CONVOLUTION,)}),
         (patch_points.DELTA_RULE, delta_rule, {"gdn_inputs": _INPUTS, "delta_rule": (CORE,)}),
         (patch_points.MAMBA2, mamba2, {"mamba2_inputs": _INPUTS, "delta_rule": (CORE,)}),
+        (patch_points.KDA, kda, {"kda_inputs": _INPUTS, "delta_rule": (CORE,), "gated_rms_norm": (NORM,)}),
+        (
+            *(patch_points.LIGHTNING, lightning),
+            {"decayed_inputs": (*"qkv", GATES, GATES), "delta_rule": (CORE,), "gated_rms_norm": (NORM,)},
+        ),
     ):
         if point.is_there() and any(isinstance(module, point.get()) for module in model.modules()):
             yield from ((layers, name, names) for name, names in operations.items())

@@ -125,6 +125,10 @@ def pages_of_states(config: Mapping[str, Any]) -> int:
     for each group of layers, which vLLM makes as large as that of the rarer kind.
     """
     kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
+    if every := config.get("layer_group_size"):  # the last of each group has attention
+        kinds = [
+            "full_attention" if layer % every == 0 else "mamba" for layer in range(1, config["num_hidden_layers"] + 1)
+        ]
     if config.get("model_type") == "falcon_h1":  # each layer is of both kinds
         kinds = ["mamba", "attention"]
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe", "-", "E")]
