@@ -1934,7 +1934,7 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, or 2 GPUs, whole experts, "
-        "engines, stages, other drafts and quantised weights, both on GPUs, FP8 caches, LoRA, prompt embeddings, "
+        "engines, stages, other drafts and quantisation, both on GPUs, FP8 caches, LoRA, prompt embeddings, "
         "poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
