@@ -137,7 +137,7 @@ def test_prefill_by_one_server_and_decode_by_another_are_one_server(
 
 def test_samples_of_one_request_and_a_second_reader_have_the_bits_of_one_server(servers: dict[str, Asked]) -> None:
     """The pages are read once, and for the others computed: they may be another request's by then."""
-    one, another, asked = servers["one"], servers["another"], prompt(45)
+    one, another, asked = servers["another"], servers["one"], prompt(45)
     handed, options = one.hand_over(asked), SEEDED | {"n": 3}
     found, alone = another.ask(asked, kv_transfer_params=handed, **options), one.ask(asked, **options)
     parts = [[(choice["text"], choice["logprobs"]) for choice in answer["choices"]] for answer in (found, alone)]
