@@ -504,6 +504,7 @@ def test_two_workers_are_drawn_for_a_model_that_they_can_share() -> None:
     several = {"n_routed_experts": 8, "moe_intermediate_size": 48}
     assert drawn_of("tree", sizes | several | {"n_shared_experts": 2}) == {1, 2}
     assert drawn_of("tree", sizes | several | {"n_shared_experts": 1}) == {1}
+    assert drawn_of("tree", sizes | {"moe_intermediate_size": None}) == {1, 2}
     assert drawn_of("tree", {"num_attention_heads": 14}) == {1}
 
 

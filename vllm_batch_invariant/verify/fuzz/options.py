@@ -238,7 +238,8 @@ class Place:
     def _of_shared_experts(self) -> tuple[int, ...]:
         """Between the layers of shared experts, which are one MLP; none of another model."""
         count = self.model.get("n_shared_experts") or self.model.get("num_shared_experts") or 0
-        size = self.model.get("shared_expert_intermediate_size") or count * self.model.get("moe_intermediate_size", 0)
+        of_expert = self.model.get("moe_intermediate_size") or 0
+        size = self.model.get("shared_expert_intermediate_size") or count * of_expert
         return (size,) if size else ()
 
 
