@@ -72,9 +72,27 @@ def _request(context: int, count: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _kept(reduction: DeltaRuleReduction, key_heads: int, value_heads: int) -> torch.Tensor:
+def _by_rule(
+    inputs: Callable[[slice], tuple[torch.Tensor, ...]],
+    reduction: DeltaRuleReduction,
+    key_heads: int,
+    value_heads: int,
+    skip: torch.Tensor | None = None,
+) -> Callable[[list[int]], torch.Tensor]:
+    """What the rule makes of a request's operands, which ``inputs`` makes of its rows, in calls that end at cuts."""
     rows = reduction.rows(drafts=0)
-    return torch.full((1, reduction.page_bytes(key_heads, value_heads, rows)), 255, dtype=torch.uint8)
+    size = reduction.page_bytes(key_heads, value_heads, rows)
+
+    def ours(cuts: list[int]) -> torch.Tensor:
+        states = torch.full((1, size), 255, dtype=torch.uint8)
+
+        def call(first: int, end: int) -> torch.Tensor:
+            held = DeltaStates(states, **_request(first, end - first), longest=end - first, rows=rows)
+            return delta_rule(*inputs(slice(first, end)), held, reduction, skip)
+
+        return _in_calls(cuts, call)
+
+    return ours
 
 
 def delta_net(gate: float, spread: float) -> Case:
@@ -90,19 +108,11 @@ def delta_net(gate: float, spread: float) -> Case:
     dt_bias = torch.full((value_heads,), 1.0, dtype=_DTYPE)
     mean = torch.nn.functional.softplus(a.float() + dt_bias.float()).mean()
     a_log = torch.full((value_heads,), (gate / mean).log().item())
-    reduction = DeltaRuleReduction.of(size, size, _DTYPE)
 
-    def ours(cuts: list[int]) -> torch.Tensor:
-        states = _kept(reduction, key_heads, value_heads)
+    def inputs(rows: slice) -> tuple[torch.Tensor, ...]:
+        return gdn_inputs(mixed[rows], a[rows], b[rows], a_log, dt_bias, key_heads, size)
 
-        def call(first: int, end: int) -> torch.Tensor:
-            rows = slice(first, end)
-            inputs = gdn_inputs(mixed[rows], a[rows], b[rows], a_log, dt_bias, key_heads, size)
-            held = DeltaStates(states, **_request(first, end - first), longest=end - first, rows=reduction.chunk)
-            return delta_rule(*inputs, held, reduction)
-
-        return _in_calls(cuts, call)
-
+    ours = _by_rule(inputs, DeltaRuleReduction.of(size, size, _DTYPE), key_heads, value_heads)
     q, k, v = (x.unflatten(1, (-1, size)).contiguous() for x in mixed.split([of_keys, of_keys, value_heads * size], 1))
     index, starts = torch.tensor([0], dtype=torch.int32), torch.tensor([0, TOKENS], dtype=torch.int32)
 
@@ -148,19 +158,11 @@ def state_space(gate: float) -> Case:
     dt = _drawn(1, TOKENS, heads).to(_DTYPE)
     dt_bias, skip = torch.ones(heads), _drawn(2, heads)
     a = torch.full((heads,), -gate / torch.nn.functional.softplus(dt.float() + dt_bias).mean().item())
-    reduction = DeltaRuleReduction.of(state_size, size, _DTYPE, solve=False)
 
-    def ours(cuts: list[int]) -> torch.Tensor:
-        states = _kept(reduction, 1, heads)
+    def inputs(rows: slice) -> tuple[torch.Tensor, ...]:
+        return mamba2_inputs(mixed[rows], dt[rows], a, dt_bias, 1, state_size)
 
-        def call(first: int, end: int) -> torch.Tensor:
-            rows = slice(first, end)
-            inputs = mamba2_inputs(mixed[rows], dt[rows], a, dt_bias, 1, state_size)
-            held = DeltaStates(states, **_request(first, end - first), longest=end - first, rows=reduction.chunk)
-            return delta_rule(*inputs, held, reduction, skip)
-
-        return _in_calls(cuts, call)
-
+    ours = _by_rule(inputs, DeltaRuleReduction.of(state_size, size, _DTYPE, solve=False), 1, heads, skip)
     x, b, c = mixed.split([heads * size, state_size, state_size], 1)
     x, b, c = x.reshape(TOKENS, heads, size), b.reshape(TOKENS, 1, state_size), c.reshape(TOKENS, 1, state_size)
 

@@ -351,13 +351,14 @@ def _fp8_accuracy() -> str:
 
 def _state_accuracy() -> str:
     """A line for each layer and kind of its tokens."""
-    rows = [row for row in _data("accuracy") if "layer" in row.keys]
+    kinds: dict[tuple[str, str | None, str | None], dict[tuple[str, str], float]] = {}
+    for row in _data("accuracy"):
+        if "layer" in row.keys:
+            kind = row.keys["layer"], row.keys.get("gate"), row.keys.get("keys")
+            kinds.setdefault(kind, {})[row.provider, row.keys["phase"]] = row.p50
     head = ["layer", "tokens", "the plugin", "plain vLLM, prefill", "plain vLLM, decode"]
     body = []
-    for kind in dict.fromkeys((row.keys["layer"], row.keys.get("gate"), row.keys.get("keys")) for row in rows):
-        of_kind = [row for row in rows if (row.keys["layer"], row.keys.get("gate"), row.keys.get("keys")) == kind]
-        found = {(row.provider, row.keys["phase"]): row.p50 for row in of_kind}
-        layer, gate, keys = kind
+    for (layer, gate, keys), found in kinds.items():
         words = f"decays of e^-{gate}" if gate else ""
         cells = [found.get(key) for key in (("ours", "any"), ("stock", "prefill"), ("stock", "decode"))]
         body.append(

@@ -313,6 +313,15 @@ def check_company(found: dict[str, Any]) -> None:
     assert [name for name in SAME if found[name] != found["alone"]] == []
 
 
+def with_one_scale(engine: Engine, company: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Answers of the targets alone and in a company, of an engine that from here on quantises all rows of a step by one
+    scale.
+    """
+    engine.call("tests.engine.quantisers:one_scale_a_step")
+    among = engine.step("one scale among others", [*company, *TARGETS], True)
+    return alone(engine, "one scale"), seen(among.requests)
+
+
 def decodes_as_it_prefills(found: dict[str, Any]) -> bool:
     """Whether the logprobs of decoded tokens have the bits of the same tokens' at the end of a prompt."""
     made = found["alone"][0][0][0]["logprobs"]

@@ -41,9 +41,7 @@ def ask(engine: Any, of_weights_alone: bool) -> dict[str, Any]:
     """
     found = gemma4.ask(engine)
     if not of_weights_alone:
-        engine.call("tests.engine.quantisers:one_scale_a_step")
-        among = engine.step("one scale among others", [*kept_states.others(length=118), *kept_states.TARGETS], True)
-        found["one scale"] = kept_states.alone(engine, "one scale"), kept_states.seen(among.requests)
+        found["one scale"] = kept_states.with_one_scale(engine, kept_states.others(length=118))
     return found
 
 

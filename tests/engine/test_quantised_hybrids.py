@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
-from tests.engine.kept_states import ON_GPU, SAME, TARGETS, decodes_as_it_prefills, distance_from_float64, written
+from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.quantised_layers import FORMS, write
 from tests.engine.test_delta_rule import (
     DEFAULT,
@@ -113,9 +113,7 @@ def ask(engine: Engine, length: int, of_weights_alone: bool) -> dict[str, Any]:
     """
     found = kept_states.ask(engine, (), length)
     if not of_weights_alone:
-        engine.call("tests.engine.quantisers:one_scale_a_step")
-        among = engine.step("one scale among others", [*kept_states.others(length), *TARGETS], True)
-        found["one scale"] = kept_states.alone(engine, "one scale"), kept_states.seen(among.requests)
+        found["one scale"] = kept_states.with_one_scale(engine, kept_states.others(length))
     return found
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states, mla
 from tests.engine.drafters import predict_by_last_layer
-from tests.engine.kept_states import REPEATING, SAME, TARGETS, decodes_as_it_prefills, drafted_requests, started
+from tests.engine.kept_states import REPEATING, SAME, decodes_as_it_prefills, drafted_requests, started
 from tests.engine.mla import BLOCKS, EDGES, FORMS, INTEGERS
 from tests.engine.quantised_experts import int8_of
 from tests.engine.quantised_layers import KEPT, write
@@ -71,9 +71,7 @@ def ask(engine: Engine, of_codes: bool) -> dict[str, Any]:
     """
     found = mla.ask(engine) | {"absorbed": engine.call("tests.engine.mla:absorbed")}
     if of_codes:
-        engine.call("tests.engine.quantisers:one_scale_a_step")
-        among = engine.step("one scale among others", [*mla.company(), *TARGETS], True)
-        found["one scale"] = kept_states.alone(engine, "one scale"), kept_states.seen(among.requests)
+        found["one scale"] = kept_states.with_one_scale(engine, mla.company())
     return found
 
 
