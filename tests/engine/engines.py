@@ -25,7 +25,7 @@ from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 __all__ = [
     "CHECK", "EAGER_ON_GPU", "OF_DEVICE", "PATHS", "ROOT", "SETTINGS", "UNTRIED_THERE", "EngineFailed", "Result",
     "arguments_of", "certified", "check_of", "concurrent_requests", "differing_answers", "request", "run",
-    "run_example", "selected", "some_exhaustive", "tokens",
+    "run_example", "selected", "some_exhaustive", "tokens", "untried_on_gpu",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,10 @@ OF_DEVICE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30} if
 """A GPU may be shared with other engines, whose memory vLLM would count as its own."""
 UNTRIED_THERE = {UNTRIED.name: "1"} if torch.cuda.is_available() else {}
 """Variables of engines with settings that start on a GPU only so, such as states beside other dtypes than bf16."""
+untried_on_gpu = pytest.mark.skipif(
+    torch.cuda.is_available() and UNTRIED.read() != "1", reason=f"no GPU has run it; {UNTRIED.name}=1 does"
+)
+"""Of tests whose settings start on a GPU only so, and that none has passed."""
 CACHE = {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 256 << 20}
 """Less than the least of :data:`SETTINGS`, 1 GB: an engine fills its KV cache with zeros when it starts."""
 EAGER_ON_GPU = {"enforce_eager": True} if torch.cuda.is_available() else {}

@@ -13,7 +13,7 @@ import transformers
 
 from tests.engine import kept_states, multimodal
 from tests.engine.drafters import add_mtp
-from tests.engine.engines import UNTRIED_THERE, differing_answers
+from tests.engine.engines import UNTRIED_THERE, differing_answers, untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.envs import TP_TREE
@@ -231,7 +231,7 @@ def test_two_workers_share_experts_too(started: Callable[..., Any], family: str,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="no GPU has run it")
+@untried_on_gpu
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_two_workers_with_whole_experts_have_the_bits_of_one(
     started: Callable[..., Any], family: str, tmp_path: Path
@@ -261,7 +261,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="refused there")
+@untried_on_gpu
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(started: Callable[..., Any], tmp_path: Path) -> None:
     folder = text_model(kept_states.QWEN3_5 | SMALL_STATES, tmp_path / "small")
     found = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, kept_states.WAYS_TO_KEEP_PAGES)
@@ -303,7 +303,7 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="refused there")
+@untried_on_gpu
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_a_layer_that_predicts_more_tokens_beside_a_prefix_cache_leaves_answers_alone(
     started: Callable[..., Any], tmp_path: Path, family: str

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, certified, run
+from tests.engine.engines import EAGER_ON_GPU, OF_DEVICE, Result, certified, run, untried_on_gpu
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.test_models import GQA, SIZES, checkpoint
 from tests.faults.experts import FAULTS
@@ -203,7 +203,7 @@ def test_workers_that_share_experts_of_a_family_keep_the_bits(family: str, share
 
 
 @by_two_workers
-@pytest.mark.skipif(ON_GPU, reason="no GPU has run it")
+@untried_on_gpu
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
 @pytest.mark.exhaustive
 def test_workers_that_share_the_heads_of_a_norm_keep_the_bits(shared: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import transformers
 
 from tests import fp8_checkpoints, quantised_checkpoints
 from tests.engine import mla, quantised_layers
-from tests.engine.engines import Result, differing_answers, request, run, tokens
+from tests.engine.engines import Result, differing_answers, request, run, tokens, untried_on_gpu
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved, targets
 from tests.engine.quantised_experts import mxfp4_of
 from tests.engine.test_experts import FAMILIES, GLM, LIMITS, SOFTMAX, engine_of_config
@@ -21,13 +21,12 @@ from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 
+COVERED = reviews.ran().quantised["cuda" if torch.cuda.is_available() else "cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.exhaustive,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has run it"),
-    pytest.mark.skipif(
-        not patch_points.installed_version().startswith(reviews.ran().quantised["cpu"]), reason="refused with this vLLM"
-    ),
+    untried_on_gpu,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 
 TREE = "4"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engine.engines import untried_on_gpu
 from tests.engine.test_experts import OF_TWO_WORKERS
 from tests.engine.test_fp8 import BLOCKS, CHUNK, SHAPE, Answers, Checkpoints, asked_of, compare_with_a_trainer
 from vllm_batch_invariant.hf import engine_weights
@@ -65,7 +66,7 @@ def test_codes_and_scales_that_come_again_serve(engines: tuple[Answers, Answers]
     assert first[f"{way} back"][0] == first["fresh"][0]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has run this trainer")
+@untried_on_gpu
 def test_a_trainer_has_the_logprobs_of_both_engines_and_the_codes_of_a_checkpoint(
     engines: tuple[Answers, Answers], checkpoints: Checkpoints
 ) -> None:

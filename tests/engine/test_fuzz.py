@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.adapters import EXPERT_FAULTS
 from tests.engine.adapters import FAULTS as ADAPTER_FAULTS
-from tests.engine.engines import ROOT, some_exhaustive
+from tests.engine.engines import ROOT, some_exhaustive, untried_on_gpu
 from tests.faults.fuzz import FAULTS
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.envs import FLAG
@@ -166,7 +166,7 @@ def test_a_finding_of_a_fault_that_was_taken_out_does_not_show_again(fuzzed: Fuz
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="it has not been run there")
+@untried_on_gpu
 @pytest.mark.parametrize(("experts", "plant"), [(0, "plant"), (4, "plant_in_experts")])
 def test_adapters_are_drawn_and_one_that_follows_from_a_rows_place_is_found(
     checkpoint: Path, tmp_path: Path, experts: int, plant: str

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine import gemma4, kept_states, multimodal
-from tests.engine.engines import UNTRIED_THERE
+from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
 from tests.engine.gemma4 import AROUND, CONFIGS, FAULTS
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from vllm_batch_invariant.integration import reviews
@@ -113,7 +113,7 @@ def test_other_dtypes_keep_their_bits_and_are_near_transformers_in_float64(
         assert distance_from_float64(checkpoint(name), other["alone"]) < NEAR
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -123,7 +123,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     kept_states.check_drafts(found)
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Beside a prefix cache, which plain decoding has not."""

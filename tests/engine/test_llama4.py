@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from tests.engine import kept_states, llama4, multimodal
+from tests.engine.engines import untried_on_gpu
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, started
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.worker import Engine
 
+COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().chunks["cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.exhaustive,
-    pytest.mark.skipif(
-        ON_GPU or not patch_points.installed_version().startswith(reviews.ran().chunks["cpu"]),
-        reason="refused with this vLLM",
-    ),
+    untried_on_gpu,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60, "block_size": 32, "dtype": "float32"}
 """With so few pages some requests are preempted."""

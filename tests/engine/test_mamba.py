@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from tests.engine import kept_states
-from tests.engine.engines import UNTRIED_THERE
+from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
@@ -211,7 +211,7 @@ def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) 
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     family: Family, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -222,7 +222,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     kept_states.check_drafts(found)
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 @pytest.mark.parametrize("name", SMALL_STATES)
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].checkpoint(tmp_path / "small", **SMALL_STATES[name])
@@ -230,7 +230,7 @@ def test_drafts_beside_a_prefix_cache_leave_answers_alone(name: str, tmp_path: P
     kept_states.check_kept_pages(found)
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 def test_n_grams_leave_answers_alone(family: Family, checkpoint: Path) -> None:
     """Beside a prefix cache, which plain decoding has not."""
     settings, beside = UNCACHED | family.few_pages(), {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
@@ -239,7 +239,7 @@ def test_n_grams_leave_answers_alone(family: Family, checkpoint: Path) -> None:
     assert counted["accepted"] > 0
 
 
-@pytest.mark.skipif(ON_GPU, reason="refused there")
+@untried_on_gpu
 def test_two_workers_have_the_bits_of_one(family: Family, checkpoint: Path) -> None:
     if family.sizes.get("mamba_n_groups") == 1:
         with pytest.raises(EngineFailed, match="state spaces of Mamba-2 with 1 groups by 2 workers"):

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine import kept_states, mla, multimodal
 from tests.engine.drafters import predict_by_last_layer
-from tests.engine.engines import UNTRIED_THERE
+from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.mla import CONFIGS, FAULTS
 from vllm_batch_invariant.integration import reviews
@@ -120,7 +120,7 @@ def test_half_precision_keeps_its_bits(name: str, checkpoint: Callable[[str], Pa
     assert decodes_as_it_prefills(other)
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -131,7 +131,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     kept_states.check_drafts(found)
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Beside a prefix cache, which plain decoding has not."""
@@ -141,7 +141,7 @@ def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path
     assert counted["accepted"] > 0
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 @pytest.mark.parametrize("name", ["V3", "GLM-4.7-Flash"])
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(name: str, tmp_path: Path) -> None:
     """Three drafts run it three times; beside a prefix cache, which plain decoding has not."""

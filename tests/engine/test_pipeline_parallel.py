@@ -17,6 +17,7 @@ from tests.engine.engines import (
     request,
     run,
     tokens,
+    untried_on_gpu,
 )
 from tests.engine.plans import alone_and_among, moved
 from tests.engine.test_models import MODELS, checkpoint
@@ -141,7 +142,7 @@ def test_stages_give_the_bits_of_one(two: Result, start: Callable[..., Result], 
     assert differing(several, start(stages=1, dtype=dtype)) == {}
 
 
-@pytest.mark.skipif(ON_GPU, reason="stages of several workers are refused on a GPU")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_stages_of_two_workers_give_the_bits_of_two_workers(two: Result, start: Callable[..., Result]) -> None:
     """Other bits than those of one worker, so the comparison can fail."""
@@ -150,13 +151,13 @@ def test_stages_of_two_workers_give_the_bits_of_two_workers(two: Result, start: 
     assert differing(both, two)
 
 
-@pytest.mark.skipif(ON_GPU, reason="stages of a tree are refused on a GPU")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_stages_whose_workers_add_a_tree_give_the_bits_of_one_worker(start: Callable[..., Result]) -> None:
     assert differing(start(stages=2, workers=2, tree=2), start(stages=1, workers=1, tree=2)) == {}
 
 
-@pytest.mark.skipif(ON_GPU, reason="several GPUs share no experts")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_experts_in_two_stages_give_the_bits_of_one(start: Callable[..., Result], tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, Shape(max_length=1024, experts=8, **SIZES))
@@ -165,7 +166,7 @@ def test_experts_in_two_stages_give_the_bits_of_one(start: Callable[..., Result]
     assert differing(several, start(stages=1, model=model)) == {}
 
 
-@pytest.mark.skipif(ON_GPU, reason="stages of quantised weights are refused on a GPU")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_stages_in_fp8_give_the_bits_of_one(
     two: Result, start: Callable[..., Result], dense: Path, tmp_path: Path

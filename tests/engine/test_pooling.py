@@ -24,6 +24,7 @@ from tests.engine.engines import (
     arguments_of,
     some_exhaustive,
     tokens,
+    untried_on_gpu,
 )
 from tests.engine.engines import run as run_engine
 from tests.engine.pooled import PREEMPTED_AFTER
@@ -401,7 +402,7 @@ def test_plain_vllm_fails_the_same_comparison(tmp_path: Path, checkpoint: Path) 
     assert moved(case, done, RUNS[:3])
 
 
-@pytest.mark.skipif(ON_GPU, reason="several GPUs have not pooled")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_two_workers_keep_the_bits(tmp_path: Path, checkpoint: Path) -> None:
     case = CASES["a reward of each token"]
@@ -417,13 +418,13 @@ def bisected(folder: Path, task: str, flag: str = "1", function: str = "pooled",
     ).bisected
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_a_bisection_names_the_layer_the_mean_or_the_norm_that_looks_at_the_batch(checkpoint: Path) -> None:
     assert_each_is_named(bisected(checkpoint, "embed", **embedding("MEAN")))
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_a_bisection_names_the_classifier_or_its_activation(tmp_path: Path, checkpoint: Path) -> None:
     torch.manual_seed(0)
@@ -433,7 +434,7 @@ def test_a_bisection_names_the_classifier_or_its_activation(tmp_path: Path, chec
     assert_each_is_named(bisected(tmp_path, "classify"))
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU has not bisected a model that pools")
+@untried_on_gpu
 @pytest.mark.exhaustive
 def test_a_bisection_of_plain_vllm_names_an_operation(checkpoint: Path) -> None:
     settings = embedding("MEAN") | {"dtype": "float32"}

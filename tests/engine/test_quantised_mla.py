@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states, mla
 from tests.engine.drafters import predict_by_last_layer
+from tests.engine.engines import untried_on_gpu
 from tests.engine.kept_states import REPEATING, SAME, decodes_as_it_prefills, drafted_requests, started
 from tests.engine.mla import BLOCKS, EDGES, FORMS, INTEGERS
 from tests.engine.quantised_experts import int8_of
@@ -27,13 +28,12 @@ from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import Engine
 
+COVERED = reviews.ran().latent["cuda" if torch.cuda.is_available() else "cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.exhaustive,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has run it"),
-    pytest.mark.skipif(
-        not patch_points.installed_version().startswith(reviews.ran().latent["cpu"]), reason="refused with this vLLM"
-    ),
+    untried_on_gpu,
+    pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 CASES = [
     *(("V3", form) for form in FORMS),

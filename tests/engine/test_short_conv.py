@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.engine import kept_states
+from tests.engine.engines import untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
@@ -126,13 +127,13 @@ def test_experts_beside_short_convolutions_keep_their_bits(tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="refused there")
+@untried_on_gpu
 def test_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
     kept_states.check_two_workers(kept_states.started, checkpoint, LENGTH, DEFAULT)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Path, tmp_path: Path) -> None:
     """With drafts that are right, wrong, or missing; and where the inputs before a draft have no room beside it."""
     fault = "leave_no_room_for_drafts"
@@ -141,13 +142,13 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(checkpoint: Path, tmp_path: Path) -> None:
     ways = kept_states.WAYS_TO_KEEP_PAGES
     kept_states.check_kept_pages(kept_states.in_kept_pages(kept_states.started, checkpoint, tmp_path, PAGE, ways))
 
 
-@pytest.mark.skipif(ON_GPU, reason="drafts are refused there")
+@untried_on_gpu
 @pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("family", ["LFM2", pytest.param("LFM2-MoE", marks=pytest.mark.exhaustive)])
 def test_n_grams_leave_answers_alone(checkpoint: Path, tmp_path: Path, family: str, cached: bool) -> None:
