@@ -1,7 +1,7 @@
 """The fuzzer in many engines at a time, within a hard limit: ``python -m scripts.fuzz_gpu OUT [MODEL ...]``.
 
 ``check --fuzz`` runs one model's engines on what it finds. This runs several models' engines on several GPUs at once:
-those of one GPU have a GPU each, in ``--jobs`` lanes, and those that several GPUs share have a lane beside them. The
+those of one GPU have a GPU each, in ``--jobs`` lanes, and those that so many GPUs share have a lane beside them. The
 settings are those of ``check --fuzz`` with the same seed; of the first draws it takes those that add most to what the
 others have. A row of each engine goes to ``OUT/rows.csv`` as soon as the engine has ended, and what happens to
 ``OUT/log.txt``; findings lie in the same folder. Without a model it makes a dense one and one with experts, both with a
@@ -141,7 +141,7 @@ class Lanes:
         jobs: in the order in which they begin.
         gpus: of this machine.
         each: lanes of a GPU.
-        shared: lanes of two GPUs.
+        shared: lanes of each number of GPUs that share an engine.
         until: time after which no job begins.
         log: takes a line for each.
     """
@@ -152,8 +152,10 @@ class Lanes:
         one = [job for job in jobs if job.gpus == 1 or not gpus]  # on a CPU all are in one lane
         several = [job for job in jobs if job not in one]
         lanes = [(one, (number % gpus,) if gpus else ()) for number in range(max(gpus, 1) * each)]
-        pairs = [(2 * lane % gpus, (2 * lane + 1) % gpus) for lane in range(shared if gpus > 1 else 0)]
-        lanes = [(several, pair) for pair in pairs] + lanes
+        for size in sorted({job.gpus for job in several if job.gpus <= gpus}):
+            of_size = [job for job in several if job.gpus == size]
+            groups = [tuple((size * lane + gpu) % gpus for gpu in range(size)) for lane in range(shared)]
+            lanes = [(of_size, group) for group in groups] + lanes
         self.threads = [threading.Thread(target=self._run, args=lane, daemon=True) for lane in lanes]
 
     def _take(self, jobs: list[Job], gpus: Sequence[int]) -> Job | None:
@@ -221,7 +223,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=22, help="most schedules of an engine (default: 22)")
     parser.add_argument("--seconds", type=float, default=390, help="after which no schedule starts (default: 390)")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time on one GPU (default: 4)")
-    parser.add_argument("--shared-jobs", type=int, default=1, help="and of those that two GPUs share (default: 1)")
+    parser.add_argument("--shared-jobs", type=int, default=1, help="and of each number that shares one (default: 1)")
     parser.add_argument("--least-schedules", type=int, default=250, help="fewer are too few (default: 250)")
     parser.add_argument("--least-preemptions", type=int, default=100, help="fewer are too few (default: 100)")
     parser.add_argument("--control", type=int, default=6, help="schedules of plain vLLM; 0 for none (default: 6)")

@@ -210,7 +210,7 @@ def absorbed_of(folder: Path) -> dict[str, str]:
 
 def _digests(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return {
-        name: sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, weight in weights
         if name.endswith(".kv_b_proj.weight")
     }

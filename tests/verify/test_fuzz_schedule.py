@@ -270,6 +270,18 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     assert not any(one.tree > 1 and one.workers > 1 for one in drawn)
 
 
+def test_four_workers_are_drawn_where_four_gpus_share_whole_heads_and_keys() -> None:
+    pytest.importorskip("vllm")
+
+    def workers(gpus: int, **changes: object) -> set[int]:
+        place = Place("cuda", 32, gpus, DENSE | changes)
+        return {draw_settings(0, number, CONTEXT, place).workers for number in range(200)}
+
+    assert workers(4) == workers(4, num_key_value_heads=2) == {1, 2, 4}
+    assert workers(2) == workers(4, num_attention_heads=6) == {1, 2}
+    assert workers(4, num_attention_heads=12, num_key_value_heads=6) == {1, 2}
+
+
 def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
 
@@ -521,7 +533,7 @@ def test_two_workers_share_no_block_of_gated_delta_rules() -> None:
     for of, size, holds in (((4, 8), 64, True), ((2, 8), 64, False), ((4, 6), 64, False)):
         rules = dict(zip(("linear_num_key_heads", "linear_num_value_heads"), of, strict=True))
         rules |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size)
-        assert Place("cpu", 4, model=whole | rules).has_groups is holds
+        assert Place("cpu", 4, model=whole | rules).has_groups() is holds
 
 
 @pytest.mark.parametrize("ran", [False, True])

@@ -82,10 +82,10 @@ def _rows(new_ptr, ring_ptr, start, begin, end, position, stride_new, stride_rin
     return rows
 
 
-@triton.jit
-def _width(CHANNELS: tl.constexpr):
+@triton.constexpr_function
+def _width(channels: int) -> int:
     """Gates of a value head."""
-    return CHANNELS if CHANNELS > 0 else 1
+    return max(channels, 1)
 
 
 @triton.jit

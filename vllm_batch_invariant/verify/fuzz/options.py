@@ -147,11 +147,12 @@ class Place:
         """What a checkpoint says of its KV cache; None: nothing."""
         return (self.model.get("quantization_config") or {}).get("kv_cache_scheme")
 
-    @property
-    def is_divisible(self) -> bool:
-        """Whether two workers can share the model's heads."""
+    def is_divisible(self, workers: int = 2) -> bool:
+        """Whether so many workers can share the model's heads, of keys and values also so that several have one."""
         heads, of_rules = self.model.get("num_attention_heads") or 0, self.model.get("linear_num_key_heads") or 0
-        return bool(heads) and heads % 2 == of_rules % 2 == 0 and self.is_open(coverage.TENSOR)
+        kv_heads = self.model.get("num_key_value_heads") or heads
+        has_whole = bool(heads) and heads % workers == of_rules % workers == 0
+        return has_whole and 0 in (kv_heads % workers, workers % kv_heads) and self.is_open(coverage.TENSOR)
 
     @property
     def has_k_slices(self) -> bool:
@@ -160,19 +161,22 @@ class Place:
         takes_experts = not self.has_experts or self.device == "cpu"
         return takes_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
 
+    def is_shared_by(self, workers: int) -> bool:
+        """Whether it holds so many workers, who can share the model's layers."""
+        return self.is_divisible(workers) and self.has_groups(workers) and self.holds(workers)
+
     @property
     def has_segments(self) -> bool:
         """Whether exact arithmetic adds all that workers may share of a layer in segments: not of experts."""
         return not self.has_experts and all(segments(k, shared=True) > 1 for k in self._shared_inputs)
 
-    @property
-    def has_groups(self) -> bool:
-        """Whether two workers may share a layer without cutting a group or a block of quantised weights."""
+    def has_groups(self, workers: int = 2) -> bool:
+        """Whether so many workers may share a layer without cutting a group or a block of quantised weights."""
         if not self.is_open("--quantization"):  # which may make blocks of a model without any
             return False
         config = self.model.get("quantization_config") or {}
-        whole = all(k % (2 * group) == 0 for k in self._shared_inputs for group in _groups(config))
-        return whole and all(n % (2 * side) == 0 for n in self._shared_outputs for side in _sides(config))
+        whole = all(k % (workers * group) == 0 for k in self._shared_inputs for group in _groups(config))
+        return whole and all(n % (workers * side) == 0 for n in self._shared_outputs for side in _sides(config))
 
     @property
     def activations(self) -> str:
@@ -192,7 +196,7 @@ class Place:
     @property
     def has_trees(self) -> bool:
         """Whether layers may add K as a tree: activations have no scale of a row, and none is cut."""
-        return self.has_k_slices and self.activations != "token" and (not self.activations or self.has_groups)
+        return self.has_k_slices and self.activations != "token" and (not self.activations or self.has_groups())
 
     @property
     def _shared_outputs(self) -> tuple[int, ...]:
@@ -358,11 +362,9 @@ FIELDS = (
     Field(
         "workers",
         coverage.TENSOR,
-        lambda _: (1, 2, 1),
+        lambda place: (1, 2, 1, 4) if place.device == "cuda" and place.is_shared_by(4) else (1, 2, 1),
         lambda place, one: (
-            place.is_divisible
-            and place.has_groups
-            and place.holds(2)
+            place.is_shared_by(2)
             and (place.has_segments or not one.exact)
             and not (place.pools and place.device == "cuda")
         ),
@@ -372,7 +374,7 @@ FIELDS = (
         "tree",
         TP_TREE.name,
         lambda _: (1, 2),
-        lambda place, _: place.is_divisible and place.holds(1) and place.has_trees,
+        lambda place, _: place.is_divisible() and place.holds(1) and place.has_trees,
     ),
     # two cores are too few for stages of several workers
     Field(
