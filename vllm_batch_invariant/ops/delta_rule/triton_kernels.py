@@ -137,12 +137,15 @@ def _decays(total, totals):
 
 @triton.jit
 def _pairwise_sums(x):
-    """[M, N] -> [M]: elements half a row apart are added until one is left. Each ``tl.sum`` adds two, in one order."""
+    """[M, N] -> [M]: elements half a row apart are added until one is left, in one thread: by ``tl.sum`` of two, which
+    threads have apart and several times, prefill and decode had other bits on an H200, or ended.
+    """
     M: tl.constexpr = x.shape[0]
     for _ in tl.static_range(8):
-        if x.shape[1] > 2:
-            x = tl.sum(tl.reshape(x, (M, 2, x.shape[1] // 2)), 1)
-    return tl.sum(x, 1)
+        if x.shape[1] > 1:
+            lower, upper = tl.split(tl.permute(tl.reshape(x, (M, 2, x.shape[1] // 2)), (0, 2, 1)))
+            x = lower + upper
+    return tl.reshape(x, (M,))
 
 
 @triton.jit
