@@ -16,6 +16,7 @@ PARALLEL = {
     "enable_expert_parallel": False,
 }  # fmt: skip
 TWO_GPUS = {"tensor_parallel_size": 2, "device": "cuda"}
+FOUR_GPUS = TWO_GPUS | {"tensor_parallel_size": 4}
 TWO_ENGINES = {"data_parallel_size": 2, "data_parallel_size_local": 2}
 KINDS = (
     "Tensor",
@@ -25,6 +26,7 @@ KINDS = (
     "Embeddings as prompts beside pipe",
     "Sequence",
     "Several",
+    "Four GPUs",
     "The Ray executor",
     "vLLM's server",
 )
@@ -38,13 +40,16 @@ def refused(
     second_runner: bool = True,
     sleeps: bool = False,
     embeds: bool = False,
+    quantization: str | None = None,
     **sizes: Any,
 ) -> list[str]:
     config = SimpleNamespace(
         use_v2_model_runner=second_runner,
         device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(**PARALLEL | sizes),
-        model_config=SimpleNamespace(is_moe=is_moe, enable_sleep_mode=sleeps, enable_prompt_embeds=embeds),
+        model_config=SimpleNamespace(
+            is_moe=is_moe, enable_sleep_mode=sleeps, enable_prompt_embeds=embeds, quantization=quantization
+        ),
         speculative_config=object() if drafts else None,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=sp)),
     )
@@ -67,12 +72,15 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pipeline_parallel_size": 2, "device": "cuda"}, []),
         ({"pipeline_parallel_size": 4, "device": "cuda"}, ["pipeline parallelism 4"]),
         ({"tensor_parallel_size": 2, "device": "cuda"}, []),
-        ({"tensor_parallel_size": 4, "device": "cuda"}, ["tensor parallelism 4"]),
         (
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "device": "cuda"},
             ["several GPUs with stages of several workers"],
         ),
         (TWO_GPUS | {"second_runner": False}, ["several GPUs with the first model runner"]),
+        (FOUR_GPUS, []),
+        (FOUR_GPUS | {"is_moe": True}, ["tensor parallelism 4 on GPUs with a mixture of experts"]),
+        (FOUR_GPUS | {"quantization": "fp8"}, ["tensor parallelism 4 on GPUs with quantised weights"]),
+        (FOUR_GPUS | {"tensor_parallel_size": 8}, ["tensor parallelism 8"]),
         (TWO_GPUS | {"drafts": True}, ["several GPUs with speculative decoding"]),
         (TWO_GPUS | {"sleeps": True}, []),
         ({"pipeline_parallel_size": 2, "device": "cuda", "sleeps": True}, []),
@@ -174,8 +182,18 @@ def test_a_tree_on_one_gpu_is_refused_with_what_it_has_not_been_run_with(monkeyp
     monkeypatch.setenv(TP_TREE.name, "2")
     assert refused(device="cuda") == []
     assert refused(device="cuda", second_runner=False) == [f"{TP_TREE.name}=2 with the first model runner"]
+    assert refused(**TWO_GPUS) == []
     assert refused(pipeline_parallel_size=2) == []
     assert refused(device="cuda", pipeline_parallel_size=2) == ["several GPUs with a tree in stages"]
+
+
+def test_a_tree_of_four_gpus_is_refused_but_where_untried_settings_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    monkeypatch.setenv(TP_TREE.name, "4")
+    assert refused(**FOUR_GPUS) == [f"tensor parallelism 4 on GPUs with {TP_TREE.name}=4"]
+    assert refused(**FOUR_GPUS | {"device": "cpu"}) == []
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert refused(**FOUR_GPUS) == refused(**FOUR_GPUS | {"is_moe": True}) == []
 
 
 def test_embeddings_as_prompts_are_refused_in_stages_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,21 @@ def _beside_workers_on_gpus(config: Config) -> str | None:
     return _when(first, f"{several} with {first}")
 
 
+def _beside_four_gpus(config: Config) -> str | None:
+    """What two GPUs have shared and four have not."""
+    workers, model = config.parallel_config.tensor_parallel_size, config.model_config
+    is_open = 2 < workers in devices.of_config(config).tensor_parallel_sizes
+    if not is_open or config.device_config.device_type != "cuda" or envs.starts_untried():
+        return None
+    beside = {
+        "a mixture of experts": model.is_moe,
+        "quantised weights": getattr(model, "quantization", None),
+        f"{envs.TP_TREE.name}={tensor_tree.k_slices()}": tensor_tree.k_slices() > 1,
+    }
+    first = _first(beside)
+    return _when(first, f"tensor parallelism {workers} on GPUs with {first}")
+
+
 def _other_parallelism(config: Config) -> str | None:
     parallel = config.parallel_config
     kinds = {
@@ -1386,7 +1401,11 @@ COVERED = (
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5 and Qwen3.5, suffixes, custom drafters, Medusa "
         "and MTP of Qwen3-Next on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
     ),
-    Feature("Tensor parallelism on GPUs", "2 GPUs with vLLM 0.33, with --enable-expert-parallel or without"),
+    Feature(
+        "Tensor parallelism on GPUs",
+        "2 GPUs with vLLM 0.33, with --enable-expert-parallel or without; 4 GPUs of one host for a dense model whose "
+        "weights are not quantised",
+    ),
     Feature("Tensor parallelism on a CPU", "2, 4 and 8 workers, with --enable-expert-parallel or without"),
     Feature(
         "Bits of another number of workers",
@@ -1444,7 +1463,7 @@ REFUSED = (
     Feature(
         "Tensor parallelism of other sizes, and on other devices than CPUs and GPUs",
         "the mode has not been run with so many workers there",
-        "pass --tensor-parallel-size 2 on GPUs, 2, 4 or 8 on a CPU, or 1",
+        "pass --tensor-parallel-size 2 or 4 on GPUs, 2, 4 or 8 on a CPU, or 1",
         _tensor_parallelism,
         arguments=(TENSOR,),
     ),
@@ -1457,6 +1476,14 @@ REFUSED = (
         _beside_workers_on_gpus,
         ("cuda",),
         arguments=(TENSOR, PIPELINE, envs.TP_TREE.name),
+    ),
+    Feature(
+        "Four GPUs with a mixture of experts, quantised weights or `VLLM_BATCH_INVARIANT_TP_TREE`",
+        "these have been run with two",
+        f"pass --tensor-parallel-size 2; {envs.UNTRIED.name}=1 starts them",
+        _beside_four_gpus,
+        ("cuda",),
+        arguments=(TENSOR, envs.TP_TREE.name),
     ),
     Feature(
         "`VLLM_BATCH_INVARIANT_TP_TREE` on other devices than CPUs and GPUs",
