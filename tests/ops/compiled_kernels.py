@@ -5,6 +5,7 @@ usage: python -m tests.ops.compiled_kernels                  one variant of each
                                                              of them is not compiled again (:mod:`.variants`)
        python -m tests.ops.compiled_kernels --record         and write that file
        python -m tests.ops.compiled_kernels --more           some of each kind, all compiled: one or two minutes
+       python -m tests.ops.compiled_kernels --first         what the front end alone makes of each kind: 40 seconds
        python -m tests.ops.compiled_kernels --gluon          every variant in Gluon, and what each takes: 4 minutes
        python -m tests.ops.compiled_kernels --names GPU ...  what there is to compile for each, as JSON
        python -m tests.ops.compiled_kernels --cells [GPU] [CELL ...]    a line of JSON for each cell: with no GPU every
@@ -1313,6 +1314,25 @@ VARIANTS = {
 """By operation, what launches its kernels with all that they are specialised for, on a Hopper."""
 
 
+def first_variants() -> None:
+    """Variants of every kernel, fewer where there are many alike."""
+    heads = Heads(32, 8, 128, torch.bfloat16)
+    for options in ({}, {"in_codes": True}, {"writes_codes": True}):
+        launch_on(90, sm90_attention, heads, 64, **options)
+    launch_on(90, sm90_verify_steps, heads, 64)
+    launch_on(90, sm90_packed, heads)
+    launch_on(90, decode_and_prefill, heads, 16, sinks=torch.zeros(32))
+    launch_on(90, decode_and_prefill, heads, 16, in_codes=True, of_tokens=True)
+    of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
+    launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(k_slices=2)), of_rows)
+    launch_on(90, narrow_gemms, HALVES[:1], (GATED,), GATED_TILES[:1])
+    launch_on(90, narrow_codes, SM90_SCHEDULES[4:5])
+    launch_on(90, gemms)
+    for name, launch in VARIANTS.items():
+        if name not in ("sm90", "triton", "linear"):
+            launch()
+
+
 @dataclass(frozen=True)
 class Cell:
     """What some launches have compiled for a GPU, and what is wrong with it."""
@@ -1499,6 +1519,7 @@ def main() -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--more", action="store_true", help="more variants of each kind, all compiled")
     group.add_argument("--record", action="store_true", help="write what the variants are")
+    group.add_argument("--first", action="store_true", help="what the front end makes of each kind, and nothing more")
     group.add_argument("--gluon", action="store_true", help="every variant in Gluon, and what each takes")
     group.add_argument("--cells", nargs="*", metavar="GPU CELL", help="what cells take, a line of JSON each")
     group.add_argument("--names", nargs="+", type=int, metavar="GPU", help="names of the cells of GPUs")
@@ -1518,6 +1539,12 @@ def main() -> None:
                 compiled.clear()
         return
     print("Triton", triton.__version__)
+    if parsed.first:
+        compile_when_asked()
+        compile_instead_of_running()
+        first_variants()
+        print(f"{len(compiled)} variants")
+        return
     if not parsed.gluon:
         global OUTCOMES
         finds = (

@@ -5,19 +5,28 @@ them with ``--exhaustive``. Beside the interpreted tests, because that takes a c
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from scripts.check_triton import unpacked
+
 pytestmark = pytest.mark.interpreted
+ROOT = Path(__file__).parents[2]
+OLDEST = "3.6.0"
+"""Triton of vLLM 0.26, the oldest that the mode serves on a GPU."""
 
 
-def program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program of ``tests.ops`` with the installed Triton."""
+def program(name: str, *arguments: str, path: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
+    """A program of ``tests.ops`` with the installed Triton, or one in a folder of its ``path``."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     return subprocess.run(
         [sys.executable, "-m", f"tests.ops.{name}", *arguments],
-        cwd=Path(__file__).parents[2],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,
@@ -70,3 +79,18 @@ def test_every_launch_says_what_is_fused_and_no_batch_has_a_kernel_compiled_anew
     pytest.importorskip("triton")
     run = program("launched_kernels")
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_front_end_of_the_oldest_triton_takes_every_kernel() -> None:
+    """Which is not the installed one: what it compiles, and runs interpreted, need not be what GPUs have."""
+    pytest.importorskip("triton")
+    try:
+        version, folder = unpacked(f"triton=={OLDEST}")
+    except subprocess.CalledProcessError as error:
+        if os.environ.get("REAL_MODEL") == "required":  # as in continuous integration
+            raise
+        pytest.skip(f"no Triton {OLDEST}: {error.stderr[-300:]}")
+    assert version == OLDEST
+    run = program("compiled_kernels", "--first", path=(folder, ROOT))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"Triton {OLDEST}" in run.stdout
