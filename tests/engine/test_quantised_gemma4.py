@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
 from tests.engine.quantised_layers import FORMS, KEPT, write
-from tests.engine.test_gemma4 import DEFAULT, FEW_PAGES, started
+from tests.engine.test_gemma4 import DEFAULT, EXTENSION, FEW_PAGES, WAYS, started
 from tests.engine.test_quantised_hybrids import BLOCKS, INTEGERS, NEAR, NEAR_IN_CODES, ROWS, Case
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration import reviews
@@ -45,9 +45,9 @@ def ask(engine: Any, of_weights_alone: bool) -> dict[str, Any]:
     return found
 
 
-def source(name: str, folder: Path) -> Path:
+def source(name: str, folder: Path, seed: int = 0) -> Path:
     """A checkpoint in bf16 with a matrix for each expert, as quantised ones have them."""
-    gemma4.written(name, folder)
+    gemma4.written(name, folder, seed)
     file, tensors = folder / "model.safetensors", {}
     for weight, tensor in load_file(folder / "model.safetensors").items():
         match weight.rpartition(".experts."):
@@ -65,13 +65,17 @@ def source(name: str, folder: Path) -> Path:
     return folder
 
 
+def kept_of(form: str) -> str:
+    """Names of the layers that keep 16 bits, as a regular expression."""
+    return rf"{KEPT}|(embed_tokens_per_layer|router\.proj)$" + f"|{OF_LAYERS}" * (form != ROWS)
+
+
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, form = request.param
     root = tmp_path_factory.mktemp("gemma4")
     packed, unpacked = root / "packed", root / "unpacked"
-    kept = rf"{KEPT}|(embed_tokens_per_layer|router\.proj)$" + f"|{OF_LAYERS}" * (form != ROWS)
-    write(source(name, root / "source"), FORMS[form], packed, unpacked, kept)
+    write(source(name, root / "source"), FORMS[form], packed, unpacked, kept_of(form))
     alone = isinstance(FORMS[form], Stored)
     found = started(packed, partial(ask, of_weights_alone=alone), **DEFAULT | FEW_PAGES.get(name, {}))
     return Case(name, alone, packed, unpacked, found)
@@ -118,3 +122,34 @@ def test_a_checkpoint_as_it_is_published_has_the_bits_of_the_text_model(tmp_path
     of_text = started(text, kept_states.alone, **DEFAULT)
     path = multimodal.python_path(tmp_path / "path")
     assert started(around, kept_states.alone, path=path, language_model_only=True, **DEFAULT) == of_text
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+def test_steps_in_cuda_graphs_have_the_same_bits(case: Case) -> None:
+    settings = DEFAULT | FEW_PAGES.get(case.name, {}) | {"enforce_eager": False}
+    replayed = started(case.packed, kept_states.ask_briefly, **settings)
+    assert replayed["among others"] == replayed["alone"] == case.found["alone"]
+
+
+@pytest.mark.parametrize(("name", "form"), [("31B", BLOCKS), ("26B-A4B", INTEGERS)])
+def test_replaced_weights_give_the_bits_of_a_fresh_engine(name: str, form: str, tmp_path: Path) -> None:
+    """On a GPU in CUDA graphs, which have the addresses of weights."""
+    first, other = (
+        str(
+            write(
+                source(name, tmp_path / f"source {seed}", seed), FORMS[form], tmp_path / f"{seed}", kept=kept_of(form)
+            )
+        )
+        for seed in (0, 1)
+    )
+    settings = DEFAULT | {"enforce_eager": False} if ON_GPU else DEFAULT
+    fresh = {folder: started(folder, kept_states.alone, **settings) for folder in (first, other)}
+    assert fresh[other] != fresh[first]
+    answers = started(
+        first,
+        partial(kept_states.replaced, folders=(other, first), ways=WAYS),
+        worker_extension_cls=EXTENSION,
+        weight_transfer_config='{"backend": "files"}',
+        **settings,
+    )
+    assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
