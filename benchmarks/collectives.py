@@ -1,9 +1,11 @@
 """Benchmark of the all-reduce on the GPUs of this machine: `python -m benchmarks.collectives --gpus 2`. Bits first,
-then time, of vLLM's tensor-parallel group and of ours, in CUDA graphs of calls back to back.
+then time, of vLLM's tensor-parallel group and of ours, in CUDA graphs of calls back to back. With `--sweep` ours with
+other schedules than the table's, which it is made of.
 """
 
 import argparse
 import functools
+import itertools
 import os
 import sys
 import tempfile
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -26,6 +28,9 @@ from vllm_batch_invariant.ops.all_reduce import add_ranks
 from vllm_batch_invariant.ops.linear import linear, prepare
 from vllm_batch_invariant.verify.harness.server import free_port
 
+if TYPE_CHECKING:
+    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduceSchedule
+
 HIDDEN, _INPUTS = 4096, 6144
 """Columns of a partial result, and of what is multiplied for it: Qwen3-8B's MLP on two GPUs."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -36,10 +41,24 @@ of messages that are sent while others are multiplied.
 _APART = "ours apart"
 """The third operation's parts, one after the other."""
 _EPS = 1e-6
+_BLOCKS, _LONGEST_ONE_SHOT = ((1024, 4), (2048, 8), (4096, 16)), 1 << 21
+"""Of schedules that a sweep tries: elements and warps of a CTA, and bytes of the longest message in one shot."""
 _MOST_CALLS, _MOST_BYTES = 20, 1 << 28
 _WARM_UPS = 3
 
 Call = Callable[[torch.Tensor], object]
+
+
+def candidates(size: int) -> dict[str, "AllReduceSchedule"]:
+    """Schedules for a message of so many bytes in bf16, by what they are. More CTAs than 32 have a block each."""
+    from vllm_batch_invariant.ops.all_reduce.cuda import AllReduceSchedule
+
+    found = {}
+    for two_shot, ctas, (block, num_warps) in itertools.product((False, True), (32, 64, 128), _BLOCKS):
+        schedule = AllReduceSchedule(two_shot, size, ctas, block, num_warps)
+        if (two_shot or size <= _LONGEST_ONE_SHOT) and (ctas == 32 or 2 * block * ctas <= size):
+            found[f"{'two' if two_shot else 'one'}-shot ctas={ctas} block={block} warps={num_warps}"] = schedule
+    return found
 
 
 def _stock_group(rank: int, ranks: int, port: int) -> Any:
@@ -139,8 +158,10 @@ def _times(graphs: Sequence[torch.cuda.CUDAGraph | _Eager], calls: int, samples:
     return found
 
 
-def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: int, path: str) -> None:
-    """A rank's process. Rank 0 writes what was found: by operation and tokens the bits, and each provider's times."""
+def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: int, path: str, sweep: bool) -> None:
+    """A rank's process. Rank 0 writes what was found: by operation and tokens the bits, and each provider's times; in a
+    sweep each schedule is one, and its bits are looked at, too.
+    """
     os.environ |= {FLAG: "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     torch.cuda.set_device(rank)
     group = _stock_group(rank, ranks, port)
@@ -150,8 +171,9 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
     from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
 
     found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]] = {}
-    for operation in OPERATIONS:
-        ours = AllReduce(ranks, symmetric_peers(group.device_group, group.device))
+    allocate = symmetric_peers(group.device_group, group.device)
+    for operation in OPERATIONS[:2] if sweep else OPERATIONS:
+        ours = AllReduce(ranks, allocate)
         calls, multiplies = _calls(group, ours, operation), operation == OPERATIONS[2]
         for count in tokens:
             if multiplies and not ours.sends(count, HIDDEN, torch.bfloat16):
@@ -161,6 +183,12 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
             x = (torch.randn(count, columns, generator=generator, device=group.device) * scale).to(torch.bfloat16)
             copies = max(1, min(_MOST_CALLS, _MOST_BYTES // (2 * x.numel())))
             same = None if operation == OPERATIONS[1] else _same_bits(group, calls, x)
+            if sweep:
+                tried = {name: AllReduce(ranks, allocate, [one]) for name, one in candidates(2 * x.numel()).items()}
+                others = {name: _calls(group, one, operation)["ours"] for name, one in tried.items()}
+                if same is not None:
+                    same = same and all(_same_bits(group, {"ours": one}, x) for one in tried.values())
+                calls |= others
             inputs = [x.clone() for _ in range(copies)]
             timed = [
                 _Eager(call, inputs) if multiplies else _captured(call, inputs, graph_capture(group.device))
@@ -210,6 +238,21 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
     console.print(table)
 
 
+def print_sweep(
+    found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]], gpus: int, console: Console
+) -> None:
+    """Print the fastest schedules of each case, beside plain vLLM and the table's."""
+    table = Table("case", "stock us", "ours us", "fastest schedules", title="All-reduce: median", title_justify="left")
+    for (operation, tokens), (same, times) in found.items():
+        medians = {name: Spread.of(samples).p50 for name, samples in times.items()}
+        tried = sorted((time, name) for name, time in medians.items() if name not in ("stock", "ours"))
+        case = case_text(gpus=gpus, bytes=2 * HIDDEN * tokens, op=operation)
+        fastest = "; ".join(f"{time:.1f} {name}" for time, name in tried[:3])
+        said = "" if same is not False else " BITS DIFFER"
+        table.add_row(case, f"{medians['stock']:.1f}", f"{medians['ours']:.1f}", fastest + said)
+    console.print(table)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -221,13 +264,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=2, choices=(2, 4, 8), help="how many")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help=f"rows of {HIDDEN} numbers in bf16")
     parser.add_argument("--samples", type=int, default=11, help="how often each graph is timed")
+    parser.add_argument("--sweep", action="store_true", help="print what other schedules take; writes no file")
     parser.add_argument("--out", type=Path, default=DATA / "collectives.csv", help="CSV file; rows of other cases stay")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found")
-        of_ranks = (options.gpus, free_port(), tuple(options.tokens), options.samples, str(path))
+        of_ranks = (options.gpus, free_port(), tuple(options.tokens), options.samples, str(path), options.sweep)
         torch.multiprocessing.spawn(_measure, of_ranks, nprocs=options.gpus)
         found = torch.load(path)
+    if options.sweep:
+        print_sweep(found, options.gpus, Console())
+        return int(any(same is False for same, _ in found.values()))
     rows = measurements(found, options.gpus, Setting.here())
     update(options.out, rows)
     print_summary(rows, Console())
