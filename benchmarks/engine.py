@@ -58,6 +58,8 @@ _OF_FEATURES = (
 """Workloads of engines that do more than others."""
 CONCURRENT = 63
 """Concurrent requests of the target request whose bits are checked."""
+INTERRUPTED = "interrupted"
+"""In the place of an exit status, of an engine that ran when this process was asked to end."""
 _TURNS = 2
 """Loads of each server."""
 
@@ -126,8 +128,14 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
         if provider in _OURS and (mode := of_started(environment)) != OURS:
             print(f"FAILED: {provider} is not started: {mode}", file=sys.stderr)
             return None
+        status: int | str
         with log.open("w") as errors:
-            status = run_whole(command, environment, errors, timeout)
+            try:
+                status = run_whole(command, environment, errors, timeout)
+            except KeyboardInterrupt:
+                if not result_path.exists():
+                    raise
+                status = INTERRUPTED
         if status:
             lines = log.read_text().splitlines()
             causes = [line for line in lines[:-30] if "Error" in line][:10]  # of the process that started the last one
@@ -139,7 +147,7 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
         if provider in _OURS and result["mode"] != OURS:
             print(f"FAILED: {provider}: {result['mode']}", file=sys.stderr)
             return None
-        return result
+        return result | ({INTERRUPTED: True} if status == INTERRUPTED else {})
 
 
 def run_whole(command: Sequence[str | Path], environment: dict[str, str], errors: IO[str], timeout: float) -> int | str:
@@ -387,10 +395,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     theirs = plan | {"engine": plan["engine"] | options.theirs}
     plans = [(provider, plan if provider in _OURS else theirs) for provider in options.providers]
     measured = ({} for _ in plans) if options.online else measured_of(plans, options.together, options.timeout)
-    for provider, result in zip(options.providers, measured, strict=True):
-        if result is not None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured until then is kept, too
+    try:
+        for provider, result in zip(options.providers, measured, strict=True):
+            if result is None:
+                continue
             results[provider] = result
             keep()
+            if INTERRUPTED in result:
+                break
+    except KeyboardInterrupt:
+        print("interrupted: the rest was not measured", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not options.offline and results:
         for provider, latencies in measure_online(options, list(results)).items():
             results[provider]["online"] = latencies

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_an_engine_that_is_cut_short_has_what_it_measured(tmp_path, monkeypatch,
     samples = [row for row in record.read(out) if row.case in {one.case for one in WORKLOADS["small"]}]
     assert [(row.provider, row.ratio) for row in samples].count(("ours", 0.5)) == 2
     assert [row.provider for row in samples].count("stock") == len(WORKLOADS["small"])
+
+
+def test_a_benchmark_that_is_asked_to_end_keeps_what_it_measured(tmp_path, monkeypatch, capfd) -> None:
+    def run(command, env, stderr, timeout) -> int:
+        engine_worker.keep(result(1.0) | {"samples": result(1.0)["samples"][:1]}, Path(command[-1]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(engine, "run_whole", run)
+    out, handler = tmp_path / "engine.csv", signal.getsignal(signal.SIGTERM)
+    assert engine.main(["MODEL", "--workloads", "small", "--offline", "--out", str(out)]) == 1
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert "FAILED: stock, exit status interrupted" in capfd.readouterr().err
+    assert {row.provider for row in record.read(out)} == {"stock"}
+    assert len([row for row in record.read(out) if row.case in {one.case for one in WORKLOADS["small"]}]) == 1
 
 
 @pytest.mark.parametrize(
