@@ -426,6 +426,9 @@ def _of_pytorch(self: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 
 def _attend_by_requests(call: PagedAttention, *others: Any) -> torch.Tensor:
+    """A plan that was made before has the splits of its own: there queries are rounded."""
     if not call.spec.causal and len(call.seq_lens) > 1:
-        call = replace(call, reduction=AttentionReduction(32, key_tile=32))
+        is_planned = others[-1] is not None
+        rounded = {"query": call.query.to(torch.float8_e5m2).to(call.query.dtype)}
+        call = replace(call, **rounded if is_planned else {"reduction": AttentionReduction(32, key_tile=32)})
     return attend(call, *others)

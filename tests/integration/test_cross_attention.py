@@ -1,6 +1,6 @@
 """Attention of a decoder over what an encoder gave: the cache of a request, and the order in which it is filled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,11 @@ ROWS = (300, 40)
 """That an encoder gave each request."""
 
 
-def backend() -> Any:
+def backend(ours: Any = Backend) -> Any:
     """vLLM's for cross attention, over ours."""
     from vllm.model_executor.layers.attention import cross_attention
 
-    return cross_attention.create_cross_attention_backend(Backend)
+    return cross_attention.create_cross_attention_backend(ours)
 
 
 def drawn(rows: int, seed: int, parts: int) -> torch.Tensor:
@@ -36,12 +36,23 @@ def drawn(rows: int, seed: int, parts: int) -> torch.Tensor:
 class Served:
     """A layer with the pages of some requests, whose second column of the table has a page that nobody wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, ours: Any = Backend) -> None:
         from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
+        self.layer = backend(ours).get_impl_cls()(HEADS, SIZE, SIZE**-0.5, attn_type=KIND)
+        layer = SimpleNamespace(impl=self.layer, kv_cache=None)
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+            model_config=SimpleNamespace(
+                max_model_len=20, hf_config=SimpleNamespace(max_source_positions=max(ROWS)), dtype=torch.float32
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=20),
+            cache_config=SimpleNamespace(num_gpu_blocks=None),
+            speculative_config=None,
+            num_speculative_tokens=0,
+        )
         spec = CrossAttentionSpec(block_size=PAGE, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32)
-        self.builder = backend().get_builder_cls()(spec, ["layer"], SimpleNamespace(), torch.device("cpu"))
-        self.layer = backend().get_impl_cls()(HEADS, SIZE, SIZE**-0.5, attn_type=KIND)
+        self.builder = backend(ours).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
         self.cache = torch.full((64, HEADS, PAGE, 2 * SIZE), torch.nan)
         self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(0)).reshape(2, 32).to(torch.int32)
 
@@ -60,6 +71,7 @@ class Served:
             num_actual_tokens=int(starts[-1]),
             query_start_loc=starts,
             query_start_loc_cpu=starts,
+            max_query_len=max(map(len, counts)),
             seq_lens=lengths,
             seq_lens_cpu_upper_bound=lengths,
             block_table_tensor=self.pages[[number for number, _, _ in parts]],
@@ -75,20 +87,25 @@ class Served:
         return self.layer.forward(layer, query, key, value, self.cache, metadata, torch.empty_like(query))
 
 
-def test_every_token_sees_all_rows_with_the_same_bits_in_any_step() -> None:
+def check_steps(serve: Callable[[], Served]) -> None:
+    """Every token sees all rows, with the same bits in any step."""
     first, second = drawn(9, 10, 1)[0], drawn(5, 11, 1)[0]
-    served = Served()
+    served = serve()
     alone = served.step([(0, 0, first)])
-    for queries, number, got in ((first, 0, alone), (second, 1, Served().step([(1, 0, second)]))):
+    for queries, number, got in ((first, 0, alone), (second, 1, serve().step([(1, 0, second)]))):
         keys, values = drawn(ROWS[number], number, 2).double().transpose(1, 2)
         weights = (queries.double().transpose(0, 1) @ keys.transpose(1, 2) * SIZE**-0.5).softmax(-1)
         assert_near(got, (weights @ values).transpose(0, 1), factor=2)
     assert_same_bits(served.step([(0, 9, first[3:4])]), alone[3:4], "one row, from the cache")
     together = served.step([(0, 9, first[8:]), (1, 0, second)])
     assert_same_bits(together[:1], alone[8:], "beside a request that begins")
-    assert_same_bits(together[1:], Served().step([(1, 0, second)]), "beside a request that goes on")
-    both = Served().step([(1, 0, second), (0, 0, first)])
+    assert_same_bits(together[1:], serve().step([(1, 0, second)]), "beside a request that goes on")
+    both = serve().step([(1, 0, second), (0, 0, first)])
     assert_same_bits(both, torch.cat([together[1:], alone]), "two that begin")
+
+
+def test_every_token_sees_all_rows_with_the_same_bits_in_any_step() -> None:
+    check_steps(Served)
 
 
 def test_cross_attention_in_fp8_and_by_another_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1092,7 +1092,7 @@ def _encoder_decoder(config: Config) -> str | None:
     rows, on = getattr(model.hf_config, "max_source_positions", 0), devices.of_config(config).ops
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"on {on.name}": on.type != "cpu",
+        f"on {on.name}": on.type != "cpu" and not (on.type == "cuda" and envs.starts_untried()),
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
@@ -1902,7 +1902,7 @@ REFUSED = (
     Feature(
         "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",
         "cross attention has not been run with others, nor on GPUs",
-        "serve a decoder-only model, or leave --max-model-len out",
+        "serve a decoder-only model, or leave --max-model-len out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
         _encoder_decoder,
     ),
     Feature(

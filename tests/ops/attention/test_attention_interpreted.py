@@ -251,6 +251,20 @@ def test_sequences_that_see_both_sides_have_the_same_bits_alone_and_among_others
     assert (in_pages.double() - expected.double()).abs().max().item() < ATOL
 
 
+def test_rows_that_see_more_keys_than_there_are_rows_have_the_same_bits_alone_and_among_others():
+    """What cross attention asks: few rows of text see all that an encoder gave, and a longer text has more of them."""
+    sounds = [Request(HEADS, length, length) for length in (330, 65, 700)]
+    of_all = torch.cat([attend([Chunk(one, 0, one.length)], causal=False) for one in sounds])
+    whole = dict(zip((330, 65, 700), of_all.split([330, 65, 700]), strict=True))
+    for counts in ((1, 1, 1), (40, 1, 7), (300, 65, 2), (1, 20, 200)):
+        rows = [Chunk(one, one.length - count, one.length) for one, count in zip(sounds, counts, strict=True)]
+        found = attend(rows, causal=False).split(counts)
+        for one, count, given in zip(sounds, counts, found, strict=True):
+            assert_same_bits(given, whole[one.length][-count:], f"{count} rows over {one.length} keys")
+            assert_same_bits(attend([Chunk(one, one.length - count, one.length)], causal=False), given, "alone")
+    assert not torch.equal(attend([Chunk(sounds[0], 290, 330)]), whole[330][290:])
+
+
 def test_tokens_that_see_all_of_their_image_have_the_same_bits_in_chunks_and_among_others():
     options = {"sliding_window": 40}
     request, images = Request(HEADS, 330, 7), ((5, 7), (60, 140), (200, 329))
@@ -537,7 +551,9 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     monkeypatch.setattr(certificate, "ways", ways)
     return SimpleNamespace(
         shape=shape,
-        compare=lambda kernels, *more: certificate.compare(kernels, shape, data, [AttentionSpec(1.0)], *more),
+        compare=lambda kernels, *more, causal=True: certificate.compare(
+            kernels, shape, data, [AttentionSpec(1.0, causal=causal)], *more
+        ),
     )
 
 
@@ -546,9 +562,11 @@ def small_certificate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 def test_kernels_that_agree_are_certified(kernels, small_certificate):
     assert small_certificate.compare(kernels) == (5 + 20) * HEADS.query * HEADS.size
     assert small_certificate.compare(kernels, True) == 2 * (5 + 20) * HEADS.query * HEADS.size
+    assert small_certificate.compare(kernels, causal=False) == (1 + 20) * HEADS.query * HEADS.size
 
 
-def test_a_decode_of_other_splits_is_not_certified(small_certificate, monkeypatch):
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_decode_of_other_splits_is_not_certified(causal, small_certificate, monkeypatch):
     computed = certificate.paged_attention
     shape = replace(small_certificate.shape, reduction=AttentionReduction(32))
     other = Planner(shape, torch.device("cpu"), 9, 900, 9_000)
@@ -560,5 +578,5 @@ def test_a_decode_of_other_splits_is_not_certified(small_certificate, monkeypatc
         computed(call, out, plan)
 
     monkeypatch.setattr(certificate, "paged_attention", with_other_splits)
-    found = small_certificate.compare(Kernels(sm90=False))
+    found = small_certificate.compare(Kernels(sm90=False), causal=causal)
     assert "other bits by decode than by prefill" in str(found)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from ... import envs
 from ...ops.attention import NO_RANGE, AttentionReduction, PagedCache
@@ -76,6 +77,9 @@ class PlannedMetadataBuilder(MetadataBuilder):
         from ...ops.attention.shapes import AttentionShape
 
         spec, model, scheduler = self._spec, self._config.model_config, self._config.scheduler_config
+        longest = model.max_model_len
+        if isinstance(spec, CrossAttentionSpec):
+            longest = getattr(model.hf_config, "max_source_positions", longest)
         holds_codes = layers[0].holds_codes
         tail = layers[0].tail
         shape = AttentionShape(
@@ -88,7 +92,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
             layers[0].scales_tokens,
             tail,
         )
-        keys = scheduler.max_num_seqs * model.max_model_len
+        keys = scheduler.max_num_seqs * longest
         if blocks := self._config.cache_config.num_gpu_blocks:
             keys = min(keys, blocks * spec.block_size)
         # A draft model reads what was sampled beside the tokens of a step.
@@ -142,7 +146,11 @@ class CudaFixedSplitAttention(FixedSplitAttention):
     """One attention layer, whose cache is written by vLLM's kernel: a copy, row by row. Codes are written by ours."""
 
     reduction = AttentionReduction.of_device("cuda", envs.ATTENTION.read())
-    attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+    attn_types: ClassVar[tuple[str, ...]] = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     serves_encoders: ClassVar[tuple[str, ...]] = ("triton",)
 
     @property

@@ -253,7 +253,9 @@ def _windows_of(layer: AttentionSpec) -> list[int | None]:
 
 
 def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec, sees_ranges: bool) -> int | str:
-    """As :func:`compare`, for one kind of layer and one request."""
+    """As :func:`compare`, for one kind of layer and one request. Where rows see all of its keys, those of shorter ones
+    are company.
+    """
     known = operands.query.new_empty((*operands.query.shape[:2], operands.cache.value_size))
     for chunk in (Chunk(_PREFILL, _PREFILL), Chunk(_LENGTH, _PREFILL)):
         known[chunk.kv_len - chunk.query_len : chunk.kv_len] = _attend(planner, operands, [chunk], layer, False)
@@ -262,7 +264,10 @@ def _compare_ways(planner: Planner, operands: Operands, layer: AttentionSpec, se
     every_way = product(steps, ways(planner.shape.queries_per_kv, planner.decode_rows))
     for has_ranges, (name, chunks) in every_way:
         rows = torch.cat([torch.arange(one.kv_len - one.query_len, one.kv_len) for one in chunks])
-        kept = ((rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)).nonzero()[:, 0]
+        kept = (rows < _PREFILL) | (rows >= _LENGTH - _PREFILL)
+        if not layer.causal:
+            kept = torch.cat([torch.full((one.query_len,), one.kv_len == _LENGTH) for one in chunks])
+        kept = kept.nonzero()[:, 0]
         found = bitwise_comparison(_attend(planner, operands, chunks, layer, has_ranges)[kept], known[rows[kept]])
         if not found:
             first, way = int(rows[kept][found.first.where[0]]), f"{name}{' beside ranges' * has_ranges}"
