@@ -108,6 +108,11 @@ def test_what_no_gpu_has_passed_is_a_list_of_tests_that_exist() -> None:
     assert max(one.gpus for one in jobs) <= 8
 
 
+def test_jobs_of_a_file_share_a_command(tmp_path: Path) -> None:
+    assert run(tmp_path, 'command = "echo {tests}"\n[[job]]\nname = "a"\ntests = "tests/a.py -k b"\n') == 0
+    assert (tmp_path / "a.log").read_text() == "tests/a.py -k b\n"
+
+
 def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="minutes"):
         run(tmp_path, job("a", minutes=3))
