@@ -493,8 +493,8 @@ def _experts_fp8() -> str:
     return _table(head, body)
 
 
-def _collectives() -> str:
-    rows = [row for row in _data("collectives") if row.metric == "time"]
+def _collectives(gpus: str) -> str:
+    rows = [row for row in _data("collectives") if row.metric == "time" and row.keys["gpus"] == gpus]
     by = {(row.provider, row.keys["op"], int(row.keys["bytes"])): row for row in rows}
     sizes = sorted({size for _, op, size in by if op == "all_reduce"})
     head = ["bytes"]
@@ -545,7 +545,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-h200": lambda: _experts("H200"),
     "moe-h100": lambda: _experts("H100"),
     "moe-fp8": _experts_fp8,
-    "collectives": _collectives,
+    "collectives": lambda: _collectives("2"),
+    "collectives-four": lambda: _collectives("4"),
     "cost-token": lambda: _costs(engine(gpu="H100"), workload="tpot"),
     "cost-prompts": lambda: _costs(engine(gpu="H100"), workload="throughput"),
     "cost-token-w4a16": lambda: _costs(engine(gpu="H100", format="w4a16-g128"), workload="tpot"),
