@@ -1,10 +1,11 @@
 """Commands on this machine's GPUs, several at a time, within a hard limit: ``python -m scripts.gpu_jobs JOBS OUT``.
 
-JOBS is a TOML file, as scripts/untried.toml, of what no GPU has passed yet. A job has a name, a command for the shell,
-or what stands for ``{tests}`` in the one of the file, the number of its GPUs (1) and the seconds that it may take
-(300); what is ``alone`` shares its GPUs with nobody, as a timing must. Jobs begin in their order, where there is room.
-One whose time is over gets the signal of Ctrl-C, so that pytest says what it has found, and is ended soon after with
-all that it has started. Each leaves ``OUT/NAME.log`` and a line of ``OUT/jobs.txt``.
+JOBS is a TOML file: scripts/untried.toml has what no GPU has passed yet, scripts/covered.toml some of what one has. A
+job has a name, a command for the shell, or what stands for ``{tests}`` in the one of the file, the number of its GPUs
+(1) and the seconds that it may take (300); what is ``alone`` shares its GPUs with nobody, as a timing must. Jobs begin
+in their order, where there is room. One whose time is over gets the signal of Ctrl-C, so that pytest says what it has
+found, and is ended soon after with all that it has started. Each leaves ``OUT/NAME.log`` and a line of
+``OUT/jobs.txt``.
 """
 
 import argparse

@@ -99,8 +99,9 @@ def _reads(path: Path) -> bytes:
         return b""
 
 
-def test_what_no_gpu_has_passed_is_a_list_of_tests_that_exist() -> None:
-    jobs = gpu_jobs.read(ROOT / "scripts" / "untried.toml")
+@pytest.mark.parametrize("name", ["untried", "covered"])
+def test_the_lists_are_of_tests_that_exist(name: str) -> None:
+    jobs = gpu_jobs.read(ROOT / "scripts" / f"{name}.toml")
     assert len({one.name for one in jobs}) == len(jobs)
     files = [word for one in jobs for word in one.command.split() if word.startswith("tests/")]
     assert files
