@@ -1478,7 +1478,7 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, envs.TP_TREE.name),
     ),
     Feature(
-        "Four GPUs with a mixture of experts, quantised weights or `VLLM_BATCH_INVARIANT_TP_TREE`",
+        "Four GPUs with a mixture of experts, quantisation or `VLLM_BATCH_INVARIANT_TP_TREE`",
         "these have been run with two",
         f"pass --tensor-parallel-size 2; {envs.UNTRIED.name}=1 starts them",
         _beside_four_gpus,
