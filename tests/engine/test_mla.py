@@ -153,17 +153,19 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(name: str, tmp_p
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
-@pytest.mark.parametrize("name", ["V2-Lite", "V3"])
-def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
-    name: str, checkpoint: Callable[[str], Path]
-) -> None:
+@kept_states.BY_WORKERS
+@pytest.mark.parametrize("name", ["V2-Lite", "V3", "GLM-4.7-Flash"])
+def test_workers_keep_their_bits_and_are_near_transformers_in_float64(name: str, tmp_path: Path, workers: int) -> None:
     """They share heads and experts; each has all of the latent cache."""
-    two = {"tensor_parallel_size": 2, "dtype": "bfloat16" if ON_GPU else "float32"} | DEFAULT
-    variables = UNTRIED_THERE | ({} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
-    shared = kept_states.started(checkpoint(name), mla.ask, variables=variables, **two)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 20) if name == "GLM-4.7-Flash" else {}
+    folder, dtype = mla.written(name, tmp_path, **heads), "bfloat16" if ON_GPU else "float32"
+    settings = {"tensor_parallel_size": workers, "dtype": dtype} | DEFAULT
+    variables = UNTRIED_THERE | ({} if ON_GPU else kept_states.cores_of(workers))
+    shared = kept_states.started(folder, mla.ask, variables=variables, **settings)
     assert [where for where in SAME if shared[where] != shared["alone"]] == []
     assert decodes_as_it_prefills(shared)
-    assert ON_GPU or distance_from_float64(checkpoint(name), shared["alone"]) < NEAR
+    assert ON_GPU or distance_from_float64(folder, shared["alone"]) < NEAR
+    assert started(folder, kept_states.alone, dtype=dtype, **DEFAULT) != shared["alone"]
 
 
 @pytest.mark.parametrize("name", ["V2-Lite", "V3"])

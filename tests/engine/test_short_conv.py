@@ -128,8 +128,16 @@ def test_experts_beside_short_convolutions_keep_their_bits(tmp_path: Path) -> No
 
 @pytest.mark.exhaustive
 @untried_on_gpu
-def test_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
-    kept_states.check_two_workers(kept_states.started, checkpoint, LENGTH, DEFAULT)
+@kept_states.BY_WORKERS
+def test_workers_have_the_bits_of_one(checkpoint: Path, workers: int) -> None:
+    kept_states.check_workers(kept_states.started, checkpoint, LENGTH, DEFAULT, {}, workers)
+
+
+@pytest.mark.exhaustive
+@untried_on_gpu
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+def test_four_workers_without_a_tree_leave_a_request_its_bits(checkpoint: Path) -> None:
+    kept_states.check_workers_without_a_tree(kept_states.started, checkpoint, DEFAULT, {}, 4)
 
 
 @pytest.mark.exhaustive

@@ -725,7 +725,7 @@ found_of_decays, found_of_channels = (
     for version in ("V2_5", "V3")
 )
 OF_STATES = [
-    ({"tensor_parallel_size": 4}, "tensor parallelism 4"),
+    ({"tensor_parallel_size": 8}, "tensor parallelism 8"),
     ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
     ({"data_parallel_size": 2}, "data parallelism 2"),
     ({"mamba_cache_dtype": "float32"}, "states in float32"),
@@ -776,24 +776,41 @@ def test_linear_attention_is_served_by_one_worker_of_a_cpu(monkeypatch: pytest.M
     assert found_of_decays(device="cuda") is found_of_channels(device="cuda") is None
 
 
-def test_two_workers_share_layers_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_and_four_workers_share_layers_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs two, and gated delta rules alone."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     for found_of in (found_of_convolutions, found_of_rules, found_of_spaces):
-        assert found_of(tensor_parallel_size=2) is None
-    monkeypatch.setenv(TP_TREE.name, "2")
-    assert found_of_convolutions() is found_of_rules() is found_of_spaces() is None
-    monkeypatch.setenv(TP_TREE.name, "4")
-    assert found_of_rules() == f"gated delta rules with {TP_TREE.name}=4"
+        assert found_of(tensor_parallel_size=2) is found_of(tensor_parallel_size=4) is None
+    for slices in ("2", "4"):
+        monkeypatch.setenv(TP_TREE.name, slices)
+        assert found_of_convolutions() is found_of_rules() is found_of_spaces() is None
+    monkeypatch.setenv(TP_TREE.name, "8")
+    assert found_of_rules() == f"gated delta rules with {TP_TREE.name}=8"
+    monkeypatch.delenv(TP_TREE.name)
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    four = {"device": "cuda", "tensor_parallel_size": 4}
+    assert found_of_rules(**four | {"tensor_parallel_size": 2}) is None
+    assert found_of_rules(**four) == "gated delta rules with tensor parallelism 4"
+    assert found_of_convolutions(**four) == "short convolutions with tensor parallelism 4"
+    assert found_of_spaces(**four) == "state spaces of Mamba-2 with tensor parallelism 4"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_convolutions(**four) is found_of_rules(**four) is found_of_spaces(**four) is None
 
 
-def test_two_workers_share_nothing_else_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_workers_share_nothing_else_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     convolutions, spaces, rules = (
-        partial(found_of_states, "Short convolutions and state spaces by 2 workers", of)
+        partial(found_of_states, "Short convolutions and state spaces by several workers", of)
         for of in ("Lfm2ForCausalLM", "NemotronHForCausalLM", "Qwen3_5ForCausalLM")
     )
     two, groups = {"tensor_parallel_size": 2}, SimpleNamespace(mamba_n_groups=1)
     assert convolutions(**two) is spaces(**two) is spaces(hf_text_config=groups) is None
     assert spaces(**two, hf_text_config=groups) == "state spaces of Mamba-2 with 1 groups by 2 workers"
+    groups, four = SimpleNamespace(mamba_n_groups=2), {"tensor_parallel_size": 4}
+    assert spaces(**two, hf_text_config=groups) is spaces(**four) is None
+    assert spaces(**four, hf_text_config=groups) == "state spaces of Mamba-2 with 2 groups by 4 workers"
+    monkeypatch.setenv(TP_TREE.name, "4")
+    assert spaces(hf_text_config=groups) == "state spaces of Mamba-2 with 2 groups by 4 workers"
+    monkeypatch.delenv(TP_TREE.name)
     dense = SimpleNamespace(n_groups=2, hybrid_override_pattern="M-*M-")  # of which vLLM finds a number of experts
     assert spaces(**two, is_moe=True, hf_text_config=dense) is None
     for changes, said in (
@@ -804,6 +821,7 @@ def test_two_workers_share_nothing_else_with_states(monkeypatch: pytest.MonkeyPa
     ):
         assert convolutions(**changes) is rules(**two, **changes) is None
         assert convolutions(**two, **changes) == f"short convolutions with {said} by 2 workers"
+        assert convolutions(**four, **changes) == f"short convolutions with {said} by 4 workers"
     monkeypatch.setenv(TP_TREE.name, "2")
     assert convolutions(is_moe=True) == "short convolutions with experts by 2 workers"
 
@@ -853,6 +871,7 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert rules() == "gated delta rules with quantisation fp8"  # of which nothing is known
     by.append(BLOCKS)
     assert rules() is rules(tensor_parallel_size=2) is None
+    assert rules(tensor_parallel_size=4) == "gated delta rules with quantised weights by 4 workers"
     assert convolutions() == f"short convolutions with quantisation {BLOCKS}"
     by.append("modelopt with float4 weights")
     assert rules() == f"gated delta rules with quantisation {by[1]}"
@@ -1056,7 +1075,12 @@ def two_head_sizes(
             "heads of two sizes with tensor parallelism 2",
         ),
         ({"tensor_parallel_size": 2}, None),
-        ({"tensor_parallel_size": 4}, "heads of two sizes with tensor parallelism 4"),
+        ({"tensor_parallel_size": 4}, None),
+        (
+            {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 4},
+            "heads of two sizes with tensor parallelism 4",
+        ),
+        ({"tensor_parallel_size": 8}, "heads of two sizes with tensor parallelism 8"),
         ({"pipeline_parallel_size": 2}, "heads of two sizes with pipeline parallelism 2"),
         (
             {"speculative_config": SimpleNamespace(method="mtp")},
@@ -1149,7 +1173,13 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
         ),
         ({"enforce_eager": False}, None),
         ({"tensor_parallel_size": 2}, None),
-        ({"tensor_parallel_size": 4}, "latent attention with tensor parallelism 4"),
+        ({"tensor_parallel_size": 4}, None),
+        (
+            {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 4},
+            "latent attention with tensor parallelism 4",
+        ),
+        ({"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 4, "untried": True}, None),
+        ({"tensor_parallel_size": 8}, "latent attention with tensor parallelism 8"),
         ({"tree": "2"}, None),
         ({"tree": "4", "tensor_parallel_size": 4, "enable_expert_parallel": True}, None),
         ({"tree": "8", "tensor_parallel_size": 8}, "latent attention with tensor parallelism 8"),
@@ -1201,6 +1231,9 @@ def test_quantised_weights_with_latent_attention_are_those_that_have_run(monkeyp
     monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     of_fp8 = partial(latent, quantization="fp8")
     assert of_fp8() is of_fp8(tensor_parallel_size=2) is None
+    four = {"tensor_parallel_size": 4}
+    assert of_fp8(**four) == "latent attention with quantised weights by 4 workers"
+    assert of_fp8(**four, tree="4", enable_expert_parallel=True) is None
     assert of_fp8(device="cuda", version="0.33.0") == f"latent attention with quantisation {BLOCKS}"
     assert of_fp8(device="cuda", version="0.33.0", untried=True) is None
     of_images = "KimiVLForConditionalGeneration"

@@ -711,6 +711,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     numbers, slices = kept.workers.get(ran_on, ()), tensor_tree.k_slices()
     several = _several(config)
     workers = config.parallel_config.tensor_parallel_size
+    most = max(workers, slices)
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
@@ -726,6 +727,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
+        f"quantised weights by {most} workers": model.quantization and most > 2,
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         "embeddings as prompts": model.enable_prompt_embeds,
@@ -904,6 +906,7 @@ def _beside_layers(
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {other}": other,
+        f"quantised weights by {workers} workers": model.quantization and workers > 2 and not has_tree,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),
@@ -1319,15 +1322,15 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, all but Kimi-VL in FP8 by "
-        "blocks, INT4 and INT8, by one worker or two, with images and drafts of n-grams and MTP by one, on a CPU with "
-        "vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33: every row attends to the latent cache",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by one worker, two or "
+        "four, all but Kimi-VL by one or two in FP8 by blocks, INT4 and INT8, with images and drafts of n-grams and "
+        "MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
         "experts: on a CPU with vLLM 0.32, with images, videos and audio, FP8 by blocks or rows, INT4 or drafts of "
-        "n-grams by one worker, as text also by two; on a GPU with 0.33",
+        "n-grams by one worker, as text also by two or four; on a GPU with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1336,20 +1339,20 @@ COVERED = (
     ),
     Feature(
         "Short convolutions",
-        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers, and with drafts of n-grams by one; "
-        "on a GPU with 0.33, by one",
+        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers or four, and with drafts of n-grams "
+        "by one; on a GPU with 0.33, by one",
     ),
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
-        "worker or two, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix cache "
-        "by one worker on a CPU, on GPUs by one; states in fp32",
+        "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
+        "cache by one worker on a CPU, on GPUs by one; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
         "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there with "
-        "drafts of n-grams, and by two if their groups divide, in bf16 on a GPU with 0.33, there also Nemotron-H with "
-        "experts; states in fp32",
+        "drafts of n-grams, and by two or four if these divide their groups, in bf16 on a GPU with 0.33, there also "
+        "Nemotron-H with experts; states in fp32",
     ),
     Feature(
         "Lightning attention, Kimi Delta Attention",
@@ -1478,7 +1481,7 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, envs.TP_TREE.name),
     ),
     Feature(
-        "Four GPUs with a mixture of experts, quantised weights or `VLLM_BATCH_INVARIANT_TP_TREE`",
+        "Four GPUs with a mixture of experts, quantisation or `VLLM_BATCH_INVARIANT_TP_TREE`",
         "these have been run with two",
         f"pass --tensor-parallel-size 2; {envs.UNTRIED.name}=1 starts them",
         _beside_four_gpus,
@@ -1827,26 +1830,26 @@ REFUSED = (
         _states,
     ),
     Feature(
-        "Short convolutions (LFM2) elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs 2 workers, drafts, FP8 "
-        "caches",
+        "Short convolutions (LFM2) elsewhere, over 4 workers or 1 GPU, several engines, drafts but n-grams, other "
+        "quantisation, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs drafts, "
+        "FP8 caches",
         "these have not been run",
         f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts drafts on a GPU without a prefix cache",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules elsewhere, over 2 workers, several engines, drafts but n-grams and MTP, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; drafts beside a prefix cache by 2 workers "
-        "or on GPUs, there not bf16, drafts by 2",
+        "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams and MTP, other "
+        "quantisation, FP8 caches, embeddings, sleep on a CPU, states not in fp32; drafts and prefix "
+        "caches by several or on GPUs, there not bf16, drafts by 2",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 2 workers, several engines, drafts but n-grams, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, 2 workers, not bf16",
+        "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, several workers, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three, drafts uncached",
         _state_spaces_elsewhere,
@@ -1861,8 +1864,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Short convolutions and state spaces by 2 workers beside drafts, experts, quantisation or FP8 caches, or with "
-        "an odd number of groups",
+        "Short convolutions and state spaces by several workers beside drafts, experts, quantisation or FP8 caches, or "
+        "with groups that they do not divide",
         "these have not been run together",
         "serve them by one worker",
         _states_shared,
@@ -1888,9 +1891,9 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with indexers, not 512 + 64, over 2 workers (4 by a tree), 2 GPUs, engines, whole experts "
-        "but by a tree, drafts but n-grams and MTP by one, other quantisation, both on GPUs, FP8 caches, LoRA, "
-        "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with indexers, not 512 + 64, over 4 workers (quantised 2), 2 GPUs, engines, whole "
+        "experts but by a tree, drafts but n-grams and MTP by one, other quantisation, both on GPUs, FP8 caches, "
+        "LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
@@ -1960,8 +1963,8 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 2 workers, or 2 GPUs, whole experts, "
-        "engines, stages, other drafts and quantisation, both on GPUs, FP8 caches, LoRA, prompt embeddings, "
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers, quantised over 2, 2 GPUs, whole "
+        "experts, engines, stages, other drafts and quantisation, both on GPUs, FP8 caches, LoRA, prompt embeddings, "
         "poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
