@@ -296,6 +296,8 @@ def drawn(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn
                 torch.nn.init.normal_(weight)
             if config.model_type == "llama4" and "vision_model" in name and weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+            if name.endswith("mm_input_projection_weight"):  # Transformers' is 0, and so would every image be
+                torch.nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
             if name.endswith(("lambda_1", "lambda_2")):
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
     return made
@@ -647,7 +649,7 @@ def _embeddings(
             for item, one in zip(call, encode(call), strict=True)
             if not torch.equal(one, alone[item])
         ]
-    return moved, [hashlib.sha256(one.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for one in alone]
+    return moved, [_digest(one) for one in alone]
 
 
 def with_images_in_parts(llm: Any, method: str, *arguments: Any) -> Any:
@@ -709,6 +711,41 @@ def _scale_by_items(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
     patch.setitem(vars(model), "embed_multimodal", embed_multimodal)
 
 
+def made_by_workers(llm: Any, requests: Sequence[dict[str, Any]], patch: int) -> list[list[str]]:
+    """Digests of what each worker makes of the images of requests that are sent together, in its order; run by the
+    driver.
+    """
+    llm.apply_model(_note_items)
+    try:
+        answers(llm, requests, patch, "cache")
+    finally:
+        found = llm.apply_model(_noted_items)
+    return found
+
+
+def _note_items(model: torch.nn.Module) -> None:
+    """Have a worker note the digest of each item that it encodes."""
+    encode, noted = model.embed_multimodal, []
+
+    def embed_multimodal(**given: Any) -> Any:
+        made = encode(**given)
+        noted.extend(_digest(rows) for rows in made)
+        return made
+
+    model.embed_multimodal, model.noted_items = embed_multimodal, (encode, noted)
+
+
+def _noted_items(model: torch.nn.Module) -> list[str]:
+    """What :func:`_note_items` has noted, which ends here."""
+    model.embed_multimodal, noted = model.noted_items
+    del model.noted_items
+    return noted
+
+
+def _digest(rows: torch.Tensor) -> str:
+    return hashlib.sha256(rows.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
+
+
 IN_WORKERS = {"weights": "attention over the whole call", "data": "another tower in the second worker"}
 """Faults, by how the workers share an encoder."""
 
@@ -726,8 +763,8 @@ def _plant(fault: str, model: torch.nn.Module) -> None:
     """Put a fault into a worker, or none."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    tower = model.visual
     encoders.attend = _attend_over_all if fault == IN_WORKERS["weights"] else attend
+    tower = next(iter(encoders.towers(model).values()))
     if fault == IN_WORKERS["data"] and get_tensor_model_parallel_rank() == 1:
         encode = tower.forward
         tower.forward = lambda *given, **named: encode(*given, **named) * 1.25

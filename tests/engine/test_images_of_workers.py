@@ -4,18 +4,20 @@ the same bits alone, among others, from the caches, in chunks and after preempti
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.engine import images, multimodal, test_image_ranges, test_images
+from tests.engine import images, kept_states, multimodal, test_image_ranges, test_images
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
+from tests.engine.quantised_layers import FORMS, write
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
 from vllm_batch_invariant.integration.coverage import RAN
+from vllm_batch_invariant.verify.harness.worker import EngineFailed
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
@@ -23,16 +25,32 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 MODES = ("weights", "data")
 GRIDS = [grid for grid in test_images.GRIDS if grid[0] == 1]
 CALLS = [[0, 1], [1, 0], [2, 1], [6, 7], [7, 6, 7], [5, 4, 3, 2, 1, 0], [4] * 12, [5, *[6] * 20, 1]]
+Requests = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the requests that its engines get."""
+    """A model, and the requests that its engines get.
+
+    Attributes:
+        config: of a checkpoint.
+        runs: the requests of each, where the targets are, and what is let go of first.
+        limits: of its engines.
+        probe: a request with images, alone and behind another whose images share its step.
+        modes: how two workers may share its encoder.
+        has_grids: whether its encoder is called with patches and grids (the Qwens), as :data:`CALLS` are.
+        trees: slices of those that workers add.
+        form: of :data:`tests.engine.quantised_layers.FORMS`, which its text model is quantised to; "" is none.
+    """
 
     config: Callable[[], transformers.PretrainedConfig]
-    runs: dict[str, tuple[list[dict[str, Any]], slice, str]]
+    runs: dict[str, tuple[Requests, slice, str]]
     limits: dict[str, Any]
-    modes: tuple[str, ...] = MODES
+    probe: tuple[Requests, Requests]
+    modes: tuple[str, ...] = MODES[:1]
+    has_grids: bool = False
+    trees: tuple[str, ...] = ("1", "2")
+    form: str = ""
 
 
 def with_four_heads(of: Callable[[], transformers.PretrainedConfig]) -> transformers.PretrainedConfig:
@@ -45,19 +63,79 @@ def with_four_heads(of: Callable[[], transformers.PretrainedConfig]) -> transfor
     return config
 
 
+def of_qwen(config: Callable[[], transformers.PretrainedConfig], **limits: Any) -> Case:
+    """Images of any number of patches, and videos."""
+    own = test_images.LIMITS | {"max_num_batched_tokens": 128} | limits
+    target, few = test_images.TARGETS[2], test_images.FEW[0]
+    return Case(config, test_images.RUNS, own, ([target], [few, target]), MODES, has_grids=True)
+
+
+def with_odd_widths(name: str, width: int) -> Case:
+    """A case whose encoder's MLPs have, like published ones, a width of which no worker has a multiple of 16. A tree is
+    refused of it.
+    """
+
+    def odd() -> transformers.PretrainedConfig:
+        config = CASES[name].config()
+        config.vision_config.intermediate_size = width
+        return config
+
+    return replace(CASES[name], config=odd, modes=MODES[:1], trees=("1",))
+
+
+def in_blocks(config: Callable[[], transformers.PretrainedConfig], sections: list[int], **limits: Any) -> Case:
+    """In FP8, of whose blocks two workers have whole ones.
+
+    Args:
+        sections: of the angles of a head of 128.
+    """
+
+    def wide() -> transformers.PretrainedConfig:
+        made = config()
+        sizes = made.text_config
+        for name in ("head_dim", "linear_key_head_dim", "linear_value_head_dim"):
+            if hasattr(sizes, name):
+                setattr(sizes, name, 128)
+        sizes.intermediate_size = 1024
+        sizes.rope_parameters["mrope_section"] = sections
+        return made
+
+    return replace(of_qwen(wide, **limits), modes=MODES[:1], has_grids=False, form="fp8 by blocks")
+
+
+PROBES = [test_image_ranges.asked(31 + number, [0, 1]) for number in range(2)]
+"""Of which a step of Gemma 3 has room for both."""
+UNCACHED = {"enable_prefix_caching": False}
 CASES = {
-    "qwen3-vl": Case(images.qwen3_vl, test_images.RUNS, test_images.LIMITS | {"max_num_batched_tokens": 128}),
-    "gemma3": Case(images.gemma3, test_image_ranges.RUNS, test_image_ranges.LIMITS, MODES[:1]),
+    "qwen3-vl": of_qwen(images.qwen3_vl),
+    "qwen3.5": of_qwen(images.qwen3_5, **UNCACHED),
+    "qwen3.5 with experts": of_qwen(partial(images.qwen3_5, kept_states.QWEN3_5_MOE), **UNCACHED),
+    "qwen3-vl with experts": of_qwen(partial(images.qwen3_vl, multimodal.qwen3_vl_moe)),
+    "qwen3.5 in FP8": in_blocks(images.qwen3_5, [6, 5, 5], **UNCACHED),
+    "qwen3-vl in FP8": in_blocks(images.qwen3_vl, [24, 20, 20]),
+    "qwen2.5-vl": of_qwen(images.qwen2_5_vl),
+    "gemma3": Case(
+        images.gemma3,
+        test_image_ranges.RUNS,
+        test_image_ranges.LIMITS,
+        (PROBES[1:], PROBES),
+    ),
 }
+CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
+CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
 SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
 @dataclass
 class Served:
-    """What an engine gave in the runs of its case; and of its encoder alone, also with a fault in it."""
+    """What an engine gave in the runs of its case; by the fault of its workers what each made of a probe's images, and
+    what the probe got alone and behind another request; and of an encoder of grids alone, also with a fault in it.
+    """
 
     runs: dict[str, dict[str, Any]]
     names: dict[str, slice]
+    made: dict[str, list[list[str]]]
+    probed: dict[str, list[list[dict[str, Any]]]]
     encoded: dict[str, list[Any]] | None
     faulty: dict[str, list[Any]] | None
 
@@ -83,16 +161,23 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
 
     @cache
     def folder(name: str) -> tuple[str, int]:
-        config, made = with_four_heads(CASES[name].config), tmp_path_factory.mktemp("model")
-        images.save(config, torch.float32, made)
-        return str(made), config.vision_config.patch_size
+        case, made = CASES[name], tmp_path_factory.mktemp("model")
+        config = with_four_heads(case.config)
+        images.save(config, torch.bfloat16 if case.form else torch.float32, made)
+        if case.form:
+            source, made = made, tmp_path_factory.mktemp("quantised") / "model"
+            write(source, FORMS[case.form], made)
+        return str(made), images.patch_of(config)
 
     @cache
-    def engine(name: str, workers: int, mode: str = "weights", tree: str = "1") -> Served:
+    def served(name: str, workers: int, mode: str, tree: str) -> Served:
         if ON_GPU and workers > torch.cuda.device_count():
             pytest.skip(f"needs {workers} GPUs")
         case, (checkpoint, patch) = CASES[name], folder(name)
-        settings = {"dtype": "float32", "tensor_parallel_size": workers, "mm_encoder_tp_mode": mode}
+        settings = {"dtype": "bfloat16" if case.form else "float32", "mm_encoder_tp_mode": mode}
+        settings["tensor_parallel_size"] = workers
+        if workers > 1 < int(tree) and "experts" in name:  # which a tree cuts none of
+            settings["enable_expert_parallel"] = True
         variables = {TP_TREE.name: tree, "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))}
         variables |= {UNTRIED.name: "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # one worker would have more
         arguments = arguments_of(case.limits | OF_DEVICE | settings)
@@ -101,20 +186,31 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
                 run: running.call("tests.engine.images:answers", requests, patch, reset)
                 for run, (requests, _, reset) in case.runs.items()
             }
-            encoded = faulty = None
-            if name != "gemma3":
+            encoded, faulty, made, probed = None, None, {}, {}
+            for fault in ("", *images.IN_WORKERS.values()) if workers > 1 else ():
+                asked = "tests.engine.images:with_fault_in_workers", fault
+                made[fault] = running.call(*asked, "made_by_workers", case.probe[1], patch)
+                probed[fault] = [
+                    running.call(*asked, "answers", requests, patch, "cache")["given"][-1:] for requests in case.probe
+                ]
+            if case.has_grids:
                 call = "embeddings", GRIDS, CALLS
                 encoded = running.call("tests.engine.images:embeddings", *call[1:])
                 if workers > 1:
                     fault = images.IN_WORKERS[mode]
                     faulty = running.call("tests.engine.images:with_fault_in_workers", fault, *call)
-        return Served(runs, {run: targets for run, (_, targets, _) in case.runs.items()}, encoded, faulty)
+        names = {run: targets for run, (_, targets, _) in case.runs.items()}
+        return Served(runs, names, made, probed, encoded, faulty)
 
-    return engine
+    def serve(name: str, workers: int, mode: str = "weights", tree: str = "1") -> Served:
+        return served(name, workers, mode, tree)  # which one engine serves, however it is asked
+
+    return serve
 
 
-@pytest.mark.parametrize(("name", "mode"), SHARED)
-@pytest.mark.parametrize("tree", ["1", "2"])
+@pytest.mark.parametrize(
+    ("name", "mode", "tree"), [(name, mode, tree) for name, mode in SHARED for tree in CASES[name].trees]
+)
 def test_a_request_has_the_same_bits_in_any_company(
     name: str, mode: str, tree: str, serve: Callable[..., Served]
 ) -> None:
@@ -124,13 +220,24 @@ def test_a_request_has_the_same_bits_in_any_company(
     assert done.runs["preempted"]["preemptions"] > 0
 
 
-@pytest.mark.parametrize(("name", "mode"), SHARED)
+@pytest.mark.parametrize(("name", "mode"), [shared for shared in SHARED if "2" in CASES[shared[0]].trees])
 def test_with_a_tree_two_workers_have_the_bits_of_one(name: str, mode: str, serve: Callable[..., Served]) -> None:
     one, two = serve(name, 1, tree="2"), serve(name, 2, mode, "2")
     assert [run for run in one.names if differing_answers(one.given(run), two.given(run))] == []
 
 
-@pytest.mark.parametrize(("name", "mode"), [shared for shared in SHARED if shared[0] != "gemma3"])
+@pytest.mark.parametrize(("name", "mode"), SHARED)
+def test_each_worker_makes_the_same_of_the_images_of_a_step(name: str, mode: str, serve: Callable[..., Served]) -> None:
+    done, another = serve(name, 2, mode), images.IN_WORKERS["data"]
+    first, second = done.made[""]
+    assert first == second != []
+    assert differing_answers(*done.probed[""]) == []
+    assert differing_answers(*done.probed[images.IN_WORKERS[mode]]) == [0], "the negative control"
+    if mode == "weights":
+        assert done.made[another][0] != done.made[another][1], "the negative control"
+
+
+@pytest.mark.parametrize(("name", "mode"), [shared for shared in SHARED if CASES[shared[0]].has_grids])
 def test_every_worker_gives_an_item_the_same_embedding_whatever_shares_its_call(
     name: str, mode: str, serve: Callable[..., Served]
 ) -> None:
@@ -140,7 +247,7 @@ def test_every_worker_gives_an_item_the_same_embedding_whatever_shares_its_call(
     assert done.faulty["moved"], "the negative control"
 
 
-@pytest.mark.parametrize("name", [name for name, mode in SHARED if mode == "data"])
+@pytest.mark.parametrize("name", [name for name, mode in SHARED if mode == "data" and CASES[name].has_grids])
 def test_workers_that_share_the_images_of_a_step_give_the_embeddings_of_one(
     name: str, serve: Callable[..., Served]
 ) -> None:
@@ -151,3 +258,9 @@ def test_workers_that_share_the_images_of_a_step_give_the_embeddings_of_one(
     assert [bits for bits, *_ in layers_shared.encoded["alone"]] != first
     with_tree = [serve(name, workers, mode, "2") for workers, mode in ((1, "weights"), (2, "weights"), (2, "data"))]
     assert len({tuple(bits for bits, *_ in done.encoded["alone"]) for done in with_tree}) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tree_is_refused_of_an_encoder_that_it_cannot_cut(workers: int, serve: Callable[..., Served]) -> None:
+    with pytest.raises(EngineFailed, match=r"VLLM_BATCH_INVARIANT_TP_TREE=2 for the 336 inputs of visual"):
+        serve("qwen3.5, odd widths", workers, tree="2")

@@ -10,6 +10,7 @@ import pytest
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, TP_TREE, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.layers import exact
 from vllm_batch_invariant.integration.reviews import encoding, patch_points
 
@@ -174,13 +175,55 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
     monkeypatch.setattr(patch_points, "installed_version", lambda: version)
     monkeypatch.setenv(TP_TREE.name, "2")
     assert found(**images, **data, **two) == []
-    other = {**images, "architecture": "Mistral3ForConditionalGeneration"}
-    other["hf_text_config"] = SimpleNamespace(model_type="mistral")
+    other = {**images, "architecture": "Idefics3ForConditionalGeneration"}
+    other["hf_text_config"] = SimpleNamespace(model_type="llama")
     assert found(**other) == [f"image inputs of {other['architecture']} with {TP_TREE.name}=2"]
     monkeypatch.delenv(TP_TREE.name)
     assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
     assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
     assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
+
+
+def test_two_workers_share_no_quantised_text_models_and_no_sounds_but_what_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    gemma, qwen = "Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+    ran = replace(RAN, encoded_by_two={"cpu": (gemma, qwen)}, encoded_quantised_by_two={"cpu": (qwen,)})
+    monkeypatch.setattr(coverage, "RAN", ran)
+    [row] = [row for row in coverage.REFUSED if row.used is coverage._encoded_by_several]
+
+    def said(architecture: str, workers: int, quantisation: str | None = None, audio: int = 0) -> str | None:
+        limits = {"image": 1, "audio": audio}
+        items = SimpleNamespace(get_limit_per_prompt=lambda kind: limits.get(kind, 0), mm_encoder_tp_mode="weights")
+        model = SimpleNamespace(architecture=architecture, quantization=quantisation, multimodal_config=items)
+        model.is_multimodal_model, model.hf_config = True, SimpleNamespace(audio_config=object())
+        parallel = SimpleNamespace(tensor_parallel_size=workers)
+        return row.used(
+            SimpleNamespace(
+                model_config=model, parallel_config=parallel, device_config=SimpleNamespace(device_type="cpu")
+            )
+        )
+
+    assert [said(qwen, 2, "fp8"), said(gemma, 1, "fp8"), said(gemma, 2)] == [None] * 3
+    assert said(gemma, 2, "fp8") == f"image inputs of {gemma} with quantised weights by several workers"
+    hears = "Gemma4ForConditionalGeneration"
+    monkeypatch.setattr(coverage, "RAN", replace(ran, encoded_by_two={"cpu": (hears,)}))
+    assert [said(hears, 2), said(hears, 1, audio=1)] == [None, None]
+    assert said(hears, 2, audio=1) == f"image and audio inputs of {hears} with tensor parallelism 2"
+
+
+@pytest.mark.parametrize("architecture", sorted({*RAN.encoded_by_two["cpu"]} - {*RAN.encoded_by_two["cuda"]}))
+def test_two_gpus_share_encoders_that_cpus_have_shared_where_untried_ones_start(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    types = RAN.text_models.get(architecture, ("",))
+    images = {**IMAGES, "device": "cuda", "architecture": architecture, "tensor_parallel_size": 2}
+    images["hf_text_config"] = SimpleNamespace(model_type=types[0])
+    assert found(**images) == [f"image inputs of {architecture} with tensor parallelism 2"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**images) == []
 
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,6 +372,20 @@ def test_other_weights_empty_the_cache_of_encoded_items_too(core_class: type[Cor
     assert core.resets == [True, "encoder"]
 
 
+def test_the_same_weights_empty_the_cache_of_encoded_items_where_vllm_lets_workers_forget_them(
+    core_class: type[Core],
+) -> None:
+    """Its scheduler would count on them."""
+    core, text = core_class(), core_class()
+    core.vllm_config.model_config.is_multimodal_model = True
+    for one in (core, text):
+        one.collective_rpc("reload_weights")
+        one.step()
+        one.step()
+    assert core.resets == [True, "encoder"]
+    assert text.resets == []
+
+
 @pytest.mark.parametrize("step", ["step", "step_with_batch_queue"])
 def test_other_weights_empty_the_prefix_cache_before_the_next_step_and_once(core_class: type[Core], step: str) -> None:
     core = core_class()

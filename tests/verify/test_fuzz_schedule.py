@@ -3,9 +3,10 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -268,6 +269,33 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
     given = replace(PLACES["cpu, experts"], given=frozenset(("--no-enable-expert-parallel",)))
     drawn = [draw_settings(0, number, CONTEXT, given) for number in range(24)]
     assert not any(one.tree > 1 and one.workers > 1 for one in drawn)
+
+
+SEEING: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "vision_config": {"num_heads": 4, "hidden_size": 288, "intermediate_size": 320},
+    "text_config": DENSE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+
+
+def drawn_beside_images(vision: Mapping[str, int] = SEEING["vision_config"], **changes: Any) -> set[tuple[Any, ...]]:
+    """Workers, slices of a tree and whether workers share images, of what is drawn of engines that take some."""
+    place = Place("cpu", 4, model=SEEING | {"vision_config": vision} | changes, encodes=True)
+    drawn = [draw_settings(0, number, CONTEXT, place) for number in range(120)]
+    return {(one.workers, one.tree, one.options.get("encoder", NONE)) for one in drawn if not one.text}
+
+
+def test_two_workers_are_drawn_beside_images_of_models_that_two_have_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    of_two = {(2, tree, share) for tree in (1, 2) for share in (NONE, "data")}
+    assert drawn_beside_images() == {(1, 1, NONE), (1, 2, NONE), *of_two}
+    assert drawn_beside_images(architectures=["Idefics3ForConditionalGeneration"]) == {(1, 1, NONE)}
+    assert drawn_beside_images(SEEING["vision_config"] | {"num_heads": 3}) == {(1, 1, NONE)}
+    quantised, whole = {"quantization_config": {"quant_method": "awq"}}, ["Qwen2_5_VLForConditionalGeneration"]
+    assert drawn_beside_images(architectures=whole, **quantised) == {(1, 1, NONE)}
+    of_odd_widths = drawn_beside_images(SEEING["vision_config"] | {"intermediate_size": 336})
+    assert of_odd_widths == {(1, 1, NONE), (2, 1, NONE), (2, 1, "data")}
 
 
 def test_four_workers_are_drawn_where_four_gpus_share_whole_heads_and_keys() -> None:

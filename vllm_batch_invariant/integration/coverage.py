@@ -20,6 +20,7 @@ from .reviews.schemes import FP8_CACHES
 EAGER = "--enforce-eager"
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
+SHARED_IMAGES = "--mm-encoder-tp-mode"
 KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
 _SMALLER = tuple(range(64, 257, 16))
 HEAD_SIZES = (*_SMALLER, 512)
@@ -987,15 +988,19 @@ def _encoded_elsewhere(config: Config) -> str | None:
 
 
 def _encoded_by_several(config: Config) -> str | None:
-    """Workers that share an encoder, or the images of a step, where none have: two, of some models."""
+    """Workers that share an encoder, or the images of a step, where none have: two, of some models, without audio."""
     named, model, k_slices = _encoded(config), config.model_config, tensor_tree.k_slices()
     if not named:
         return None
-    shared, workers = model.architecture in RAN.encoded_by_two, config.parallel_config.tensor_parallel_size
+    ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
+    shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
+    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
+    several = max(workers, k_slices) > 1
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        "--mm-encoder-tp-mode data": model.multimodal_config.mm_encoder_tp_mode != "weights" and not shared,
+        f"{SHARED_IMAGES} data": model.multimodal_config.mm_encoder_tp_mode != "weights" and not shared,
         f"{envs.TP_TREE.name}={k_slices}": k_slices > 1 and not shared,
+        "quantised weights by several workers": several and model.quantization and not shares_quantised,
     }
     first = _first(found)
     return _when(first, f"{named} of {model.architecture} with {first}")
@@ -1249,7 +1254,12 @@ COVERED = (
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
-        "with 0.33; Qwen3-VL without experts, Gemma 3 also by two workers, which share layers or images",
+        "with 0.33",
+    ),
+    Feature(
+        "Images by two workers",
+        "which share layers or images, also by a tree: of Qwen3-VL and Gemma 3; on a CPU alone of Qwen3.5, also with "
+        "experts, Qwen3-VL with experts and Qwen2.5-VL, and of Qwen3-VL and Qwen3.5 in FP8 by blocks",
     ),
     Feature(
         "Images on a CPU",
@@ -1787,12 +1797,13 @@ REFUSED = (
         _multimodal_inputs,
     ),
     Feature(
-        "Images, videos and audio by more than two workers, or of other models than Qwen3-VL and Gemma 3 by two; so "
-        "their tree, and `--mm-encoder-tp-mode data`",
+        "Images and videos by more than two workers, or by two but where a row above has them; audio by two; so their "
+        "tree, and `--mm-encoder-tp-mode data`",
         "no others have shared an encoder, or the images of a step",
-        "leave it out, or serve text only, with --language-model-only",
+        f"serve text only, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
+        "CPU have run",
         _encoded_by_several,
-        arguments=(TENSOR, envs.TP_TREE.name),
+        arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
         "Images, videos and audio with stages or engines, speculative decoding, other quantisation, a KV cache in fp8, "

@@ -70,6 +70,8 @@ class Watch:
     """``_written`` when it was taken."""
     called: bool = False
     """Whether the workers were called since then."""
+    emptied: bool = False
+    """Whether vLLM has let the workers forget what was encoded since then, of which its scheduler does not know."""
     published: str | None = None
     """The digest that the servers were told; None while it is that of the start."""
     unpublished: bool = False
@@ -80,6 +82,9 @@ class Watch:
 
 _REPLACING = ("reload_weights", "start_weight_update")
 """Calls by which vLLM replaces weights."""
+_FORGETS = _REPLACING[0]
+"""The one of them behind which workers have no embeddings of images: a scheduler that counts on some ends the engine.
+"""
 
 
 def install(device_of: Callable[[Any], Any]) -> None:
@@ -101,6 +106,7 @@ def install(device_of: Callable[[Any], Any]) -> None:
             _refuse_beside_adapters(of_engine.lora_config is not None, of_model, on)
         if method != ENGINE_INFO:
             _before_call(self, device_of)
+        _watch_of(self).emptied |= method == _FORGETS and self.vllm_config.model_config.is_multimodal_model
         return call(self, method, *args, **kwargs)
 
     core.collective_rpc = collective_rpc
@@ -505,4 +511,7 @@ def _look(core: Any, watch: Watch) -> None:
             "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
         )
         _publish(watch, digest_in(found))
-    watch.fingerprint, watch.written, watch.called = found, _written, False
+    elif watch.emptied:  # by weights that are the same
+        core.reset_prefix_cache(reset_running_requests=True)
+        core.reset_encoder_cache()
+    watch.fingerprint, watch.written, watch.called, watch.emptied = found, _written, False, False

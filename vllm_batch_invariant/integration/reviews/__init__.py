@@ -219,7 +219,6 @@ class Ran:
         on_two_nodes: versions whose workers on two nodes of CPUs have run.
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
-        encoded_by_two: multimodal models whose encoder, or the images of a step, two workers have shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those that no GPU has run.
@@ -278,6 +277,8 @@ class Ran:
         lora_expert_updates: devices where weights of mixtures of experts have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
+        encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
+        encoded_quantised_by_two: those of them whose text model was quantised, by device.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
@@ -291,7 +292,6 @@ class Ran:
     on_two_nodes: str
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
-    encoded_by_two: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
@@ -350,6 +350,8 @@ class Ran:
     lora_expert_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
+    encoded_by_two: Mapping[str, tuple[str, ...]]
+    encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]

@@ -54,6 +54,9 @@ def info(llm: Any) -> dict[str, Any]:
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
     workers, tree = config.parallel_config.tensor_parallel_size, k_slices()
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits
+    items = getattr(config.model_config, "multimodal_config", None)
+    if workers > 1 and getattr(items, "mm_encoder_tp_mode", "") == "data":
+        of += " that share images"
     if tree > 1:  # or does not
         of = f" with a tree of {tree}"
     if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # each has a part of the cores

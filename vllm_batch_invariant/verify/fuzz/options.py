@@ -133,9 +133,15 @@ class Place:
         return self.is_open(*chosen) and bool({"vision_config", "audio_config"} & set(self.model))
 
     @property
+    def text(self) -> Mapping[str, Any]:
+        """What its configuration says of the language model."""
+        found = self.model.get("text_config")
+        return found if isinstance(found, Mapping) else self.model
+
+    @property
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts."""
-        return any("expert" in name for name in self.model)
+        return any("expert" in name for name in self.text)
 
     @property
     def is_quantised(self) -> bool:
@@ -149,17 +155,26 @@ class Place:
 
     def is_divisible(self, workers: int = 2) -> bool:
         """Whether so many workers can share the model's heads, of keys and values also so that several have one."""
-        heads, of_rules = self.model.get("num_attention_heads") or 0, self.model.get("linear_num_key_heads") or 0
-        kv_heads = self.model.get("num_key_value_heads") or heads
-        has_whole = bool(heads) and heads % workers == of_rules % workers == 0
+        heads, of_rules = self.text.get("num_attention_heads") or 0, self.text.get("linear_num_key_heads") or 0
+        kv_heads, of_encoder = self.text.get("num_key_value_heads") or heads, self._encoder[0]
+        has_whole = bool(heads) and heads % workers == of_rules % workers == of_encoder % workers == 0
         return has_whole and 0 in (kv_heads % workers, workers % kv_heads) and self.is_open(coverage.TENSOR)
 
     @property
     def has_k_slices(self) -> bool:
         """Whether two workers may add what they share of a layer as a tree: no odd slices; experts on a CPU alone."""
-        sizes = self.model.get("hidden_size"), self.model.get("intermediate_size"), *self._of_shared_experts
+        sizes = [self.text.get("hidden_size"), self.text.get("intermediate_size"), *self._of_shared_experts]
+        sizes += self._encoder[1:]
         takes_experts = not self.has_experts or self.device == "cpu"
         return takes_experts and all(isinstance(size, int) and size % (2 * SLICE_STEP) == 0 for size in sizes)
+
+    def is_shared_beside(self, text: str) -> bool:
+        """Whether several workers may share it where it is served as text, or, if ``text`` is empty, with images: these
+        only beside some quantised text models.
+        """
+        ran = coverage.RAN.encoded_quantised_by_two.get(self.device, ())
+        has_run = bool({*ran} & {*(self.model.get("architectures") or ())})
+        return bool(text) or not (self.encodes and self.is_quantised) or has_run
 
     def is_shared_by(self, workers: int) -> bool:
         """Whether it holds so many workers, who can share the model's layers."""
@@ -199,51 +214,60 @@ class Place:
         return self.has_k_slices and self.activations != "token" and (not self.activations or self.has_groups())
 
     @property
+    def _encoder(self) -> tuple[int, ...]:
+        """Heads of the encoder of images, its hidden size, and what is between the layers of its MLPs; 0 if it has
+        none.
+        """
+        vision = self.model.get("vision_config") or {}
+        heads = vision.get("num_heads") or vision.get("num_attention_heads")
+        return tuple(size or 0 for size in (heads, vision.get("hidden_size"), vision.get("intermediate_size")))
+
+    @property
     def _shared_outputs(self) -> tuple[int, ...]:
         """Outputs of the layers whose outputs workers share: queries, keys or values, also of latent attention and of
         gated delta rules, and a half of an MLP's first.
         """
-        heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
-        size = self.model.get("head_dim") or hidden // heads
-        kv_heads = self.model.get("num_key_value_heads") or heads
+        heads, hidden = self.text.get("num_attention_heads") or 1, self.text.get("hidden_size") or 0
+        size = self.text.get("head_dim") or hidden // heads
+        kv_heads = self.text.get("num_key_value_heads") or heads
         of_heads = tuple(heads * size for size in self._of_latent) or (heads * size, kv_heads * size)
         return *of_heads, *self._of_rules, *self._intermediate
 
     @property
     def _shared_inputs(self) -> tuple[int, ...]:
         """Inputs of the layers whose inputs workers share."""
-        heads, hidden = self.model.get("num_attention_heads") or 1, self.model.get("hidden_size") or 0
-        size = self.model.get("v_head_dim") if self._of_latent else self.model.get("head_dim")
+        heads, hidden = self.text.get("num_attention_heads") or 1, self.text.get("hidden_size") or 0
+        size = self.text.get("v_head_dim") if self._of_latent else self.text.get("head_dim")
         return heads * (size or hidden // heads), *self._of_rules[1:], *self._intermediate
 
     @property
     def _of_latent(self) -> tuple[int, ...]:
         """Of a head with latent attention: its queries, and its keys and values; none of another model."""
-        if self.model.get("kv_lora_rank") is None:
+        if self.text.get("kv_lora_rank") is None:
             return ()
         names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-        unturned, turned, value = (self.model.get(name) or 0 for name in names)
+        unturned, turned, value = (self.text.get(name) or 0 for name in names)
         return unturned + turned, unturned + value
 
     @property
     def _of_rules(self) -> tuple[int, ...]:
         """Keys and values of gated delta rules; none of another model."""
         names = ("linear_num_key_heads", "linear_key_head_dim"), ("linear_num_value_heads", "linear_value_head_dim")
-        has_rules = self.model.get("linear_num_key_heads")
-        return tuple(self.model.get(of, 1) * self.model.get(size, 1) for of, size in names if has_rules)
+        has_rules = self.text.get("linear_num_key_heads")
+        return tuple(self.text.get(of, 1) * self.text.get(size, 1) for of, size in names if has_rules)
 
     @property
     def _intermediate(self) -> tuple[int, ...]:
         """Between the layers of an MLP, and of an expert where that is another number; of shared ones together."""
-        whole, of_expert = (self.model.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
+        whole, of_expert = (self.text.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
         return (whole, of_expert, *self._of_shared_experts) if of_expert else (whole,)
 
     @property
     def _of_shared_experts(self) -> tuple[int, ...]:
         """Between the layers of shared experts, which are one MLP; none of another model."""
-        count = self.model.get("n_shared_experts") or self.model.get("num_shared_experts") or 0
-        of_expert = self.model.get("moe_intermediate_size") or 0
-        size = self.model.get("shared_expert_intermediate_size") or count * of_expert
+        count = self.text.get("n_shared_experts") or self.text.get("num_shared_experts") or 0
+        of_expert = self.text.get("moe_intermediate_size") or 0
+        size = self.text.get("shared_expert_intermediate_size") or count * of_expert
         return (size,) if size else ()
 
 
@@ -283,13 +307,15 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             architecture=model.get("architectures", [""])[0],
             runner_type="pooling" if settings.pooler else "generate",
             attn_type=place.pools or "decoder",
-            hf_text_config=SimpleNamespace(**model),
+            hf_text_config=SimpleNamespace(**place.text),
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
-            use_mla=model.get("kv_lora_rank") is not None,
+            use_mla=place.text.get("kv_lora_rank") is not None,
             is_multimodal_model=place.is_multimodal,
             multimodal_config=SimpleNamespace(
-                enable_mm_embeds=False, get_limit_per_prompt=lambda _: 0 if settings.text else 1
+                enable_mm_embeds=False,
+                get_limit_per_prompt=lambda _: 0 if settings.text else 1,
+                mm_encoder_tp_mode=options.get("encoder", "weights"),
             ),
             quantization=None,
             is_attention_free=False,
@@ -365,6 +391,7 @@ FIELDS = (
         lambda place: (1, 2, 1, 4) if place.device == "cuda" and place.is_shared_by(4) else (1, 2, 1),
         lambda place, one: (
             place.is_shared_by(2)
+            and place.is_shared_beside(one.text)
             and (place.has_segments or not one.exact)
             and not (place.pools and place.device == "cuda")
         ),
@@ -374,7 +401,9 @@ FIELDS = (
         "tree",
         TP_TREE.name,
         lambda _: (1, 2),
-        lambda place, _: place.is_divisible() and place.holds(1) and place.has_trees,
+        lambda place, one: (
+            place.is_divisible() and place.holds(1) and place.has_trees and place.is_shared_beside(one.text)
+        ),
     ),
     # two cores are too few for stages of several workers
     Field(
@@ -384,7 +413,7 @@ FIELDS = (
         lambda place, one: (
             place.is_open("--pipeline", "--tensor", "--speculative")
             and not (place.device == "cuda" and place.is_quantised)
-            and place.model.get("num_hidden_layers", 1) > 1
+            and place.text.get("num_hidden_layers", 1) > 1
             and place.holds(2)
             and one.workers == one.tree == 1
         ),
@@ -499,6 +528,14 @@ OPTIONS = (
         (NONE, "uncached"),
         lambda place: place.encodes,
         lambda settings, _: not settings.text,
+    ),
+    # which vLLM does not do, and says so, of encoders that cannot
+    Option(
+        "encoder",
+        {"data": (coverage.SHARED_IMAGES, "data")},
+        (NONE, "data"),
+        lambda place: place.encodes,
+        lambda settings, _: not settings.text and settings.workers > 1,
     ),
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),

@@ -197,9 +197,9 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         context=context,
         text=take("text", (*TEXT_ONLY, *[NONE] * 3 * place.encodes)) if place.is_multimodal else "",
         exact=is_exact(),
-        state_pages=pages_of_states(place.model),
+        state_pages=pages_of_states(place.text),
     )
-    windows = pages_of_windows(place.model.get("text_config", place.model), settings.page, settings.step_tokens)
+    windows = pages_of_windows(place.text, settings.page, settings.step_tokens)
     settings = replace(settings, window_pages=windows)
     if place.is_multimodal and not settings.text:
         settings = replace(settings, whole_images=sees_all(place.model))
