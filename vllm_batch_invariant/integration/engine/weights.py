@@ -500,18 +500,16 @@ def _look(core: Any, watch: Watch) -> None:
     if paused or core.model_executor.is_sleeping or not scheduler.has_requests():
         return  # nothing is served now
     found = of_workers(core.model_executor.collective_rpc(METHOD))
-    if found != watch.fingerprint:
-        running = len(scheduler.running)
+    is_replaced, running = found != watch.fingerprint, len(scheduler.running)
+    if is_replaced or watch.emptied:
         has_stored = kv_connectors.of_engine(core) is not None
         core.reset_prefix_cache(reset_running_requests=True, **({"reset_connector": True} if has_stored else {}))
         if core.vllm_config.model_config.is_multimodal_model:
             core.reset_encoder_cache()  # embeddings of images and sounds are found by those alone
+    if is_replaced:
         kv_connectors.take_weights(core, digest_in(found))
         logger.info(
             "The weights were replaced: the prefix cache is empty, and %d running requests are computed again.", running
         )
         _publish(watch, digest_in(found))
-    elif watch.emptied:  # by weights that are the same
-        core.reset_prefix_cache(reset_running_requests=True)
-        core.reset_encoder_cache()
     watch.fingerprint, watch.written, watch.called, watch.emptied = found, _written, False, False
