@@ -1100,7 +1100,7 @@ def _encoder_decoder(config: Config) -> str | None:
     rows, on = getattr(model.hf_config, "max_source_positions", 0), devices.of_config(config).ops
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"on {on.name}": on.type != "cpu" and not (on.type == "cuda" and envs.starts_untried()),
+        f"on {on.name}": _ran_on(on.type) != "cpu",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
