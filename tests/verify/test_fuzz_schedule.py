@@ -308,6 +308,7 @@ def test_four_workers_are_drawn_where_four_gpus_share_whole_heads_and_keys() -> 
     assert workers(4) == workers(4, num_key_value_heads=2) == {1, 2, 4}
     assert workers(2) == workers(4, num_attention_heads=6) == {1, 2}
     assert workers(4, num_attention_heads=12, num_key_value_heads=6) == {1, 2}
+    assert workers(4, quantization_config={"bits": 4, "group_size": 32}) == {1, 2}
 
 
 def test_engines_sleep_on_several_gpus_only_where_the_mode_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:

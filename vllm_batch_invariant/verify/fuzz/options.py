@@ -181,6 +181,11 @@ class Place:
         return self.is_divisible(workers) and self.has_groups(workers) and self.holds(workers)
 
     @property
+    def takes_four_gpus(self) -> bool:
+        """Whether four GPUs can share the model: quantised weights have been shared by two alone."""
+        return self.device == "cuda" and not self.is_quantised and self.is_shared_by(4)
+
+    @property
     def has_segments(self) -> bool:
         """Whether exact arithmetic adds all that workers may share of a layer in segments: not of experts."""
         return not self.has_experts and all(segments(k, shared=True) > 1 for k in self._shared_inputs)
@@ -388,7 +393,7 @@ FIELDS = (
     Field(
         "workers",
         coverage.TENSOR,
-        lambda place: (1, 2, 1, 4) if place.device == "cuda" and place.is_shared_by(4) else (1, 2, 1),
+        lambda place: (1, 2, 1, 4) if place.takes_four_gpus else (1, 2, 1),
         lambda place, one: (
             place.is_shared_by(2)
             and place.is_shared_beside(one.text)
