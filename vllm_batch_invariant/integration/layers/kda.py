@@ -9,7 +9,8 @@ import torch
 from ...ops.delta_rule import delta_rule, kda_inputs
 from ...ops.norm import gated_rms_norm
 from ..reviews import patch_points
-from .recurrence import Recurrence, Sizes, convolution_of
+from .delta_rule import RECURRENCE as GATED_DELTA_RULE
+from .recurrence import Sizes, convolution_of
 from .state_backend import step_of_layer
 
 
@@ -53,15 +54,12 @@ def forward(self: Any, hidden_states: torch.Tensor, positions: torch.Tensor, out
     output[:] = self.o_proj(normed.flatten(1))[0]
 
 
-RECURRENCE = Recurrence(
+RECURRENCE = GATED_DELTA_RULE._replace(  # vLLM has one backend for both
     name="Kimi Delta Attention",
     layer=patch_points.KDA,
     calculated="kda",
-    backend="GDN_ATTN",
-    told_by=f"{__package__}.recurrence_backends.DeltaRuleBackend",
     sizes=_sizes,
     of_model=_sizes_of_model,
     forward=forward,
-    needed=(patch_points.DELTA_RULE_BACKEND, patch_points.DELTA_RULE_BUILDER, patch_points.DELTA_RULE_METADATA),
     methods={},
 )
