@@ -47,6 +47,10 @@ _MOST_CALLS, _MOST_BYTES = 20, 1 << 28
 _WARM_UPS = 3
 
 Call = Callable[[torch.Tensor], object]
+Found = dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]]
+"""By operation and tokens whether our bits are right, None where nothing more is added between GPUs than by the first,
+and each provider's times in microseconds.
+"""
 
 
 def candidates(size: int) -> dict[str, "AllReduceSchedule"]:
@@ -170,7 +174,7 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
     from vllm_batch_invariant.ops.all_reduce.cuda import AllReduce
     from vllm_batch_invariant.ops.all_reduce.peers import symmetric_peers
 
-    found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]] = {}
+    found: Found = {}
     allocate = symmetric_peers(group.device_group, group.device)
     for operation in OPERATIONS[:2] if sweep else OPERATIONS:
         ours = AllReduce(ranks, allocate)
@@ -204,9 +208,7 @@ def _measure(rank: int, ranks: int, port: int, tokens: Sequence[int], samples: i
     torch.distributed.barrier()
 
 
-def measurements(
-    found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]], gpus: int, setting: Setting
-) -> list[Measurement]:
+def measurements(found: Found, gpus: int, setting: Setting) -> list[Measurement]:
     """The rows for the data.
 
     Args:
@@ -238,9 +240,7 @@ def print_summary(rows: Sequence[Measurement], console: Console) -> None:
     console.print(table)
 
 
-def print_sweep(
-    found: dict[tuple[str, int], tuple[bool | None, dict[str, list[float]]]], gpus: int, console: Console
-) -> None:
+def print_sweep(found: Found, gpus: int, console: Console) -> None:
     """Print the fastest schedules of each case, beside plain vLLM and the table's."""
     table = Table("case", "stock us", "ours us", "fastest schedules", title="All-reduce: median", title_justify="left")
     for (operation, tokens), (same, times) in found.items():

@@ -403,19 +403,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[provider] = result
             keep()
             if INTERRUPTED in result:
-                break
+                raise KeyboardInterrupt
+        if not options.offline and results:
+            for provider, latencies in measure_online(options, list(results)).items():
+                results[provider]["online"] = latencies
     except KeyboardInterrupt:
         print("interrupted: the rest was not measured", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if not options.offline and results:
-        for provider, latencies in measure_online(options, list(results)).items():
-            results[provider]["online"] = latencies
     print_summary(keep(), Console())
     whole = len(WORKLOADS[options.workloads])
     failed = len(results) < len(options.providers)
     failed |= any(len(result.get("samples", range(whole))) < whole for result in results.values())
-    failed |= not options.offline and any(result["online"] is None for result in results.values())
+    failed |= not options.offline and any(result.get("online") is None for result in results.values())
     kept = all(results.get(provider, {}).get("same_bits", True) for provider in _OURS)
     return 1 if failed or not kept else 0
 

@@ -158,8 +158,9 @@ def test_a_benchmark_that_is_asked_to_end_keeps_what_it_measured(tmp_path, monke
         return 0
 
     monkeypatch.setattr(engine, "run_whole", run)
+    monkeypatch.setattr(engine, "measure_online", lambda *_: pytest.fail("servers were started"))
     out, handler = tmp_path / "engine.csv", signal.getsignal(signal.SIGTERM)
-    assert engine.main(["MODEL", "--workloads", "small", "--offline", "--out", str(out)]) == 1
+    assert engine.main(["MODEL", "--workloads", "small", "--out", str(out)]) == 1
     assert signal.getsignal(signal.SIGTERM) is handler
     assert "FAILED: stock, exit status interrupted" in capfd.readouterr().err
     assert {row.provider for row in record.read(out)} == {"stock"}
