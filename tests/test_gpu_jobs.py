@@ -1,5 +1,6 @@
 """The script that runs commands on several GPUs at a time. Its commands here use none."""
 
+import json
 import time
 from pathlib import Path
 
@@ -18,11 +19,7 @@ def run(out: Path, jobs: str, *arguments: str) -> int:
 
 def job(name: str, command: str = SPAN, **more: object) -> str:
     values = {"name": name, "command": command} | more
-    texts = {True: "true", False: "false"}
-    return "[[job]]\n" + "".join(
-        f"{key} = {texts.get(value, value) if isinstance(value, bool | int | float) else repr(value)}\n"
-        for key, value in values.items()
-    )
+    return "[[job]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
 def spans(out: Path, *names: str) -> list[tuple[str, int, int]]:

@@ -161,10 +161,8 @@ FALCON_H1 = {
     "pad_token_id": 0,
 }
 ON_GPU = torch.cuda.is_available()
-WORKERS = [
-    2,
-    pytest.param(4, marks=pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")),
-]
+needs_four = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+WORKERS = [2, pytest.param(4, marks=needs_four)]
 BY_WORKERS = pytest.mark.parametrize("workers", WORKERS)
 IN_ENGINE = "tests.engine.states"
 VOCABULARY = range(3, 500)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import transformers
 
 from tests.engine import kept_states
@@ -253,7 +252,7 @@ def test_workers_have_the_bits_of_one(name: str, tmp_path: Path, workers: int) -
 
 
 @untried_on_gpu
-@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@kept_states.needs_four
 @pytest.mark.parametrize("name", GROUPS_FOR)
 def test_four_workers_without_a_tree_leave_a_request_its_bits(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].checkpoint(tmp_path, **GROUPS_FOR[name][4])

@@ -135,7 +135,7 @@ def test_workers_have_the_bits_of_one(checkpoint: Path, workers: int) -> None:
 
 @pytest.mark.exhaustive
 @untried_on_gpu
-@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@kept_states.needs_four
 def test_four_workers_without_a_tree_leave_a_request_its_bits(checkpoint: Path) -> None:
     kept_states.check_workers_without_a_tree(kept_states.started, checkpoint, DEFAULT, {}, 4)
 

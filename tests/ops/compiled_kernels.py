@@ -137,6 +137,8 @@ HALVES = (torch.bfloat16, torch.float16)
 FOUR_BITS = integers(4, 32, True, False)
 """That with the most to load."""
 REDUCTION = AttentionReduction.of_device("cuda")
+ONE_OF_ROWS = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
+"""Of the narrow tiles one for each number of rows."""
 
 
 def check(name: str, ok: bool) -> None:
@@ -1046,9 +1048,8 @@ def check_some(more: bool) -> None:
         check_sm90_attention(Heads(4, 4, 64, torch.float16), 16, False)
         found = launch_on(90, sm90_verify_steps, Heads(8, 2, 128, torch.bfloat16), 64)
         check_all("verify steps on a Hopper", found, False)
-    of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
     of_warpgroups = tuple({tile.warpgroups: tile for tile in GATED_TILES}.values())
-    found = launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(k_slices=2)), of_rows)
+    found = launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(k_slices=2)), ONE_OF_ROWS)
     found += launch_on(90, narrow_gemms, HALVES[:1], (GATED,), of_warpgroups)
     found += launch_on(90, narrow_gemms, HALVES[:1], (MatmulSpec(b_format=FOUR_BITS),), PACKED_TILES[2::14])
     check_all("narrow GEMMs", found, False)
@@ -1323,8 +1324,7 @@ def first_variants() -> None:
     launch_on(90, sm90_packed, heads)
     launch_on(90, decode_and_prefill, heads, 16, sinks=torch.zeros(32))
     launch_on(90, decode_and_prefill, heads, 16, in_codes=True, of_tokens=True)
-    of_rows = tuple({tile.block_m: tile for tile in NARROW_TILES}.values())
-    launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(k_slices=2)), of_rows)
+    launch_on(90, narrow_gemms, HALVES[:1], (PRODUCT, MatmulSpec(k_slices=2)), ONE_OF_ROWS)
     launch_on(90, narrow_gemms, HALVES[:1], (GATED,), GATED_TILES[:1])
     launch_on(90, narrow_codes, SM90_SCHEDULES[4:5])
     launch_on(90, gemms)
