@@ -81,8 +81,7 @@ class DeltaRuleReduction:
         A[t, j] = beta[t] (sum over d of k[t, d] (e^(G[t, d] - G[j, d]) k[j, d])),  M[t, j] the same of q[t]
         S' = fma(S, e^G[-1], sum over j of round(k[j] e^(G[-1] - G[j])) round(u[j]))
 
-    The sums over d are in fp32: on a CPU by fmas, ascending; on a GPU elements half a row apart are added until one is
-    left. The rest is as above.
+    The sums over d are in fp32, one fma after the other, ascending. The rest is as above.
 
     With one g for all tokens, beta 1 and no ``solve`` this is lightning attention (Qin et al.: arxiv.org/abs/
     2401.04658), whose queries are scaled before.

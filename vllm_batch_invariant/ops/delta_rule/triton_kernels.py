@@ -136,26 +136,14 @@ def _decays(total, totals):
 
 
 @triton.jit
-def _pairwise_sums(x):
-    """[M, N] -> [M]: elements half a row apart are added until one is left, in one thread: by ``tl.sum`` of two, which
-    threads have apart and several times, prefill and decode had other bits on an H200, or ended.
-    """
-    M: tl.constexpr = x.shape[0]
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            lower, upper = tl.split(tl.permute(tl.reshape(x, (M, 2, x.shape[1] // 2)), (0, 2, 1)))
-            x = lower + upper
-    return tl.reshape(x, (M,))
-
-
-@triton.jit
 def _row_of_products(q, k, total, keys, totals):
     """The products of one row's query and key [CHANNELS] with the keys up to it, with decays of channels inside:
-    [CHUNK] each. Zeros have no sign here, as a row that was chosen by a sum has none.
+    [CHUNK] each, by fmas, ascending. They begin with 0, so that the sign of a zero, which a row that was chosen by a
+    sum has lost, is none of theirs.
     """
-    decayed = _decays(total[None, :], totals) * (keys.to(tl.float32) + 0.0)
-    q, k = q.to(tl.float32) + 0.0, k.to(tl.float32) + 0.0
-    return _pairwise_sums(q[None, :] * decayed), _pairwise_sums(k[None, :] * decayed)
+    decayed = _decays(total[None, :], totals) * keys.to(tl.float32)
+    both = tl.join(q.to(tl.float32), k.to(tl.float32))
+    return tl.split(tl.dot(decayed, both, input_precision="ieee"))
 
 
 @triton.jit
