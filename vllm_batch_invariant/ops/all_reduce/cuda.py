@@ -63,11 +63,15 @@ class AllReduceSchedule:
 _TWO_SHOT = AllReduceSchedule(True, 1 << 24, 128, 4096, 16)
 SCHEDULES = {
     2: (AllReduceSchedule(False, 1 << 22, 128), _TWO_SHOT),
-    4: (AllReduceSchedule(False, 1 << 19, 64), _TWO_SHOT),
+    4: (
+        AllReduceSchedule(False, 1 << 19, 128),
+        AllReduceSchedule(True, 1 << 24, 128),
+        AllReduceSchedule(True, 1 << 26, 128, 4096, 16),
+    ),
     8: (AllReduceSchedule(False, 1 << 18, 64), _TWO_SHOT),
 }
 """By the number of ranks; the first whose messages are long enough serves. Of two ranks each sends a whole message by
-one shot as by two. Those of 4 and 8 have not been measured.
+one shot as by two. Those of 8 have not been measured.
 """
 
 

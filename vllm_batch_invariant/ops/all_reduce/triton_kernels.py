@@ -30,30 +30,41 @@ from ..norm.triton_kernels import load_weight, norm_of
 
 
 @triton.jit
-def _wait(flag_ptr, epoch, TIMEOUT: tl.constexpr):
-    """Until a rank has signalled ``epoch`` or a later one. Epochs begin anew after 2^32, so their difference counts."""
+def _wait(own_flags_ptr, rank, epoch, RANKS: tl.constexpr, TIMEOUT: tl.constexpr):
+    """Until every other rank has signalled ``epoch`` or a later one. Epochs begin anew after 2^32, so their difference
+    counts.
+
+    Args:
+        own_flags_ptr: [RANKS] int32: the epoch that each rank has reached.
+    """
+    peers = tl.arange(0, RANKS)
     if TIMEOUT > 0:
         start = globaltimer()
-    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch < 0:
+    while _least_ahead(own_flags_ptr + peers, peers != rank, epoch) < 0:
         if TIMEOUT > 0:
             tl.device_assert(globaltimer() - start <= TIMEOUT, "a tensor-parallel rank has ended, or does not come")
 
 
 @triton.jit
-def _signal_and_wait(flags, own_flags_ptr, rank, epoch, RANKS: tl.constexpr, TIMEOUT: tl.constexpr):
-    """A barrier of this CTA and those of the same number on all ranks; what each wrote before, all read after it.
+def _least_ahead(flag_ptrs, is_other, epoch):
+    """By how much the last of the other ranks is past an epoch."""
+    reached = tl.atomic_add(flag_ptrs, 0, mask=is_other, sem="acquire", scope="sys")
+    return tl.min(tl.where(is_other, reached - epoch, 0), 0)
+
+
+@triton.jit
+def _signal_and_wait(flag_ptrs, own_flags_ptr, rank, epoch, RANKS: tl.constexpr, TIMEOUT: tl.constexpr):
+    """A barrier of this CTA and those of the same number on all ranks; what each wrote before, all read after it. A
+    thread for each rank signals: one that signalled to all would wait for each of them to have it.
 
     Args:
-        flags: of every rank, RANKS int32 of this CTA: the epoch that each rank has reached.
-        own_flags_ptr: those of this rank.
+        flag_ptrs: [RANKS], this rank's flag of this CTA on every rank.
+        own_flags_ptr: [RANKS], what those have signalled.
     """
     tl.debug_barrier()
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            tl.atomic_xchg(flags[peer] + rank, epoch, sem="release", scope="sys")
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            _wait(own_flags_ptr + peer, epoch, TIMEOUT)
+    is_other = tl.arange(0, RANKS) != rank
+    tl.atomic_xchg(flag_ptrs, tl.full((RANKS,), epoch, tl.int32), mask=is_other, sem="release", scope="sys")
+    _wait(own_flags_ptr, rank, epoch, RANKS, TIMEOUT)
     tl.debug_barrier()
 
 
@@ -125,22 +136,22 @@ def _places(addresses_ptr, rank, start, DTYPE: tl.constexpr, RANKS: tl.constexpr
         SOURCE: elements between the regions that two ranks write.
 
     Returns:
-        of every rank its flags of this CTA; this rank's; of every rank what this rank writes; what every rank has
-        written here.
+        [RANKS], of every rank this rank's flag of this CTA; those of this rank; of every rank what this rank writes;
+        what every rank has written here.
     """
     own_address = tl.load(addresses_ptr + rank)
     own_flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + tl.program_id(0) * RANKS
     own_ptr = tl.multiple_of((own_address + start).to(tl.pointer_type(DTYPE)), 16)
-    flags = ()
+    addresses = tl.load(addresses_ptr + tl.arange(0, RANKS))
+    flag_ptrs = addresses.to(tl.pointer_type(tl.int32)) + tl.program_id(0) * RANKS + rank
     written = ()
     inboxes = ()
     for peer in tl.static_range(RANKS):
         address = tl.load(addresses_ptr + peer)
-        flags = flags + (address.to(tl.pointer_type(tl.int32)) + tl.program_id(0) * RANKS,)  # noqa: RUF005
         peer_ptr = tl.multiple_of((address + start).to(tl.pointer_type(DTYPE)), 16)
         written = written + (peer_ptr + rank * SOURCE,)  # noqa: RUF005
         inboxes = inboxes + (own_ptr + peer * SOURCE,)  # noqa: RUF005
-    return flags, own_flags_ptr, written, inboxes
+    return flag_ptrs, own_flags_ptr, written, inboxes
 
 
 @triton.jit(do_not_specialize=["rank", "units"])
@@ -182,7 +193,7 @@ def all_reduce_kernel(
     cta, ctas, numel = tl.program_id(0), tl.num_programs(0), units * UNIT
     epoch = tl.load(epochs_ptr + cta)
     start = FLAG_BYTES + ((epoch >> (BARRIERS - 1)) & 1) * HALF_BYTES + cta * REGION_BYTES
-    flags, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
+    flag_ptrs, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
     turns = tl.cdiv(tl.cdiv(numel, BLOCK), OWNERS)
     for turn in range(cta, turns, ctas):
         place, _ = _block(turn // ctas, numel, BLOCK)
@@ -194,7 +205,7 @@ def all_reduce_kernel(
             else:
                 for peer in tl.static_range(RANKS):
                     tl.store(written[peer] + place, x, mask=mask)
-    _signal_and_wait(flags, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
+    _signal_and_wait(flag_ptrs, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
     for turn in range(cta, turns, ctas):
         place, _ = _block(turn // ctas, numel, BLOCK)
         offs, mask = _block(turn * OWNERS + (rank if TWO_SHOT else 0), numel, BLOCK)
@@ -205,7 +216,7 @@ def all_reduce_kernel(
         else:
             tl.store(out_ptr + offs, total, mask=mask)
     if TWO_SHOT:
-        _signal_and_wait(flags, own_flags_ptr, rank, epoch + 2, RANKS, TIMEOUT)
+        _signal_and_wait(flag_ptrs, own_flags_ptr, rank, epoch + 2, RANKS, TIMEOUT)
         for turn in range(cta, turns, ctas):
             place, _ = _block(turn // ctas, numel, BLOCK)
             for owner in tl.static_range(OWNERS):
@@ -274,7 +285,7 @@ def all_reduce_norm_kernel(
     cta, ctas, turns = tl.program_id(0), tl.num_programs(0), tl.cdiv(num_rows, NORM.rows_per_program)
     epoch = tl.load(epochs_ptr + cta)
     start = FLAG_BYTES + (epoch & 1) * HALF_BYTES + cta * REGION_BYTES
-    flags, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
+    flag_ptrs, own_flags_ptr, written, inboxes = _places(addresses_ptr, rank, start, dtype, RANKS, SOURCE)
 
     for turn in range(cta, turns, ctas):
         place, _ = _rows(turn // ctas, num_rows, row_units, NORM)
@@ -296,7 +307,7 @@ def all_reduce_norm_kernel(
     residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
     columns = tl.arange(0, NORM.block)
     weight = load_weight(weight_ptr, columns, tl.broadcast_to((columns < NORM.length)[None, :], mask.shape))
-    _signal_and_wait(flags, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
+    _signal_and_wait(flag_ptrs, own_flags_ptr, rank, epoch + 1, RANKS, TIMEOUT)
     for turn in range(cta, turns, ctas):
         place, _ = _rows(turn // ctas, num_rows, row_units, NORM)
         offs, mask = _rows(turn, num_rows, row_units, NORM)
@@ -355,8 +366,7 @@ def add_copies_norm_kernel(
         inbox = own_address + start + tl.where(peer > rank, peer - 1, peer) * inbox_bytes.to(tl.int64)
         address = tl.where(peer == rank, own_partial, inbox)
         partials = partials + (tl.multiple_of(address.to(tl.pointer_type(dtype)), 16),)  # noqa: RUF005
-        if peer != rank:
-            _wait(own_flags_ptr + peer, epoch, TIMEOUT)
+    _wait(own_flags_ptr, rank, epoch, RANKS, TIMEOUT)
     tl.debug_barrier()
     x = _add(partials, offs, mask, RANKS, ACCUMULATE, TREE).to(tl.float32) + residual.to(tl.float32)
     norm_of(x, weight, columns, out_ptr, residual_out_ptr, offs, 0, mask, eps, NORM.length, True, True, NORM)
