@@ -722,7 +722,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
-        "speculative decoding and a prefix cache on a GPU": caches_drafts and ops.type != "cpu",
+        "speculative decoding and a prefix cache on a GPU": caches_drafts and ran_on == "cuda",
         f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
@@ -734,7 +734,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
-        "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
+        "the first model runner": ran_on == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": kept.of_rules and ran_on == "cuda" and of_model != "bfloat16",
     }
     first = _first(found)
@@ -914,7 +914,7 @@ def _beside_layers(
         "embeddings as prompts": model.enable_prompt_embeds,
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
-        "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
+        "the first model runner": _ran_on(ops.type) == "cuda" and not config.use_v2_model_runner,
         "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel and not has_tree,
         "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
