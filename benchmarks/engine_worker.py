@@ -4,6 +4,7 @@ usage: python -m benchmarks.engine_worker PLAN.json RESULT.json
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,8 +22,9 @@ POLL = 0.02
 
 
 def memory_used() -> int:
-    """MiB taken on the first GPU by everybody; 0 without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    """MiB taken by everybody on the first GPU that this process sees; 0 without one."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError):
