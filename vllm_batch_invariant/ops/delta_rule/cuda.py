@@ -32,6 +32,9 @@ class DeltaSchedule:
     block: int
     """Values of a program, a multiple of 16."""
     num_warps: int
+    """Of 64 values 4 at most: where two warpgroups had the same rows of a chain of wgmmas, as Triton lays them out,
+    results on an H200 were wrong, or a program ended in an illegal address.
+    """
     num_stages: int = 1
     """More than one may compile to wrong code for a Hopper, where operands of wgmma lie in registers."""
 
@@ -79,7 +82,7 @@ SCHEDULES = {
         one_instruction=DeltaSchedule(32, 2),
     ),
     "channel": DeltaSchedules(
-        DeltaSchedule(64, 8),
+        DeltaSchedule(64, 4),
         {1: DeltaSchedule(64, 4)},
         (DeltaSchedule(32, 4), DeltaSchedule(64, 4)),
         matrices=4,
@@ -140,7 +143,8 @@ def delta_rule(
 
     def of(schedule: DeltaSchedule) -> dict[str, int]:
         block = block_of(schedule)
-        options = {"BLOCK": block, "num_warps": schedule.num_warps, "num_stages": schedule.num_stages}
+        num_warps = min(schedule.num_warps, max(block, 64) // 16)
+        options = {"BLOCK": block, "num_warps": num_warps, "num_stages": schedule.num_stages}
         return options | {"HAS_SKIP": skip is not None} | sizes | chunk
 
     def grid(schedule: DeltaSchedule) -> tuple[int, int, int]:
