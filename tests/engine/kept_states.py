@@ -164,6 +164,12 @@ ON_GPU = torch.cuda.is_available()
 needs_four = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 WORKERS = [2, pytest.param(4, marks=needs_four)]
 BY_WORKERS = pytest.mark.parametrize("workers", WORKERS)
+by_first_runner = pytest.mark.skipif(
+    ON_GPU, reason="refused there: a drafter of the test's needs the first model runner"
+)
+needs_two_gpus = pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+IN_GRAPHS: dict[str, Any] = {"enforce_eager": False, "max_num_seqs": 8} if ON_GPU else {}
+"""Settings of an engine whose steps are CUDA graphs: vLLM wants a page for each request of the largest graph."""
 IN_ENGINE = "tests.engine.states"
 VOCABULARY = range(3, 500)
 LIMITS = {"max_model_len": 512, "max_num_seqs": 24, "skip_tokenizer_init": True} | OF_DEVICE | EAGER_ON_GPU

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
+from vllm_batch_invariant.ops.attention import PagedAttention
 
 LAYERS = (
     *("ShortConv", "QwenGatedDeltaNetAttention", "MambaMixer2"),
@@ -129,21 +129,21 @@ def leave_no_room_for_drafts(_llm: Any) -> None:
     short_conv._states = lambda layer: states(layer)[:, : layer.L_cache - 1]
 
 
-def split_verify_steps(llm: Any) -> None:
-    """Have attention add steps of a few tokens of each request in another order, from now on."""
-    llm.apply_model(_split_verify_steps)
+def soften_verify_steps(llm: Any) -> None:
+    """Have attention scale the scores of steps of a few tokens of each request a little less, from now on."""
+    llm.apply_model(_soften_verify_steps)
 
 
-def _split_verify_steps(model: torch.nn.Module) -> None:
+def _soften_verify_steps(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if hasattr(layer, "impl"):
-            layer.impl._call = partial(_with_smaller_tiles, layer.impl._call)
+            layer.impl._call = partial(_with_lower_scores, layer.impl._call)
 
 
-def _with_smaller_tiles(call: Callable[..., PagedAttention], *given: Any) -> PagedAttention:
+def _with_lower_scores(call: Callable[..., PagedAttention], *given: Any) -> PagedAttention:
     made = call(*given)
     few = 1 < int(made.query_start_loc.diff().max()) <= 6
-    return replace(made, reduction=AttentionReduction(16, key_tile=32)) if few else made
+    return replace(made, spec=replace(made.spec, scale=made.spec.scale * (1 - 2**-10))) if few else made
 
 
 def leave_full_pages(llm: Any) -> None:

@@ -283,7 +283,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
 
 
 @pytest.mark.exhaustive
-@untried_on_gpu
+@kept_states.by_first_runner
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(started: Callable[..., Any], tmp_path: Path) -> None:
     folder = text_model(kept_states.QWEN3_5 | SMALL_STATES, tmp_path / "small")
     found = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, kept_states.WAYS_TO_KEEP_PAGES)

@@ -117,9 +117,9 @@ def test_other_dtypes_keep_their_bits_and_are_near_transformers_in_float64(
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """And not where verify steps add in another order."""
+    """And not where verify steps scale scores otherwise."""
     settings = {"dtype": "float32", "max_num_batched_tokens": 61}
-    found = kept_states.with_any_drafts(started, checkpoint("E2B"), tmp_path, "split_verify_steps", settings)
+    found = kept_states.with_any_drafts(started, checkpoint("E2B"), tmp_path, "soften_verify_steps", settings)
     kept_states.check_drafts(found)
 
 
@@ -127,10 +127,17 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Beside a prefix cache, which plain decoding has not."""
-    settings, cached = UNCACHED | FEW_PAGES.get(name, {}), {"enable_prefix_caching": True}
+    settings, cached = UNCACHED | FEW_PAGES.get(name, {}), {"enable_prefix_caching": True} | kept_states.IN_GRAPHS
     differing, counted = kept_states.with_drafts(started, checkpoint(name), NGRAMS, REPEATING, settings, **cached)
     assert differing == []
     assert counted["accepted"] > 0
+
+
+@untried_on_gpu
+@kept_states.needs_two_gpus
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, checkpoint: Callable[[str], Path]) -> None:
+    kept_states.check_workers_without_a_tree(kept_states.started, checkpoint(name), DEFAULT | kept_states.IN_GRAPHS)
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")

@@ -103,6 +103,15 @@ def test_without_a_prefix_cache_the_bits_are_the_same(
     assert [name for name in SAME if uncached[name] != found["alone"]] == []
 
 
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+@pytest.mark.parametrize("cached", [True, False], ids=["prefix cache", "no prefix cache"])
+def test_steps_in_cuda_graphs_have_the_same_bits(
+    found: dict[str, Any], version: Version, checkpoint: Path, cached: bool
+) -> None:
+    replayed = version.started(checkpoint, **(DEFAULT if cached else UNCACHED) | kept_states.IN_GRAPHS)
+    assert [name for name in SAME if replayed[name] != found["alone"]] == []
+
+
 def test_limits_of_one_request_and_one_token_move_no_bit(found: dict[str, Any], checkpoint: Path) -> None:
     one = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "enable_prefix_caching": False}
     assert started(checkpoint, afterwards=kept_states.alone, **one) == found["alone"]
@@ -145,6 +154,7 @@ def test_new_weights_give_the_bits_of_a_new_engine(
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
+@kept_states.by_first_runner
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     checkpoint: Path, version: Version, tmp_path: Path
 ) -> None:
@@ -159,12 +169,13 @@ def test_n_grams_leave_answers_alone(checkpoint: Path, version: Version) -> None
     """Beside a prefix cache, which plain decoding has not. Random weights give few that are right."""
     if version.number == "2.5":
         pytest.skip("drafts are refused")
-    beside = {"enable_prefix_caching": True, "num_gpu_blocks_override": 25}
+    beside = {"enable_prefix_caching": True, "num_gpu_blocks_override": 25} | kept_states.IN_GRAPHS
     differing, counted = kept_states.with_drafts(started, checkpoint, NGRAMS, REPEATING, UNCACHED, **beside)
     assert differing == []
     assert counted["drafts"] > 0
 
 
+@kept_states.by_first_runner
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(checkpoint: Path, version: Version, tmp_path: Path) -> None:
     if version.number == "2.5":
         pytest.skip("drafts are refused")

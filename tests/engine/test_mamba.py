@@ -215,7 +215,7 @@ def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) 
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
 
 
-@untried_on_gpu
+@kept_states.by_first_runner
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     family: Family, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -226,7 +226,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     kept_states.check_drafts(found)
 
 
-@untried_on_gpu
+@kept_states.by_first_runner
 @pytest.mark.parametrize("name", SMALL_STATES)
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].checkpoint(tmp_path / "small", **SMALL_STATES[name])
@@ -238,6 +238,7 @@ def test_drafts_beside_a_prefix_cache_leave_answers_alone(name: str, tmp_path: P
 def test_n_grams_leave_answers_alone(family: Family, checkpoint: Path) -> None:
     """Beside a prefix cache, which plain decoding has not."""
     settings, beside = UNCACHED | family.few_pages(), {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+    beside |= kept_states.IN_GRAPHS
     differing, counted = kept_states.with_drafts(started, checkpoint, NGRAMS, REPEATING, settings, **beside)
     assert differing == []
     assert counted["accepted"] > 0
@@ -257,6 +258,14 @@ def test_workers_have_the_bits_of_one(name: str, tmp_path: Path, workers: int) -
 def test_four_workers_without_a_tree_leave_a_request_its_bits(name: str, tmp_path: Path) -> None:
     folder = FAMILIES[name].checkpoint(tmp_path, **GROUPS_FOR[name][4])
     kept_states.check_workers_without_a_tree(started, folder, DEFAULT, {}, 4)
+
+
+@untried_on_gpu
+@kept_states.needs_two_gpus
+@pytest.mark.parametrize("name", GROUPS_FOR)
+def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, tmp_path: Path) -> None:
+    folder = FAMILIES[name].checkpoint(tmp_path, **GROUPS_FOR[name][2])
+    kept_states.check_workers_without_a_tree(started, folder, DEFAULT | kept_states.IN_GRAPHS)
 
 
 @untried_on_gpu

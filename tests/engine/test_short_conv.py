@@ -142,6 +142,13 @@ def test_four_workers_without_a_tree_leave_a_request_its_bits(checkpoint: Path) 
 
 @pytest.mark.exhaustive
 @untried_on_gpu
+@kept_states.needs_two_gpus
+def test_two_gpus_in_graphs_leave_a_request_its_bits(checkpoint: Path) -> None:
+    kept_states.check_workers_without_a_tree(kept_states.started, checkpoint, DEFAULT | kept_states.IN_GRAPHS)
+
+
+@pytest.mark.exhaustive
+@kept_states.by_first_runner
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Path, tmp_path: Path) -> None:
     """With drafts that are right, wrong, or missing; and where the inputs before a draft have no room beside it."""
     fault = "leave_no_room_for_drafts"
@@ -150,7 +157,7 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(checkpoint: Pa
 
 
 @pytest.mark.exhaustive
-@untried_on_gpu
+@kept_states.by_first_runner
 def test_drafts_beside_a_prefix_cache_leave_answers_alone(checkpoint: Path, tmp_path: Path) -> None:
     ways = kept_states.WAYS_TO_KEEP_PAGES
     kept_states.check_kept_pages(kept_states.in_kept_pages(kept_states.started, checkpoint, tmp_path, PAGE, ways))
@@ -162,6 +169,7 @@ def test_drafts_beside_a_prefix_cache_leave_answers_alone(checkpoint: Path, tmp_
 def test_n_grams_leave_answers_alone(checkpoint: Path, tmp_path: Path, family: str, cached: bool) -> None:
     folder = checkpoint if family == "LFM2" else with_experts(tmp_path)
     beside = {"enable_prefix_caching": True, "block_size": PAGE, "num_gpu_blocks_override": 60} if cached else {}
+    beside |= kept_states.IN_GRAPHS
     differing, counted = kept_states.with_drafts(kept_states.started, folder, NGRAMS, REPEATING, UNCACHED, **beside)
     assert differing == []
     assert counted["accepted"] > 0
