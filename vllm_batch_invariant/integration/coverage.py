@@ -734,7 +734,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
-        "the first model runner": ran_on == "cuda" and not config.use_v2_model_runner,
+        "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": kept.of_rules and ran_on == "cuda" and of_model != "bfloat16",
     }
     first = _first(found)
@@ -898,6 +898,7 @@ def _beside_layers(
     slices, of_trees = tensor_tree.k_slices(), trees.get(_ran_on(ops.type), ())
     has_tree = slices in of_trees
     other = _other_quantisation(config, quantised.get(_ran_on(ops.type), ()))
+    quantised_by = 1 if _ran_on(ops.type) == "cuda" else 2
     if workers in (*numbers.get(_ran_on(ops.type), ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -907,7 +908,7 @@ def _beside_layers(
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {other}": other,
-        f"quantised weights by {workers} workers": model.quantization and workers > 2 and not has_tree,
+        f"quantised weights by {workers} workers": model.quantization and workers > quantised_by and not has_tree,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),
@@ -1097,10 +1098,9 @@ def _encoder_decoder(config: Config) -> str | None:
     model = config.model_config
     if not model.is_encoder_decoder:
         return None
-    rows, on = getattr(model.hf_config, "max_source_positions", 0), devices.of_config(config).ops
+    rows = getattr(model.hf_config, "max_source_positions", 0)
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"on {on.name}": _ran_on(on.type) != "cpu",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
@@ -1701,8 +1701,8 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}, the last three on a GPU with "
-        f"{envs.UNTRIED.name}=1; medusa on a CPU, ngram_gpu on a GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}, qwen3_next's on a CPU alone; medusa on a "
+        "CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),
@@ -1754,7 +1754,7 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "Whisper, DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU",
+        "DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,
@@ -1845,7 +1845,7 @@ REFUSED = (
         "quantisation, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs drafts, "
         "FP8 caches",
         "these have not been run",
-        f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts drafts on a GPU without a prefix cache",
+        f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts drafts on a GPU",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
@@ -1862,7 +1862,7 @@ REFUSED = (
         "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
         "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, several workers, not bf16",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three, drafts uncached",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
@@ -1902,9 +1902,9 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with indexers, not 512 + 64, over 4 workers (quantised 2), 2 GPUs, engines, whole "
-        "experts but by a tree, drafts but n-grams and MTP by one, other quantisation, both on GPUs, FP8 caches, "
-        "LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
+        "MLA elsewhere, with indexers, not 512 + 64, over 4 workers or 2 GPUs (quantised 2 or 1), engines, whole "
+        "experts but by a CPU's tree, drafts but n-grams and MTP by one, other quantisation, FP8 caches, LoRA, "
+        "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
@@ -1914,9 +1914,9 @@ REFUSED = (
         ),
     ),
     Feature(
-        "Encoder-decoder models but Whisper on a CPU, with no longer texts than it has rows of sound",
-        "cross attention has not been run with others, nor on GPUs",
-        "serve a decoder-only model, or leave --max-model-len out; VLLM_BATCH_INVARIANT_UNTRIED=1 starts it on a GPU",
+        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound",
+        "cross attention has not been run with others",
+        "serve a decoder-only model, or leave --max-model-len out",
         _encoder_decoder,
     ),
     Feature(
@@ -1974,9 +1974,9 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers, quantised over 2, 2 GPUs, whole "
-        "experts, engines, stages, other drafts and quantisation, both on GPUs, FP8 caches, LoRA, prompt embeddings, "
-        "poolers, exact arithmetic, FlexAttention",
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers (quantised 2), 2 GPUs, whole "
+        "experts, engines, stages, other drafts and quantisation, on GPUs drafts and AWQ, FP8 caches, LoRA, prompt "
+        "embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,
