@@ -6,13 +6,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.engine import images, kept_states, multimodal, test_image_ranges, test_images
+from tests.engine import (
+    images,
+    kept_states,
+    multimodal,
+    test_image_families,
+    test_image_ranges,
+    test_images,
+)
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.quantised_layers import FORMS, write
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
@@ -41,6 +49,9 @@ class Case:
         has_grids: whether its encoder is called with patches and grids (the Qwens), as :data:`CALLS` are.
         trees: slices of those that workers add.
         form: of :data:`tests.engine.quantised_layers.FORMS`, which its text model is quantised to; "" is none.
+        save: writes a checkpoint.
+        path: folders that its processes need on their path.
+        has_experts: which a tree cuts none of.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -51,6 +62,9 @@ class Case:
     has_grids: bool = False
     trees: tuple[str, ...] = ("1", "2")
     form: str = ""
+    save: Callable[..., torch.nn.Module] = images.save
+    path: Callable[[Path], list[str]] = lambda folder: []
+    has_experts: bool = False
 
 
 def with_four_heads(of: Callable[[], transformers.PretrainedConfig]) -> transformers.PretrainedConfig:
@@ -60,6 +74,10 @@ def with_four_heads(of: Callable[[], transformers.PretrainedConfig]) -> transfor
     name = "num_heads" if hasattr(vision, "num_heads") else "num_attention_heads"
     vision.hidden_size *= 4 // getattr(vision, name)
     setattr(vision, name, 4)
+    if config.model_type == "llama4":  # whose MLP behind the encoder has the elements of four patches
+        vision.intermediate_size = 4 * vision.hidden_size
+    if hasattr(config, "projection_hidden_size"):
+        config.projection_hidden_size = vision.hidden_size
     return config
 
 
@@ -68,6 +86,14 @@ def of_qwen(config: Callable[[], transformers.PretrainedConfig], **limits: Any) 
     own = test_images.LIMITS | {"max_num_batched_tokens": 128} | limits
     target, few = test_images.TARGETS[2], test_images.FEW[0]
     return Case(config, test_images.RUNS, own, ([target], [few, target]), MODES, has_grids=True)
+
+
+def of_family(name: str, modes: tuple[str, ...] = MODES[:1], **further: Any) -> Case:
+    """One of the further models."""
+    family = test_image_families.FAMILIES[name]
+    limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
+    target, few, of_family = family.targets[2], family.few[0], {"save": family.save, "path": family.path}
+    return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **of_family | further)
 
 
 def with_odd_widths(name: str, width: int) -> Case:
@@ -109,8 +135,10 @@ UNCACHED = {"enable_prefix_caching": False}
 CASES = {
     "qwen3-vl": of_qwen(images.qwen3_vl),
     "qwen3.5": of_qwen(images.qwen3_5, **UNCACHED),
-    "qwen3.5 with experts": of_qwen(partial(images.qwen3_5, kept_states.QWEN3_5_MOE), **UNCACHED),
-    "qwen3-vl with experts": of_qwen(partial(images.qwen3_vl, multimodal.qwen3_vl_moe)),
+    "qwen3.5 with experts": replace(
+        of_qwen(partial(images.qwen3_5, kept_states.QWEN3_5_MOE), **UNCACHED), has_experts=True
+    ),
+    "qwen3-vl with experts": replace(of_qwen(partial(images.qwen3_vl, multimodal.qwen3_vl_moe)), has_experts=True),
     "qwen3.5 in FP8": in_blocks(images.qwen3_5, [6, 5, 5], **UNCACHED),
     "qwen3-vl in FP8": in_blocks(images.qwen3_vl, [24, 20, 20]),
     "qwen2.5-vl": of_qwen(images.qwen2_5_vl),
@@ -120,6 +148,7 @@ CASES = {
         test_image_ranges.LIMITS,
         (PROBES[1:], PROBES),
     ),
+    "mistral3": of_family("mistral3"),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
@@ -129,12 +158,13 @@ SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 @dataclass
 class Served:
     """What an engine gave in the runs of its case; by the fault of its workers what each made of a probe's images, and
-    what the probe got alone and behind another request; and of an encoder of grids alone, also with a fault in it.
+    what the probe got, both alone and behind another request; and of an encoder of grids alone, also with a fault in
+    it.
     """
 
     runs: dict[str, dict[str, Any]]
     names: dict[str, slice]
-    made: dict[str, list[list[str]]]
+    made: dict[str, list[list[list[str]]]]
     probed: dict[str, list[list[dict[str, Any]]]]
     encoded: dict[str, list[Any]] | None
     faulty: dict[str, list[Any]] | None
@@ -163,7 +193,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     def folder(name: str) -> tuple[str, int]:
         case, made = CASES[name], tmp_path_factory.mktemp("model")
         config = with_four_heads(case.config)
-        images.save(config, torch.bfloat16 if case.form else torch.float32, made)
+        case.save(config, torch.bfloat16 if case.form else torch.float32, made)
         if case.form:
             source, made = made, tmp_path_factory.mktemp("quantised") / "model"
             write(source, FORMS[case.form], made)
@@ -176,10 +206,11 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
         case, (checkpoint, patch) = CASES[name], folder(name)
         settings = {"dtype": "bfloat16" if case.form else "float32", "mm_encoder_tp_mode": mode}
         settings["tensor_parallel_size"] = workers
-        if workers > 1 < int(tree) and "experts" in name:  # which a tree cuts none of
+        if workers > 1 < int(tree) and case.has_experts:
             settings["enable_expert_parallel"] = True
         variables = {TP_TREE.name: tree, "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))}
-        variables |= {UNTRIED.name: "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # one worker would have more
+        paths = os.pathsep.join([*case.path(tmp_path_factory.mktemp("path")), path])
+        variables |= {UNTRIED.name: "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # one worker would have more
         arguments = arguments_of(case.limits | OF_DEVICE | settings)
         with Engine(checkpoint, arguments, "1", SETTINGS | variables, patience=500) as running:
             runs = {
@@ -187,9 +218,10 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
                 for run, (requests, _, reset) in case.runs.items()
             }
             encoded, faulty, made, probed = None, None, {}, {}
-            for fault in ("", *images.IN_WORKERS.values()) if workers > 1 else ():
+            faults = images.IN_WORKERS[mode], *((images.OTHER_ROWS,) if mode == "weights" else ())
+            for fault in ("", *faults) if workers > 1 else ():
                 asked = "tests.engine.images:with_fault_in_workers", fault
-                made[fault] = running.call(*asked, "made_by_workers", case.probe[1], patch)
+                made[fault] = [running.call(*asked, "made_by_workers", requests, patch) for requests in case.probe]
                 probed[fault] = [
                     running.call(*asked, "answers", requests, patch, "cache")["given"][-1:] for requests in case.probe
                 ]
@@ -228,13 +260,24 @@ def test_with_a_tree_two_workers_have_the_bits_of_one(name: str, mode: str, serv
 
 @pytest.mark.parametrize(("name", "mode"), SHARED)
 def test_each_worker_makes_the_same_of_the_images_of_a_step(name: str, mode: str, serve: Callable[..., Served]) -> None:
-    done, another = serve(name, 2, mode), images.IN_WORKERS["data"]
-    first, second = done.made[""]
+    done = serve(name, 2, mode)
+    first, second = done.made[""][1]
     assert first == second != []
     assert differing_answers(*done.probed[""]) == []
     assert differing_answers(*done.probed[images.IN_WORKERS[mode]]) == [0], "the negative control"
     if mode == "weights":
-        assert done.made[another][0] != done.made[another][1], "the negative control"
+        first, second = done.made[images.OTHER_ROWS][1]
+        assert first != second, "the negative control"
+
+
+@pytest.mark.parametrize(("name", "mode"), SHARED)
+def test_an_image_has_the_same_embedding_whatever_shares_its_call(
+    name: str, mode: str, serve: Callable[..., Served]
+) -> None:
+    done = serve(name, 2, mode)
+    moved = {fault: {*alone[0]} - {*together[0]} for fault, (alone, together) in done.made.items()}
+    assert moved[""] == set()
+    assert moved[images.IN_WORKERS[mode]], "the negative control"
 
 
 @pytest.mark.parametrize(("name", "mode"), [shared for shared in SHARED if CASES[shared[0]].has_grids])

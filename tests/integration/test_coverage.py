@@ -164,17 +164,20 @@ def test_images_whose_tokens_see_each_other_pass_in_steps_that_have_them_whole(
     assert found(**gemma, device="cuda") == []
 
 
-@pytest.mark.parametrize(("device", "version"), [("cpu", "0.32.0"), ("cuda", "0.33.0")])
+@pytest.mark.parametrize(
+    ("device", "version", "architecture"),
+    [("cpu", "0.32.0", "DeepseekOCRForCausalLM"), ("cuda", "0.33.0", "Idefics3ForConditionalGeneration")],
+)
 def test_two_workers_share_an_encoder_or_its_images_of_some_models(
-    monkeypatch: pytest.MonkeyPatch, device: str, version: str
+    monkeypatch: pytest.MonkeyPatch, device: str, version: str, architecture: str
 ) -> None:
     images, said = {**IMAGES, "device": device}, "image inputs of Qwen3VLForConditionalGeneration with"
     data, two = {"settings": {"mm_encoder_tp_mode": "data"}}, {"tensor_parallel_size": 2}
     monkeypatch.setattr(patch_points, "installed_version", lambda: version)
     monkeypatch.setenv(TP_TREE.name, "2")
     assert found(**images, **data, **two) == []
-    other = {**images, "architecture": "Idefics3ForConditionalGeneration"}
-    other["hf_text_config"] = SimpleNamespace(model_type="llama")
+    other = {**images, "architecture": architecture}
+    other["hf_text_config"] = SimpleNamespace(model_type=RAN.text_models.get(architecture, ("",))[0])
     assert found(**other) == [f"image inputs of {other['architecture']} with {TP_TREE.name}=2"]
     monkeypatch.delenv(TP_TREE.name)
     assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
