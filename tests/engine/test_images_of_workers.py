@@ -151,6 +151,7 @@ CASES = {
     "mistral3": of_family("mistral3"),
     "pixtral": of_family("pixtral"),
     "internvl3": of_family("internvl3"),
+    "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
