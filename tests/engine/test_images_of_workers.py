@@ -52,6 +52,7 @@ class Case:
         save: writes a checkpoint.
         path: folders that its processes need on their path.
         has_experts: which a tree cuts none of.
+        heads: of its encoder.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -65,15 +66,18 @@ class Case:
     save: Callable[..., torch.nn.Module] = images.save
     path: Callable[[Path], list[str]] = lambda folder: []
     has_experts: bool = False
+    heads: int = 4
 
 
-def with_four_heads(of: Callable[[], transformers.PretrainedConfig]) -> transformers.PretrainedConfig:
-    """A model whose encoder has a head for each slice of a tree of four: each has a multiple of 16 columns."""
+def with_heads(of: Callable[[], transformers.PretrainedConfig], heads: int) -> transformers.PretrainedConfig:
+    """A model whose encoder has so many heads. Four are one for each slice of a tree of four, of which each has a
+    multiple of 16 columns.
+    """
     config = of()
     vision = config.vision_config
     name = "num_heads" if hasattr(vision, "num_heads") else "num_attention_heads"
-    vision.hidden_size *= 4 // getattr(vision, name)
-    setattr(vision, name, 4)
+    vision.hidden_size = heads * vision.hidden_size // getattr(vision, name)
+    setattr(vision, name, heads)
     if config.model_type == "llama4":  # whose MLP behind the encoder has the elements of four patches
         vision.intermediate_size = 4 * vision.hidden_size
     if hasattr(config, "projection_hidden_size"):
@@ -92,8 +96,8 @@ def of_family(name: str, modes: tuple[str, ...] = MODES[:1], **further: Any) -> 
     """One of the further models."""
     family = test_image_families.FAMILIES[name]
     limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
-    target, few, of_family = family.targets[2], family.few[0], {"save": family.save, "path": family.path}
-    return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **of_family | further)
+    target, few, written = family.targets[2], family.few[0], {"save": family.save, "path": family.path}
+    return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **written | further)
 
 
 def with_odd_widths(name: str, width: int) -> Case:
@@ -152,6 +156,7 @@ CASES = {
     "pixtral": of_family("pixtral"),
     "internvl3": of_family("internvl3"),
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
+    "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
@@ -195,7 +200,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     @cache
     def folder(name: str) -> tuple[str, int]:
         case, made = CASES[name], tmp_path_factory.mktemp("model")
-        config = with_four_heads(case.config)
+        config = with_heads(case.config, case.heads)
         case.save(config, torch.bfloat16 if case.form else torch.float32, made)
         if case.form:
             source, made = made, tmp_path_factory.mktemp("quantised") / "model"
