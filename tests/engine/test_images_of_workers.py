@@ -53,6 +53,8 @@ class Case:
         path: folders that its processes need on their path.
         has_experts: which a tree cuts none of.
         heads: of its encoder.
+        side: pixels of what images are counted in; 0 is a patch.
+        image: what stands for an image, or for a row of one.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -67,6 +69,8 @@ class Case:
     path: Callable[[Path], list[str]] = lambda folder: []
     has_experts: bool = False
     heads: int = 4
+    side: int = 0
+    image: int = images.IMAGE
 
 
 def with_heads(of: Callable[[], transformers.PretrainedConfig], heads: int) -> transformers.PretrainedConfig:
@@ -96,8 +100,9 @@ def of_family(name: str, modes: tuple[str, ...] = MODES[:1], **further: Any) -> 
     """One of the further models."""
     family = test_image_families.FAMILIES[name]
     limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
-    target, few, written = family.targets[2], family.few[0], {"save": family.save, "path": family.path}
-    return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **written | further)
+    target, few = family.targets[2], family.few[0]
+    own = {name: getattr(family, name) for name in ("save", "path", "image")}
+    return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **own | further)
 
 
 def with_odd_widths(name: str, width: int) -> Case:
@@ -151,15 +156,18 @@ CASES = {
         test_image_ranges.RUNS,
         test_image_ranges.LIMITS,
         (PROBES[1:], PROBES),
+        image=images.START,
     ),
     "mistral3": of_family("mistral3"),
     "pixtral": of_family("pixtral"),
     "internvl3": of_family("internvl3"),
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
     "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
+    "idefics3": of_family("idefics3"),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
+CASES["idefics3, odd widths"] = with_odd_widths("idefics3", 336)
 SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
@@ -205,7 +213,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
         if case.form:
             source, made = made, tmp_path_factory.mktemp("quantised") / "model"
             write(source, FORMS[case.form], made)
-        return str(made), images.patch_of(config)
+        return str(made), case.side or images.patch_of(config)
 
     @cache
     def served(name: str, workers: int, mode: str, tree: str) -> Served:
@@ -256,7 +264,10 @@ def test_a_request_has_the_same_bits_in_any_company(
 ) -> None:
     done = serve(name, 2, mode, tree)
     assert done.differing() == {}
-    assert max(done.runs["from the cache of embeddings"]["cached"]) == 0
+    run, case = "from the cache of embeddings", CASES[name]
+    before = [one["prompt"].index(case.image) if one["images"] else 0 for one in case.runs[run][0]]
+    cached = done.runs[run]["cached"]  # of what two requests begin with
+    assert all(count <= most for count, most in zip(cached, before, strict=True)), cached
     assert done.runs["preempted"]["preemptions"] > 0
 
 
