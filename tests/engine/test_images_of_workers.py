@@ -164,6 +164,7 @@ CASES = {
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
     "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
     "idefics3": of_family("idefics3"),
+    "smolvlm": of_family("smolvlm"),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
