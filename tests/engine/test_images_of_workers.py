@@ -14,9 +14,11 @@ import torch
 import transformers
 
 from tests.engine import (
+    gemma4,
     images,
     kept_states,
     multimodal,
+    test_gemma4_images,
     test_image_families,
     test_image_ranges,
     test_images,
@@ -105,6 +107,13 @@ def of_family(name: str, modes: tuple[str, ...] = MODES[:1], **further: Any) -> 
     return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **own | further)
 
 
+def of_gemma_4(name: str, **further: Any) -> Case:
+    """Gemma 4, whose encoder is Transformers' class: each worker has all of it."""
+    limits = test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP}
+    probes, own = test_gemma4_images.PROBES, {"trees": ("1",), "side": gemma4.SIDE}
+    return Case(partial(images.gemma4, name), test_gemma4_images.RUNS, limits, (probes[1:], probes), **own | further)
+
+
 def with_odd_widths(name: str, width: int) -> Case:
     """A case whose encoder's MLPs have, like published ones, a width of which no worker has a multiple of 16. A tree is
     refused of it.
@@ -163,6 +172,9 @@ CASES = {
     "internvl3": of_family("internvl3"),
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
     "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
+    "gemma4": of_gemma_4("31B"),
+    "gemma4 with experts": of_gemma_4("26B-A4B", has_experts=True),
+    "gemma4 with shared caches": of_gemma_4("E2B"),
     "idefics3": of_family("idefics3"),
     "smolvlm": of_family("smolvlm"),
 }
