@@ -178,6 +178,7 @@ CASES = {
     "pixtral": of_family("pixtral"),
     "ministral3 as mistral has it": of_family("ministral3 as mistral has it"),
     "internvl3": of_family("internvl3"),
+    "internvl3.5 with a large tower": of_family("internvl3.5 with a large tower", heads=3),
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
     "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
     "gemma4": of_gemma_4("31B"),
