@@ -1337,14 +1337,14 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by one worker, two or "
-        "four, all but Kimi-VL by one or two in FP8 by blocks, INT4 and INT8, with images and drafts of n-grams and "
-        "MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33",
+        "four, all but Kimi-VL by one or two in FP8 by blocks, INT4 and INT8, with images by one or two, with drafts of "
+        "n-grams and MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images, videos and audio, FP8 by blocks or rows, INT4 or drafts of "
-        "n-grams by one worker, as text also by two or four; on a GPU with 0.33",
+        "experts: on a CPU with vLLM 0.32, with audio, FP8 by blocks or rows, INT4 or drafts of n-grams by one worker, "
+        "with images and videos by one or two, as text also by four; on a GPU with 0.33",
     ),
     Feature(
         "Attention in chunks",
@@ -1802,7 +1802,7 @@ REFUSED = (
     ),
     Feature(
         "Images and videos by more than two workers, or by two but where a row above has them; audio by two; so their "
-        "tree, and `--mm-encoder-tp-mode data`",
+        "tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
         "no others have shared an encoder, or the images of a step",
         f"serve text only, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
         "CPU have run",
