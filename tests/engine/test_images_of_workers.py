@@ -176,7 +176,6 @@ CASES = {
     "mistral3": of_family("mistral3"),
     "mistral3 around ministral3": of_family("mistral3 around ministral3"),
     "pixtral": of_family("pixtral"),
-    "ministral3 as mistral has it": of_family("ministral3 as mistral has it"),
     "internvl3": of_family("internvl3"),
     "internvl3.5 with a large tower": of_family("internvl3.5 with a large tower", heads=3),
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
@@ -185,11 +184,13 @@ CASES = {
     "gemma4 with experts": of_gemma_4("26B-A4B", has_experts=True),
     "gemma4 with shared caches": of_gemma_4("E2B"),
     "llama4": of_family("llama4", MODES, has_experts=True, modes_of_trees=MODES[:1]),
+    "kimi-vl": of_family("kimi-vl", MODES, has_experts=True),
     "idefics3": of_family("idefics3"),
     "smolvlm": of_family("smolvlm"),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
+CASES["kimi-vl, odd widths"] = with_odd_widths("kimi-vl", 336)
 CASES["idefics3, odd widths"] = with_odd_widths("idefics3", 336)
 SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
