@@ -176,6 +176,7 @@ CASES = {
     "mistral3": of_family("mistral3"),
     "mistral3 around ministral3": of_family("mistral3 around ministral3"),
     "pixtral": of_family("pixtral"),
+    "ministral3 as mistral has it": of_family("ministral3 as mistral has it"),
     "internvl3": of_family("internvl3"),
     "internvl3.5 with a large tower": of_family("internvl3.5 with a large tower", heads=3),
     "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
