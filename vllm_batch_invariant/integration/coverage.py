@@ -855,8 +855,8 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
-    of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers, {}, RAN.chunk_trees
-    if found := _beside_layers(config, "attention in chunks", *of_models):
+    of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers
+    if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees):
         return found
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
@@ -1337,8 +1337,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by one worker, two or "
-        "four, all but Kimi-VL by one or two in FP8 by blocks, INT4 and INT8, with images by one or two, with drafts of "
-        "n-grams and MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33",
+        "four, all but Kimi-VL by one or two in FP8 by blocks, INT4 and INT8, with images by one or two, with drafts "
+        "of n-grams and MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
