@@ -748,6 +748,8 @@ def _digest(rows: torch.Tensor) -> str:
 
 IN_WORKERS = {"weights": "attention over the whole call", "data": "another tower in the second worker"}
 """Faults, by how the workers share an encoder."""
+OTHER_ROWS = "other rows in the second worker"
+"""Another one, of what a worker makes of an item."""
 
 
 def with_fault_in_workers(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
@@ -765,11 +767,17 @@ def _plant(fault: str, model: torch.nn.Module) -> None:
 
     encoders.attend = _attend_over_all if fault == IN_WORKERS["weights"] else attend
     tower = next(iter(encoders.towers(model).values()))
-    if fault == IN_WORKERS["data"] and get_tensor_model_parallel_rank() == 1:
-        encode = tower.forward
-        tower.forward = lambda *given, **named: encode(*given, **named) * 1.25
-    else:
-        vars(tower).pop("forward", None)
+    for part, name, of_second in ((tower, "forward", IN_WORKERS["data"]), (model, "embed_multimodal", OTHER_ROWS)):
+        if fault == of_second and get_tensor_model_parallel_rank() == 1:
+            setattr(part, name, partial(_larger, getattr(part, name)))
+        else:
+            vars(part).pop(name, None)
+
+
+def _larger(encode: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Rows of items, as one tensor or several, that are larger."""
+    made = encode(*given, **named)
+    return made * 1.25 if torch.is_tensor(made) else [rows * 1.25 for rows in made]
 
 
 def _attend_over_all(call: PagedAttention, implementation: str, plan: Any = None) -> torch.Tensor:

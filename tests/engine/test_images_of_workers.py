@@ -6,13 +6,23 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.engine import images, kept_states, multimodal, test_image_ranges, test_images
+from tests.engine import (
+    gemma4,
+    images,
+    kept_states,
+    multimodal,
+    test_gemma4_images,
+    test_image_families,
+    test_image_ranges,
+    test_images,
+)
 from tests.engine.engines import OF_DEVICE, PATHS, SETTINGS, Engine, arguments_of, differing_answers
 from tests.engine.quantised_layers import FORMS, write
 from vllm_batch_invariant.envs import TP_TREE, UNTRIED
@@ -40,7 +50,14 @@ class Case:
         modes: how two workers may share its encoder.
         has_grids: whether its encoder is called with patches and grids (the Qwens), as :data:`CALLS` are.
         trees: slices of those that workers add.
+        modes_of_trees: in which they add more than one.
         form: of :data:`tests.engine.quantised_layers.FORMS`, which its text model is quantised to; "" is none.
+        save: writes a checkpoint.
+        path: folders that its processes need on their path.
+        has_experts: which a tree cuts none of.
+        heads: of its encoder.
+        side: pixels of what images are counted in; 0 is a patch.
+        image: what stands for an image, or for a row of one.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -50,16 +67,33 @@ class Case:
     modes: tuple[str, ...] = MODES[:1]
     has_grids: bool = False
     trees: tuple[str, ...] = ("1", "2")
+    modes_of_trees: tuple[str, ...] = MODES
     form: str = ""
+    save: Callable[..., torch.nn.Module] = images.save
+    path: Callable[[Path], list[str]] = lambda folder: []
+    has_experts: bool = False
+    heads: int = 4
+    side: int = 0
+    image: int = images.IMAGE
+
+    def has_tree(self, mode: str) -> bool:
+        """Whether workers that share its encoder so have the bits of one."""
+        return "2" in self.trees and mode in self.modes_of_trees
 
 
-def with_four_heads(of: Callable[[], transformers.PretrainedConfig]) -> transformers.PretrainedConfig:
-    """A model whose encoder has a head for each slice of a tree of four: each has a multiple of 16 columns."""
+def with_heads(of: Callable[[], transformers.PretrainedConfig], heads: int) -> transformers.PretrainedConfig:
+    """A model whose encoder has so many heads. Four are one for each slice of a tree of four, of which each has a
+    multiple of 16 columns.
+    """
     config = of()
     vision = config.vision_config
     name = "num_heads" if hasattr(vision, "num_heads") else "num_attention_heads"
-    vision.hidden_size *= 4 // getattr(vision, name)
-    setattr(vision, name, 4)
+    vision.hidden_size = heads * vision.hidden_size // getattr(vision, name)
+    setattr(vision, name, heads)
+    if config.model_type == "llama4":  # whose MLP behind the encoder has the elements of four patches
+        vision.intermediate_size = 4 * vision.hidden_size
+    if hasattr(config, "projection_hidden_size"):
+        config.projection_hidden_size = vision.hidden_size
     return config
 
 
@@ -68,6 +102,22 @@ def of_qwen(config: Callable[[], transformers.PretrainedConfig], **limits: Any) 
     own = test_images.LIMITS | {"max_num_batched_tokens": 128} | limits
     target, few = test_images.TARGETS[2], test_images.FEW[0]
     return Case(config, test_images.RUNS, own, ([target], [few, target]), MODES, has_grids=True)
+
+
+def of_family(name: str, modes: tuple[str, ...] = MODES[:1], **further: Any) -> Case:
+    """One of the further models."""
+    family = test_image_families.FAMILIES[name]
+    limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
+    target, few = family.targets[2], family.few[0]
+    own = {name: getattr(family, name) for name in ("save", "path", "image")}
+    return Case(family.config, family.runs, limits, ([target], [few, target]), modes, **own | further)
+
+
+def of_gemma_4(name: str, **further: Any) -> Case:
+    """Gemma 4, whose encoder is Transformers' class: each worker has all of it."""
+    limits = test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP}
+    probes, own = test_gemma4_images.PROBES, {"trees": ("1",), "side": gemma4.SIDE}
+    return Case(partial(images.gemma4, name), test_gemma4_images.RUNS, limits, (probes[1:], probes), **own | further)
 
 
 def with_odd_widths(name: str, width: int) -> Case:
@@ -109,8 +159,10 @@ UNCACHED = {"enable_prefix_caching": False}
 CASES = {
     "qwen3-vl": of_qwen(images.qwen3_vl),
     "qwen3.5": of_qwen(images.qwen3_5, **UNCACHED),
-    "qwen3.5 with experts": of_qwen(partial(images.qwen3_5, kept_states.QWEN3_5_MOE), **UNCACHED),
-    "qwen3-vl with experts": of_qwen(partial(images.qwen3_vl, multimodal.qwen3_vl_moe)),
+    "qwen3.5 with experts": replace(
+        of_qwen(partial(images.qwen3_5, kept_states.QWEN3_5_MOE), **UNCACHED), has_experts=True
+    ),
+    "qwen3-vl with experts": replace(of_qwen(partial(images.qwen3_vl, multimodal.qwen3_vl_moe)), has_experts=True),
     "qwen3.5 in FP8": in_blocks(images.qwen3_5, [6, 5, 5], **UNCACHED),
     "qwen3-vl in FP8": in_blocks(images.qwen3_vl, [24, 20, 20]),
     "qwen2.5-vl": of_qwen(images.qwen2_5_vl),
@@ -119,22 +171,41 @@ CASES = {
         test_image_ranges.RUNS,
         test_image_ranges.LIMITS,
         (PROBES[1:], PROBES),
+        image=images.START,
     ),
+    "mistral3": of_family("mistral3"),
+    "mistral3 around ministral3": of_family("mistral3 around ministral3"),
+    "pixtral": of_family("pixtral"),
+    "ministral3 as mistral has it": of_family("ministral3 as mistral has it"),
+    "internvl3": of_family("internvl3"),
+    "internvl3.5 with a large tower": of_family("internvl3.5 with a large tower", heads=3),
+    "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
+    "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
+    "gemma4": of_gemma_4("31B"),
+    "gemma4 with experts": of_gemma_4("26B-A4B", has_experts=True),
+    "gemma4 with shared caches": of_gemma_4("E2B"),
+    "llama4": of_family("llama4", MODES, has_experts=True, modes_of_trees=MODES[:1]),
+    "kimi-vl": of_family("kimi-vl", MODES, has_experts=True),
+    "idefics3": of_family("idefics3"),
+    "smolvlm": of_family("smolvlm"),
 }
 CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
+CASES["kimi-vl, odd widths"] = with_odd_widths("kimi-vl", 336)
+CASES["idefics3, odd widths"] = with_odd_widths("idefics3", 336)
 SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
 @dataclass
 class Served:
     """What an engine gave in the runs of its case; by the fault of its workers what each made of a probe's images, and
-    what the probe got alone and behind another request; and of an encoder of grids alone, also with a fault in it.
+    what the probe got, both alone and behind another request; and of an encoder of grids alone, also with a fault in
+    it.
     """
 
     runs: dict[str, dict[str, Any]]
     names: dict[str, slice]
-    made: dict[str, list[list[str]]]
+    made: dict[str, list[list[list[str]]]]
     probed: dict[str, list[list[dict[str, Any]]]]
     encoded: dict[str, list[Any]] | None
     faulty: dict[str, list[Any]] | None
@@ -162,12 +233,12 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     @cache
     def folder(name: str) -> tuple[str, int]:
         case, made = CASES[name], tmp_path_factory.mktemp("model")
-        config = with_four_heads(case.config)
-        images.save(config, torch.bfloat16 if case.form else torch.float32, made)
+        config = with_heads(case.config, case.heads)
+        case.save(config, torch.bfloat16 if case.form else torch.float32, made)
         if case.form:
             source, made = made, tmp_path_factory.mktemp("quantised") / "model"
             write(source, FORMS[case.form], made)
-        return str(made), images.patch_of(config)
+        return str(made), case.side or images.patch_of(config)
 
     @cache
     def served(name: str, workers: int, mode: str, tree: str) -> Served:
@@ -176,10 +247,11 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
         case, (checkpoint, patch) = CASES[name], folder(name)
         settings = {"dtype": "bfloat16" if case.form else "float32", "mm_encoder_tp_mode": mode}
         settings["tensor_parallel_size"] = workers
-        if workers > 1 < int(tree) and "experts" in name:  # which a tree cuts none of
+        if workers > 1 < int(tree) and case.has_experts:
             settings["enable_expert_parallel"] = True
         variables = {TP_TREE.name: tree, "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))}
-        variables |= {UNTRIED.name: "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # one worker would have more
+        paths = os.pathsep.join([*case.path(tmp_path_factory.mktemp("path")), path])
+        variables |= {UNTRIED.name: "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # one worker would have more
         arguments = arguments_of(case.limits | OF_DEVICE | settings)
         with Engine(checkpoint, arguments, "1", SETTINGS | variables, patience=500) as running:
             runs = {
@@ -187,9 +259,10 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
                 for run, (requests, _, reset) in case.runs.items()
             }
             encoded, faulty, made, probed = None, None, {}, {}
-            for fault in ("", *images.IN_WORKERS.values()) if workers > 1 else ():
+            faults = images.IN_WORKERS[mode], *((images.OTHER_ROWS,) if mode == "weights" else ())
+            for fault in ("", *faults) if workers > 1 else ():
                 asked = "tests.engine.images:with_fault_in_workers", fault
-                made[fault] = running.call(*asked, "made_by_workers", case.probe[1], patch)
+                made[fault] = [running.call(*asked, "made_by_workers", requests, patch) for requests in case.probe]
                 probed[fault] = [
                     running.call(*asked, "answers", requests, patch, "cache")["given"][-1:] for requests in case.probe
                 ]
@@ -209,18 +282,22 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "tree"), [(name, mode, tree) for name, mode in SHARED for tree in CASES[name].trees]
+    ("name", "mode", "tree"),
+    [(name, mode, tree) for name, mode in SHARED for tree in ("1", *["2"] * CASES[name].has_tree(mode))],
 )
 def test_a_request_has_the_same_bits_in_any_company(
     name: str, mode: str, tree: str, serve: Callable[..., Served]
 ) -> None:
     done = serve(name, 2, mode, tree)
     assert done.differing() == {}
-    assert max(done.runs["from the cache of embeddings"]["cached"]) == 0
+    run, case = "from the cache of embeddings", CASES[name]
+    before = [one["prompt"].index(case.image) if one["images"] else 0 for one in case.runs[run][0]]
+    cached = done.runs[run]["cached"]  # of what two requests begin with
+    assert all(count <= most for count, most in zip(cached, before, strict=True)), cached
     assert done.runs["preempted"]["preemptions"] > 0
 
 
-@pytest.mark.parametrize(("name", "mode"), [shared for shared in SHARED if "2" in CASES[shared[0]].trees])
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, mode in SHARED if CASES[name].has_tree(mode)])
 def test_with_a_tree_two_workers_have_the_bits_of_one(name: str, mode: str, serve: Callable[..., Served]) -> None:
     one, two = serve(name, 1, tree="2"), serve(name, 2, mode, "2")
     assert [run for run in one.names if differing_answers(one.given(run), two.given(run))] == []
@@ -228,13 +305,24 @@ def test_with_a_tree_two_workers_have_the_bits_of_one(name: str, mode: str, serv
 
 @pytest.mark.parametrize(("name", "mode"), SHARED)
 def test_each_worker_makes_the_same_of_the_images_of_a_step(name: str, mode: str, serve: Callable[..., Served]) -> None:
-    done, another = serve(name, 2, mode), images.IN_WORKERS["data"]
-    first, second = done.made[""]
+    done = serve(name, 2, mode)
+    first, second = done.made[""][1]
     assert first == second != []
     assert differing_answers(*done.probed[""]) == []
     assert differing_answers(*done.probed[images.IN_WORKERS[mode]]) == [0], "the negative control"
     if mode == "weights":
-        assert done.made[another][0] != done.made[another][1], "the negative control"
+        first, second = done.made[images.OTHER_ROWS][1]
+        assert first != second, "the negative control"
+
+
+@pytest.mark.parametrize(("name", "mode"), SHARED)
+def test_an_image_has_the_same_embedding_whatever_shares_its_call(
+    name: str, mode: str, serve: Callable[..., Served]
+) -> None:
+    done = serve(name, 2, mode)
+    moved = {fault: {*alone[0]} - {*together[0]} for fault, (alone, together) in done.made.items()}
+    assert moved[""] == set()
+    assert moved[images.IN_WORKERS[mode]], "the negative control"
 
 
 @pytest.mark.parametrize(("name", "mode"), [shared for shared in SHARED if CASES[shared[0]].has_grids])
@@ -261,6 +349,9 @@ def test_workers_that_share_the_images_of_a_step_give_the_embeddings_of_one(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_tree_is_refused_of_an_encoder_that_it_cannot_cut(workers: int, serve: Callable[..., Served]) -> None:
-    with pytest.raises(EngineFailed, match=r"VLLM_BATCH_INVARIANT_TP_TREE=2 for the 336 inputs of visual"):
-        serve("qwen3.5, odd widths", workers, tree="2")
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi-vl", "idefics3"])
+def test_a_tree_is_refused_of_an_encoder_that_it_cannot_cut(
+    name: str, workers: int, serve: Callable[..., Served]
+) -> None:
+    with pytest.raises(EngineFailed, match=r"VLLM_BATCH_INVARIANT_TP_TREE=2 for the 336 inputs of .*(visual|vision)"):
+        serve(f"{name}, odd widths", workers, tree="2")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine import kept_states, llama4, multimodal
 from tests.engine.engines import untried_on_gpu
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, started
+from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -25,6 +27,7 @@ pytestmark = [
 ]
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60, "block_size": 32, "dtype": "float32"}
 """With so few pages some requests are preempted."""
+needs_two = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
 UNCACHED = DEFAULT | {"enable_prefix_caching": False, "max_num_batched_tokens": 47}
 ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 32, "dtype": "float32"}
 WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
@@ -92,6 +95,32 @@ def test_other_dtypes_keep_their_bits(dtype: str, checkpoint: Path) -> None:
 
 def test_logprobs_are_near_transformers_in_float64(found: Callable[[], dict[str, Any]], checkpoint: Path) -> None:
     assert distance_from_float64(checkpoint, found()["alone"]) < NEAR
+
+
+def by_workers(checkpoint: Path, workers: int, tree: str, ask: Callable[[Engine], Any]) -> Any:
+    """What is found of an engine of workers, who have experts whole where they add by a tree."""
+    variables = {TP_TREE.name: tree} | ({} if ON_GPU else kept_states.cores_of(workers))
+    settings = {"tensor_parallel_size": workers, "enable_expert_parallel": tree != "1"} | DEFAULT
+    return started(checkpoint, ask, variables=variables, **settings)
+
+
+@needs_two
+def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
+    found: Callable[[], dict[str, Any]], checkpoint: Path
+) -> None:
+    fault = llama4.FAULTS[1]
+    shared = by_workers(checkpoint, 2, "1", partial(llama4.ask, faults=(fault,)))
+    assert [where for where in SAME if shared[where] != shared["alone"]] == []
+    assert decodes_as_it_prefills(shared)
+    assert distance_from_float64(checkpoint, shared["alone"]) < NEAR
+    assert shared[fault] != shared["alone"], "the negative control"
+    assert found()["alone"] != shared["alone"], "the negative control"
+
+
+@needs_two
+def test_by_a_tree_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
+    one, two = (by_workers(checkpoint, workers, "2", kept_states.ask_briefly) for workers in (1, 2))
+    assert one["alone"] == one["among others"] == two["alone"] == two["among others"]
 
 
 def test_replaced_weights_give_the_bits_of_a_fresh_engine(

@@ -160,22 +160,36 @@ def test_images_whose_tokens_see_each_other_pass_in_steps_that_have_them_whole(
     assert found(**gemma, device="cuda") == []
 
 
-@pytest.mark.parametrize(("device", "version"), [("cpu", "0.32.0"), ("cuda", "0.33.0")])
+@pytest.mark.parametrize(
+    ("device", "version", "architecture"),
+    [("cpu", "0.32.0", "DeepseekOCRForCausalLM"), ("cuda", "0.33.0", "Idefics3ForConditionalGeneration")],
+)
 def test_two_workers_share_an_encoder_or_its_images_of_some_models(
-    monkeypatch: pytest.MonkeyPatch, device: str, version: str
+    monkeypatch: pytest.MonkeyPatch, device: str, version: str, architecture: str
 ) -> None:
     images, said = {**IMAGES, "device": device}, "image inputs of Qwen3VLForConditionalGeneration with"
     data, two = {"settings": {"mm_encoder_tp_mode": "data"}}, {"tensor_parallel_size": 2}
     monkeypatch.setattr(patch_points, "installed_version", lambda: version)
     monkeypatch.setenv(TP_TREE.name, "2")
     assert found(**images, **data, **two) == []
-    other = {**images, "architecture": "Idefics3ForConditionalGeneration"}
-    other["hf_text_config"] = SimpleNamespace(model_type="llama")
+    other = {**images, "architecture": architecture}
+    other["hf_text_config"] = SimpleNamespace(model_type=RAN.text_models.get(architecture, ("",))[0])
     assert found(**other) == [f"image inputs of {other['architecture']} with {TP_TREE.name}=2"]
     monkeypatch.delenv(TP_TREE.name)
     assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
     assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
     assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
+
+
+def test_workers_that_share_the_images_of_a_llama_4_add_by_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    llama = {**IMAGES, "architecture": "Llama4ForConditionalGeneration", "tensor_parallel_size": 2}
+    data = {"settings": {"mm_encoder_tp_mode": "data"}}
+    assert found(**llama, **data) == []
+    monkeypatch.setenv(TP_TREE.name, "2")
+    assert found(**llama) == []
+    said = f"--mm-encoder-tp-mode data and {TP_TREE.name}=2"
+    assert found(**llama, **data) == [f"image inputs of {llama['architecture']} with {said}"]
 
 
 def test_two_workers_share_no_quantised_text_models_and_no_sounds_but_what_has_run(
@@ -1153,7 +1167,9 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({"is_moe": True}, None),
         ({"version": "0.31.0"}, "attention in chunks with vLLM 0.31.0"),
         ({"device": "cuda", "version": "0.33.0"}, "attention in chunks on a GPU"),
-        ({"tensor_parallel_size": 2}, "attention in chunks with tensor parallelism 2"),
+        ({"tensor_parallel_size": 2}, None),
+        ({"tensor_parallel_size": 4}, "attention in chunks with tensor parallelism 4"),
+        ({"is_moe": True, "enable_expert_parallel": True}, "attention in chunks with expert parallelism"),
         ({"quantization": "fp8"}, "attention in chunks with quantisation fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, "attention in chunks with --disable-hybrid-kv-cache-manager"),
         ({"attention_chunk_size": 8192, "block_size": 128}, None),

@@ -290,12 +290,27 @@ def test_two_workers_are_drawn_beside_images_of_models_that_two_have_shared(monk
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     of_two = {(2, tree, share) for tree in (1, 2) for share in (NONE, "data")}
     assert drawn_beside_images() == {(1, 1, NONE), (1, 2, NONE), *of_two}
-    assert drawn_beside_images(architectures=["Idefics3ForConditionalGeneration"]) == {(1, 1, NONE)}
+    assert drawn_beside_images(architectures=["DeepseekOCRForCausalLM"]) == {(1, 1, NONE)}
     assert drawn_beside_images(SEEING["vision_config"] | {"num_heads": 3}) == {(1, 1, NONE)}
     quantised, whole = {"quantization_config": {"quant_method": "awq"}}, ["Qwen2_5_VLForConditionalGeneration"]
     assert drawn_beside_images(architectures=whole, **quantised) == {(1, 1, NONE)}
     of_odd_widths = drawn_beside_images(SEEING["vision_config"] | {"intermediate_size": 336})
     assert of_odd_widths == {(1, 1, NONE), (2, 1, NONE), (2, 1, "data")}
+
+
+@pytest.mark.parametrize("architecture", coverage.RAN.encoded_by_two["cpu"])
+def test_two_workers_are_drawn_of_each_model_that_two_have_shared_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    kind = coverage.RAN.text_models.get(architecture, ("",))[0]
+    config = {"architectures": [architecture], "text_config": DENSE | {"model_type": kind}}
+    drawn = drawn_beside_images(**config, audio_config=None)
+    has_tree = architecture not in coverage.RAN.two_head_sizes
+    assert {(workers, tree) for workers, tree, _ in drawn} == {(1, 1), (2, 1), *[(1, 2), (2, 2)] * has_tree}
+    if architecture == "Gemma4ForConditionalGeneration":  # which some hear by, as no two workers have
+        assert drawn_beside_images(**config, audio_config={}) == {(1, 1, NONE)}
 
 
 def test_four_workers_are_drawn_where_four_gpus_share_whole_heads_and_keys() -> None:
@@ -628,7 +643,7 @@ def test_latent_attention_is_drawn_on_a_gpu_in_cuda_graphs_and_without(monkeypat
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     drawn = [draw_settings("latent", number, 256, Place("cuda", 32, 2, model)) for number in range(30)]
-    assert {one.workers for one in drawn} == {1}
+    assert {one.workers for one in drawn} == {1, 2}
     assert {one.eager for one in drawn} == {False, True}
     assert {one.runner for one in drawn} == {"", "1"}
     assert {one.eager for one in SETTINGS} == {False, True}

@@ -855,7 +855,8 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
-    if found := _beside_layers(config, "attention in chunks", RAN.chunked_models, RAN.chunks, {}, {}):
+    of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers
+    if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees):
         return found
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
@@ -996,11 +997,13 @@ def _encoded_by_several(config: Config) -> str | None:
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
     shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
-    several = max(workers, k_slices) > 1
+    several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
+    tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": model.multimodal_config.mm_encoder_tp_mode != "weights" and not shared,
-        f"{envs.TP_TREE.name}={k_slices}": k_slices > 1 and not shared,
+        f"{SHARED_IMAGES} data": shares_images and not shared,
+        tree: k_slices > 1 and not shared,
+        f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         "quantised weights by several workers": several and model.quantization and not shares_quantised,
     }
     first = _first(found)
@@ -1258,13 +1261,14 @@ COVERED = (
     ),
     Feature(
         "Images by two workers",
-        "which share layers or images, also by a tree: of Qwen3-VL and Gemma 3; on a CPU alone of Qwen3.5, also with "
-        "experts, Qwen3-VL with experts and Qwen2.5-VL, and of Qwen3-VL and Qwen3.5 in FP8 by blocks",
+        "which share layers or images, also by a tree: of Qwen3-VL and Gemma 3; on a CPU alone of Qwen3.5, Qwen2.5-VL, "
+        "GLM-4.1V, GLM-4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of "
+        "Gemma 4; also Qwen3.5 and Qwen3-VL with experts, and both in FP8 by blocks",
     ),
     Feature(
         "Images on a CPU",
         "of Llama 4, Kimi-VL, DeepSeek-OCR, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form "
-        "(params.json): with vLLM 0.32, by one worker",
+        "(params.json): with vLLM 0.32, DeepSeek-OCR by one worker",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1332,20 +1336,20 @@ COVERED = (
     ),
     Feature(
         "Multi-head latent attention (MLA)",
-        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by one worker, two or "
-        "four, all but Kimi-VL by one or two in FP8 by blocks, INT4 and INT8, with images and drafts of n-grams and "
-        "MTP by one, on a CPU with vLLM 0.32, these but Kimi-VL in bf16 by one on a GPU with 0.33",
+        "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
+        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with drafts of n-grams and "
+        "MTP by 1, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33, quantised by 1",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with images, videos and audio, FP8 by blocks or rows, INT4 or drafts of "
-        "n-grams by one worker, as text also by two or four; on a GPU with 0.33",
+        "experts: on a CPU with vLLM 0.32, with audio, FP8 by blocks or rows, INT4 or drafts of n-grams by one worker, "
+        "with images and videos by one or two, as text also by four; on a GPU with 0.33",
     ),
     Feature(
         "Attention in chunks",
         "Llama 4 (Scout, Maverick), with images and as text: experts whose input is weighted, layers without angles, "
-        "temperatures: on a CPU with vLLM 0.32, by one worker",
+        "temperatures: on a CPU with vLLM 0.32, by one worker or two, also by a tree",
     ),
     Feature(
         "Short convolutions",
@@ -1798,7 +1802,7 @@ REFUSED = (
     ),
     Feature(
         "Images and videos by more than two workers, or by two but where a row above has them; audio by two; so their "
-        "tree, and `--mm-encoder-tp-mode data`",
+        "tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
         "no others have shared an encoder, or the images of a step",
         f"serve text only, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
         "CPU have run",
@@ -1980,15 +1984,22 @@ REFUSED = (
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
+        arguments=(
+            *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, RUNNER),
+            envs.TP_TREE.name,
+        ),
     ),
     Feature(
-        "Attention in chunks (Llama 4) elsewhere, of no whole pages, by several workers or engines, whole experts, "
-        "stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention",
+        "Attention in chunks (Llama 4) elsewhere, of no whole pages, by more than two workers, by engines, whole "
+        "experts without a tree, stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact "
+        "arithmetic, FlexAttention",
         "these have not been run",
-        "serve Llama 4 by one worker on a CPU with vLLM 0.32, a chunk of whole pages",
+        "serve Llama 4 by one worker or two on a CPU with vLLM 0.32, a chunk of whole pages",
         _chunks_elsewhere,
-        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, RUNNER, envs.TP_TREE.name),
+        arguments=(
+            *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, RUNNER),
+            envs.TP_TREE.name,
+        ),
     ),
     Feature(
         "Other kinds of attention (shared KV caches but of Gemma 4, chunks but of Llama 4)",

@@ -241,6 +241,8 @@ class Ran:
         latent_drafters: methods of speculative decoding that one worker has run beside it, by device.
         latent_quantised: kinds of quantised weights that have been served with it, by device.
         chunks: versions whose engines have served these, by device.
+        chunk_workers: numbers of workers above 1 that have shared such models, by device.
+        chunk_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         large_heads: versions whose engines have served heads of 512, by device.
@@ -279,6 +281,7 @@ class Ran:
         encoded: what else multimodal models take that is encoded.
         encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
         encoded_quantised_by_two: those of them whose text model was quantised, by device.
+        images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
@@ -314,6 +317,8 @@ class Ran:
     latent_drafters: Mapping[str, tuple[str, ...]]
     latent_quantised: Mapping[str, tuple[str, ...]]
     chunks: Mapping[str, str]
+    chunk_workers: Mapping[str, tuple[int, ...]]
+    chunk_trees: Mapping[str, tuple[int, ...]]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     large_heads: Mapping[str, str]
@@ -352,6 +357,7 @@ class Ran:
     encoded: Mapping[str, tuple[str, ...]]
     encoded_by_two: Mapping[str, tuple[str, ...]]
     encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
+    images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]

@@ -313,6 +313,7 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             runner_type="pooling" if settings.pooler else "generate",
             attn_type=place.pools or "decoder",
             hf_text_config=SimpleNamespace(**place.text),
+            hf_config=SimpleNamespace(**{name: model[name] for name in ("audio_config",) if name in model}),
             dtype=model.get("dtype") or model.get("torch_dtype"),
             is_moe=place.has_experts,
             use_mla=place.text.get("kv_lora_rank") is not None,
