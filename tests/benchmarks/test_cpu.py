@@ -36,6 +36,22 @@ def test_bits_that_follow_the_number_of_rows_are_reported(monkeypatch: pytest.Mo
     assert [row.bits for row in sweep.measurements if row.provider == "ours"] == ["differ"] * 2
 
 
+def test_attention_of_decode_is_timed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "_CACHE_BYTES", 1 << 18)
+    monkeypatch.setattr(benchmark, "_stock_attention", lambda call, out: lambda: out.zero_())
+    sweep = Sweep(setting=SETTING)
+    sweep.attention(4, 2, 64, 3, 140)
+    assert [(row.provider, row.metric, row.bits) for row in sweep.measurements] == [
+        ("stock", "time", "-"),
+        ("ours", "time", "equal"),
+    ]
+
+    attend = benchmark.attend
+    monkeypatch.setattr(benchmark, "attend", lambda call, **out: attend(call, **out) * len(call.query))
+    sweep.attention(4, 2, 64, 3, 140)
+    assert sweep.measurements[-1].bits == "differ"
+
+
 def test_a_step_of_decoding_is_the_time_between_tokens() -> None:
     found = {case: measured for case, _, measured in benchmark._workloads(100)}
     times = [(0.5, 8), (0.6, 8), (0.7, 8), (0.8, 8), (0.91, 8)]

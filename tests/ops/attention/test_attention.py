@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from tests.ops.attention.cases import Chunk, Heads, Request, attend, exact, features, in_chunks, paged
+from tests.ops.attention.cases import Chunk, Heads, Request, attend, call_of, exact, features, in_chunks, paged
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.attention import AttentionReduction, AttentionSpec, paged_attention
 from vllm_batch_invariant.ops.attention.merge import merge_splits
@@ -81,6 +81,33 @@ def test_chunks_of_any_size_equal_prefill(size, options):
 def test_decode_equals_prefill(heads):
     request = Request(heads, 530, 1)
     assert torch.equal(in_chunks(request, 1, start=240), attend([whole(request)])[0][240:])
+
+
+def unrounded(chunks: list[Chunk], split_size: int, page_size: int = 16, **options: object) -> torch.Tensor:
+    """Rows in fp32 of requests in bf16, whose rounding hides what moves their last bits."""
+    from vllm_batch_invariant.ops.attention.cpu import paged_attention as by_numba
+
+    scale = chunks[0].request.heads.size ** -0.5
+    call = call_of(paged(chunks, page_size, 0, math.nan), AttentionReduction(split_size), scale=scale, **options)
+    call.check()
+    out = torch.empty(call.out_shape)
+    by_numba(call, out)
+    return out
+
+
+@features
+@pytest.mark.parametrize("heads", [Heads(4, 2, 48, torch.bfloat16), Heads(4, 1, 80, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("split_size", [16, 256])
+def test_a_token_that_reads_bf16_from_the_cache_equals_prefill(heads, options, split_size):
+    """By itself, and between tokens of other requests, with pages of any size."""
+    requests = [Request(heads, length, seed) for seed, length in enumerate((513, 130, 1, 300))]
+    expected = torch.cat([unrounded([whole(request)], split_size, **options)[-1:] for request in requests])
+    tokens = [newest(request) for request in requests]
+    for page_size in (1, 7, 128):
+        assert torch.equal(unrounded(tokens, split_size, page_size, **options), expected)
+        for token, row in zip(tokens, expected, strict=True):
+            assert torch.equal(unrounded([token], split_size, page_size, **options)[0], row)
+    assert not torch.equal(unrounded(tokens, 64, **options), expected), "splits do move bits"
 
 
 @pytest.mark.parametrize("size", [1, 7, 33])

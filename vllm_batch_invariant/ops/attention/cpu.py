@@ -51,7 +51,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     """Write the attention of ``params`` to ``out``; see the operation's package for the contract."""
     heads, kv_heads = params.query.shape[1], params.cache.kv_heads
     queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
-    tile_tokens = max(1, BLOCK_M // queries_per_kv)
+    tile_tokens = max(1, min(BLOCK_M // queries_per_kv, int(np.diff(params.starts).max())))
     cache, packed = params.cache, isinstance(params.cache, PackedKeys)
     score_mod = cpu_kernel.ScoreMod.of(params.spec, heads)
     work = cpu_kernel.deal(
@@ -81,7 +81,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         params.own_ranges,
         split_size,
         queries_per_kv,
-        block_m=(tile_tokens * queries_per_kv + 1) // 2 * 2,
+        block_m=-(-tile_tokens * queries_per_kv // 4) * 4,
         block_n=min(BLOCK_N, split_size),
         work=work,
     )

@@ -35,9 +35,12 @@ from ..common.numba_simd import (
     load_e4m3,
     load_fp16,
     load_fp32,
+    load_splat,
+    prefetch,
     splat,
     store,
     store_four_sums,
+    store_sixteen_sums,
     sum_lanes,
 )
 from .params import AttentionSpec
@@ -45,6 +48,10 @@ from .params import AttentionSpec
 SERVES = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks", "causal")
 READS_E4M3 = READS_PACKED = READS_LATENT = SEES_RANGES = True
 _MINUS_INFINITY = np.float32(-np.inf)
+_LINE = 64
+"""Bytes of a cache line."""
+_VALUES_AT_A_TIME = 16
+"""Of one token's rows: as many as all of its rows are multiplied with while they are in the first-level cache."""
 
 
 class Cache(NamedTuple):
@@ -107,8 +114,8 @@ class Work(NamedTuple):
     """The work items of a call, dealt out to threads."""
 
     items: np.ndarray
-    """[items, 6] int64: request, first token in the query, tokens, position of the first of them, KV head, and the end
-    of the keys that one of them sees.
+    """[items, 7] int64: request, first token in the query, tokens, position of the first of them, KV head, and the
+    first and the last + 1 key that one of them sees.
     """
     indptr: np.ndarray
     """[threads + 1] int64, the first item of each thread."""
@@ -141,6 +148,8 @@ class _Scratch(NamedTuple):
     """[split_size], of the dots with each key."""
     v_factors: np.ndarray
     """[split_size], of the weights of each key's values."""
+    starts: np.ndarray
+    """[3, split_size] int64: first bytes of the keys of a split, of its values, and of the keys that are read next."""
 
 
 @njit
@@ -169,6 +178,48 @@ def _load_rows(cache, head, pages, page_size, begin, end, size, width, tile, fir
         if slot == page_size:
             slot = 0
             page += 1
+
+
+@njit
+def _prefetch_rows(cache, head, pages, page_size, begin, end, size):
+    """Ask for positions begin to end - 1 of a KV head, of ``size`` elements."""
+    page = begin // page_size
+    slot = begin - page * page_size
+    for _ in range(begin, end):
+        start = pages[page] * cache.strides[0] + head * cache.strides[1] + slot * cache.strides[2]
+        for byte in range(0, size * cache.element_size, _LINE):
+            prefetch(cache.data, start * cache.element_size + byte)
+        slot += 1
+        if slot == page_size:
+            slot = 0
+            page += 1
+
+
+@njit
+def _find_rows(cache, head, pages, page_size, begin, end, starts, first):
+    """The first bytes of positions begin to end - 1 of a KV head, from ``starts[first]`` on; around them, as far as to
+    multiples of four, those of the first and of the last.
+    """
+    idx = first
+    while begin < end:
+        page = begin // page_size
+        slot = begin - page * page_size
+        start = pages[page] * cache.strides[0] + head * cache.strides[1] + slot * cache.strides[2]
+        count = min(page_size - slot, end - begin)
+        for i in range(count):
+            starts[idx + i] = (start + i * cache.strides[2]) * cache.element_size
+        idx += count
+        begin += count
+    starts[first - first % 4 : first] = starts[first]
+    starts[idx : idx + (-idx) % 4] = starts[idx - 1]
+
+
+@njit
+def _prefetch_found(data, starts, begin, end, size):
+    """Ask for ``size`` bytes from ``starts[begin]`` to ``starts[end - 1]`` on."""
+    for i in range(begin, end):
+        for byte in range(0, size, _LINE):
+            prefetch(data, starts[i] + byte)
 
 
 @njit
@@ -220,6 +271,40 @@ def _score_pair(q, row, width, head_size, tile, keys, s, idx, stride_row):
             b3 = add_product(b3, qb, k3)
         store_four_sums(a0, a1, a2, a3, s, idx + key)
         store_four_sums(b0, b1, b2, b3, s, idx + stride_row + key)
+
+
+@njit
+def _add_products(x0, x1, x2, x3, a, b0, b1, b2, b3):
+    return add_product(x0, a, b0), add_product(x1, a, b1), add_product(x2, a, b2), add_product(x3, a, b3)
+
+
+@njit
+def _score_bf16(q, rows, width, head_size, keys, k_starts, low, high, s, stride_row, values, v_starts, value_bytes):
+    """:func:`_score_pair` of rows in fours with keys low to high - 1 of a split as they lie in the cache, in bf16. Asks
+    for their values meanwhile.
+    """
+    zero = splat(np.float32(0.0))
+    for key in range(low - low % 4, high, 4):
+        start0, start1, start2, start3 = k_starts[key], k_starts[key + 1], k_starts[key + 2], k_starts[key + 3]
+        for row in range(0, rows, 4):
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
+            c0 = c1 = c2 = c3 = e0 = e1 = e2 = e3 = zero
+            for d in range(0, head_size, 16):
+                k0 = load_bf16(keys, start0 + 2 * d)
+                k1 = load_bf16(keys, start1 + 2 * d)
+                k2 = load_bf16(keys, start2 + 2 * d)
+                k3 = load_bf16(keys, start3 + 2 * d)
+                qa = load(q, row * width + d)
+                qb = load(q, (row + 1) * width + d)
+                qc = load(q, (row + 2) * width + d)
+                qe = load(q, (row + 3) * width + d)
+                a0, a1, a2, a3 = _add_products(a0, a1, a2, a3, qa, k0, k1, k2, k3)
+                b0, b1, b2, b3 = _add_products(b0, b1, b2, b3, qb, k0, k1, k2, k3)
+                c0, c1, c2, c3 = _add_products(c0, c1, c2, c3, qc, k0, k1, k2, k3)
+                e0, e1, e2, e3 = _add_products(e0, e1, e2, e3, qe, k0, k1, k2, k3)
+            sums = (a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, e0, e1, e2, e3)
+            store_sixteen_sums(sums, s, row * stride_row + key, stride_row)
+        _prefetch_found(values, v_starts, key, key + 4, value_bytes)
 
 
 @njit
@@ -297,6 +382,69 @@ def _add_values_pair(p, idx, stride_row, tile, low, high, width, acc, row):
 
 
 @njit
+def _load_four(array, idx):
+    return load(array, idx), load(array, idx + 16), load(array, idx + 32), load(array, idx + 48)
+
+
+@njit
+def _store_four(x0, x1, x2, x3, array, idx):
+    store(x0, array, idx)
+    store(x1, array, idx + 16)
+    store(x2, array, idx + 32)
+    store(x3, array, idx + 48)
+
+
+@njit
+def _add_values_four(p, idx, stride_row, values, starts, low, high, size, width, acc, row):
+    """:func:`_add_values` for four rows with values as they lie in the cache, in bf16."""
+    a, b, c, e = row * width, (row + 1) * width, (row + 2) * width, (row + 3) * width
+    whole = size // 64 * 64
+    for d in range(0, whole, 64):
+        a0, a1, a2, a3 = _load_four(acc, a + d)
+        b0, b1, b2, b3 = _load_four(acc, b + d)
+        c0, c1, c2, c3 = _load_four(acc, c + d)
+        e0, e1, e2, e3 = _load_four(acc, e + d)
+        for key in range(low, high):
+            start = starts[key] + 2 * d
+            v0, v1 = load_bf16(values, start), load_bf16(values, start + 32)
+            v2, v3 = load_bf16(values, start + 64), load_bf16(values, start + 96)
+            at = idx + key
+            a0, a1, a2, a3 = _add_products(a0, a1, a2, a3, load_splat(p, at), v0, v1, v2, v3)
+            b0, b1, b2, b3 = _add_products(b0, b1, b2, b3, load_splat(p, at + stride_row), v0, v1, v2, v3)
+            c0, c1, c2, c3 = _add_products(c0, c1, c2, c3, load_splat(p, at + 2 * stride_row), v0, v1, v2, v3)
+            e0, e1, e2, e3 = _add_products(e0, e1, e2, e3, load_splat(p, at + 3 * stride_row), v0, v1, v2, v3)
+        _store_four(a0, a1, a2, a3, acc, a + d)
+        _store_four(b0, b1, b2, b3, acc, b + d)
+        _store_four(c0, c1, c2, c3, acc, c + d)
+        _store_four(e0, e1, e2, e3, acc, e + d)
+    for d in range(whole, size, 16):
+        a0, b0, c0, e0 = load(acc, a + d), load(acc, b + d), load(acc, c + d), load(acc, e + d)
+        for key in range(low, high):
+            v = load_bf16(values, starts[key] + 2 * d)
+            at = idx + key
+            a0 = add_product(a0, load_splat(p, at), v)
+            b0 = add_product(b0, load_splat(p, at + stride_row), v)
+            c0 = add_product(c0, load_splat(p, at + 2 * stride_row), v)
+            e0 = add_product(e0, load_splat(p, at + 3 * stride_row), v)
+        store(a0, acc, a + d)
+        store(b0, acc, b + d)
+        store(c0, acc, c + d)
+        store(e0, acc, e + d)
+
+
+@njit
+def _add_values_bf16(
+    p, rows, stride_row, values, v_starts, low, high, size, width, acc, keys, k_starts, next_keys, key_bytes
+):
+    """:func:`_add_values_four` for all rows. Asks for the next keys meanwhile."""
+    for begin in range(low, high, _VALUES_AT_A_TIME):
+        end = min(begin + _VALUES_AT_A_TIME, high)
+        for row in range(0, rows, 4):
+            _add_values_four(p, row * stride_row, stride_row, values, v_starts, begin, end, size, width, acc, row)
+        _prefetch_found(keys, k_starts, begin - low, min(end - low, next_keys) if end < high else next_keys, key_bytes)
+
+
+@njit
 def _merge_splits(acc, split_acc, row, width, ml, split_ml):
     """Add a row's split to what it has so far."""
     new_m = max(ml[0], split_ml[0])
@@ -329,38 +477,43 @@ def _clip(position, low, high):
 @njit
 def _score_rows(scratch, head_size, first, keys, rows, split_size):
     """Dots of all rows with a tile that begins at key ``first`` of the split; a pair that sees none is skipped."""
-    visible = scratch.visible
+    q, width, tile, p, visible = scratch.q, scratch.width, scratch.tile, scratch.p, scratch.visible
     for row in range(0, rows, 2):
         if first < visible[row + 1, 1] and visible[row, 0] < first + keys:
-            idx = row * split_size + first
-            _score_pair(scratch.q, row, scratch.width, head_size, scratch.tile, keys, scratch.p, idx, split_size)
+            _score_pair(q, row, width, head_size, tile, keys, p, row * split_size + first, split_size)
 
 
 @njit
 def _add_values_rows(scratch, first, keys, rows, split_size):
     """:func:`_add_values` for all rows, over a tile that begins at key ``first`` of the split."""
-    tile, width, p, acc = scratch.tile, scratch.value_width, scratch.p, scratch.split_acc
+    tile, width, p, acc, visible = scratch.tile, scratch.value_width, scratch.p, scratch.split_acc, scratch.visible
     for row in range(0, rows, 2):
         idx = row * split_size + first
-        low_a = _clip(scratch.visible[row, 0] - first, 0, keys)
-        high_a = _clip(scratch.visible[row, 1] - first, 0, keys)
-        low_b = _clip(scratch.visible[row + 1, 0] - first, 0, keys)
-        high_b = _clip(scratch.visible[row + 1, 1] - first, 0, keys)
+        low_a = _clip(visible[row, 0] - first, 0, keys)
+        high_a = _clip(visible[row, 1] - first, 0, keys)
+        low_b = _clip(visible[row + 1, 0] - first, 0, keys)
+        high_b = _clip(visible[row + 1, 1] - first, 0, keys)
         # What a row sees begins and ends no earlier than for the row before, which ranges keep: first alone, together,
         # second alone.
         both = min(low_b, high_a)
-        _add_values(p, idx, tile, low_a, both, width, acc, row)
-        _add_values_pair(p, idx, split_size, tile, both, high_a, width, acc, row)
-        _add_values(p, idx + split_size, tile, max(high_a, low_b), high_b, width, acc, row + 1)
+        if low_a < both:
+            _add_values(p, idx, tile, low_a, both, width, acc, row)
+        if both < high_a:
+            _add_values_pair(p, idx, split_size, tile, both, high_a, width, acc, row)
+        if max(high_a, low_b) < high_b:
+            _add_values(p, idx + split_size, tile, max(high_a, low_b), high_b, width, acc, row + 1)
 
 
 @njit
 def _attend_item(
-    query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item, queries_per_kv,
-    scratch,
+    query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item, following,
+    queries_per_kv, scratch,
 ):  # fmt: skip
-    """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head."""
-    query_start, query_len, q_pos, kv_head, kv_end = item
+    """Rows are the item's query tokens, each with the ``queries_per_kv`` query heads of its KV head. Those of one token
+    see the same keys, and read them from the cache where they are in bf16; else keys and values are widened in tiles.
+    Memory is asked for what comes next, at the end for the first keys of the item that follows.
+    """
+    query_start, query_len, q_pos, kv_head, first_key, kv_end = item
     head_size, width, value_size, value_width = query.shape[2], scratch.width, out.shape[2], scratch.value_width
     visible, split_ml, ml = scratch.visible, scratch.split_ml, scratch.ml
     one, of_tokens = np.float32(1.0), k_scales.of_tokens
@@ -369,18 +522,18 @@ def _attend_item(
         qk_scale = score_mod.qk_scale * _scale_of(k_scales, 0, kv_head, 0)
         v_scale = _scale_of(v_scales, 0, kv_head, 0)
     rows = query_len * queries_per_kv
-    even_rows = rows + rows % 2
+    even_rows, four_rows = rows + rows % 2, rows + (-rows) % 4
     window = score_mod.window
-    first_key = max(0, q_pos - window + 1) if window > 0 else 0
-    if ranges.size > 0:
-        first_key = min(first_key, ranges[query_start, 0])
     block_n = scratch.tile.size // width
+    q, scores, split_acc, acc = scratch.q, scratch.p, scratch.split_acc, scratch.acc
+    k_starts, v_starts, next_starts = scratch.starts[0], scratch.starts[1], scratch.starts[2]
+    is_token = query_len == 1 and keys.element_size == 2 and not keys.is_half
     for row in range(rows):
         for d in range(head_size):
-            scratch.q[row * width + d] = query[
+            q[row * width + d] = query[
                 query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv, d
             ]
-    scratch.acc[: even_rows * value_width] = np.float32(0.0)
+    acc[: rows * value_width] = np.float32(0.0)
     ml[:, 0] = _MINUS_INFINITY
     ml[:, 1] = np.float32(0.0)
 
@@ -408,18 +561,29 @@ def _attend_item(
             )
             _load_factors(v_scales, kv_head, pages, page_size, first_seen, split_end, one, scratch.v_factors, first)
 
-        for tile_start in range(first_tile, split_end, block_n):
-            # Pages before the first visible key may be gone.
-            begin = max(tile_start, first_key)
-            end = min(tile_start + block_n, split_end)
-            first = begin - tile_start
-            _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, width, scratch.tile, first)
-            _score_rows(scratch, head_size, tile_start - start, end - tile_start, even_rows, split_size)
+        if is_token:
+            first = max(first_key, start)
+            low, high = first - start, split_end - start
+            _find_rows(keys, kv_head, pages, page_size, first, split_end, k_starts, low)
+            _find_rows(values, kv_head, pages, page_size, first, split_end, v_starts, low)
+            _score_bf16(
+                q, four_rows, width, head_size, keys.data, k_starts, low, high, scores, split_size, values.data,
+                v_starts, value_size * 2,
+            )  # fmt: skip
+        else:
+            for tile_start in range(first_tile, split_end, block_n):
+                # Pages before the first visible key may be gone.
+                begin = max(tile_start, first_key)
+                end = min(tile_start + block_n, split_end)
+                first = begin - tile_start
+                _prefetch_rows(values, kv_head, pages, page_size, begin, end, value_size)
+                _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, width, scratch.tile, first)
+                _score_rows(scratch, head_size, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
             low, high = visible[row]
             if low < high:
-                p = scratch.p[row * split_size : (row + 1) * split_size]
+                p = scores[row * split_size : (row + 1) * split_size]
                 alibi_slope = score_mod.alibi_slopes[kv_head * queries_per_kv + row % queries_per_kv]
                 distance = start - (q_pos + row // queries_per_kv)
                 if of_tokens:
@@ -428,27 +592,41 @@ def _attend_item(
                 if of_tokens:
                     _multiply(p, scratch.v_factors, low, high)
 
-        scratch.split_acc[: even_rows * value_width] = np.float32(0.0)
-        for tile_start in range(first_tile, split_end, block_n):
-            begin = max(tile_start, first_key)
-            end = min(tile_start + block_n, split_end)
-            first = begin - tile_start
-            _load_rows(values, kv_head, pages, page_size, begin, end, value_size, value_width, scratch.tile, first)
-            _add_values_rows(scratch, tile_start - start, end - tile_start, even_rows, split_size)
+        split_acc[: four_rows * value_width] = np.float32(0.0)
+        if is_token:
+            next_pages, next_head, begin, end = following
+            if split_end < kv_end:
+                next_pages, next_head, begin, end = pages, kv_head, split_end, kv_end
+            next_keys = min(end, begin - begin % split_size + split_size) - begin
+            _find_rows(keys, next_head, next_pages, page_size, begin, begin + next_keys, next_starts, 0)
+            low, high = max(first_key - start, 0), split_end - start
+            _add_values_bf16(
+                scores, four_rows, split_size, values.data, v_starts, low, high, value_size, value_width, split_acc,
+                keys.data, next_starts, next_keys, head_size * 2,
+            )  # fmt: skip
+        else:
+            for tile_start in range(first_tile, split_end, block_n):
+                begin = max(tile_start, first_key)
+                end = min(tile_start + block_n, split_end)
+                first = begin - tile_start
+                next_end = min(end + split_size, kv_end)
+                _prefetch_rows(keys, kv_head, pages, page_size, begin + split_size, next_end, head_size)
+                _load_rows(values, kv_head, pages, page_size, begin, end, value_size, value_width, scratch.tile, first)
+                _add_values_rows(scratch, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
             if visible[row, 0] < visible[row, 1]:
-                _merge_splits(scratch.acc, scratch.split_acc, row, value_width, ml[row], split_ml[row])
+                _merge_splits(acc, split_acc, row, value_width, ml[row], split_ml[row])
 
     if score_mod.sinks.size > 0:
         for row in range(rows):
             sink = score_mod.sinks[kv_head * queries_per_kv + row % queries_per_kv]
-            _merge_sink(scratch.acc, row, value_width, ml[row], sink)
+            _merge_sink(acc, row, value_width, ml[row], sink)
 
     for row in range(rows):
         out_row = out[query_start + row // queries_per_kv, kv_head * queries_per_kv + row % queries_per_kv]
         for d in range(value_size):
-            out_row[d] = scratch.acc[row * value_width + d] / ml[row, 1] * v_scale
+            out_row[d] = acc[row * value_width + d] / ml[row, 1] * v_scale
 
 
 @njit
@@ -467,6 +645,7 @@ def _new_scratch(block_m, head_size, value_size, block_n, split_size):
         np.zeros((block_m, 2), dtype=np.float32),
         np.zeros(split_size, dtype=np.float32),
         np.zeros(split_size, dtype=np.float32),
+        np.zeros((3, split_size), dtype=np.int64),
     )
 
 
@@ -477,17 +656,19 @@ def _attend(
     """Each thread works through its share of the work items with scratch of its own.
 
     query and out: [tokens, query_heads, size of keys and of values] fp32; ranges: [tokens, 2] int64, or empty; work
-    from :func:`deal`; ``block_m`` is even.
+    from :func:`deal`; ``block_m`` is a multiple of 4.
     """
     for thread in prange(work.indptr.size - 1):
         scratch = _new_scratch(block_m, query.shape[2], out.shape[2], block_n, split_size)
-        for i in range(work.indptr[thread], work.indptr[thread + 1]):
-            request, query_start, query_len, q_pos, kv_head, kv_end = work.items[i]
-            pages = block_table[request]
-            item = query_start, query_len, q_pos, kv_head, kv_end
+        end = work.indptr[thread + 1]
+        for i in range(work.indptr[thread], end):
+            request, query_start, query_len, q_pos, kv_head, first_key, kv_end = work.items[i]
+            item = query_start, query_len, q_pos, kv_head, first_key, kv_end
+            next_request, _, _, _, next_head, next_key, next_end = work.items[min(i + 1, end - 1)]
+            following = block_table[next_request], next_head, next_key, next_end if i + 1 < end else next_key
             _attend_item(
-                query, out, keys, values, k_scales, v_scales, pages, page_size, score_mod, ranges, split_size, item,
-                queries_per_kv, scratch,
+                query, out, keys, values, k_scales, v_scales, block_table[request], page_size, score_mod, ranges,
+                split_size, item, following, queries_per_kv, scratch,
             )  # fmt: skip
 
 
@@ -500,7 +681,7 @@ def _deal(starts, lengths, ranges, kv_heads, tile_tokens, window, causal, thread
     count = 0
     for request in range(lengths.size):
         count += (starts[request + 1] - starts[request] + tile_tokens - 1) // tile_tokens * kv_heads
-    items = np.empty((count, 6), dtype=np.int64)
+    items = np.empty((count, 7), dtype=np.int64)
     cost = np.empty(count, dtype=np.int64)
     i = 0
     for request in range(lengths.size):
@@ -513,6 +694,9 @@ def _deal(starts, lengths, ranges, kv_heads, tile_tokens, window, causal, thread
                 kv_end = min(lengths[request], kv_end - 1 + window) if window > 0 else lengths[request]
             if ranges.size > 0:
                 kv_end = max(kv_end, ranges[query_start + query_len - 1, 1] + 1)
+            first_key = max(0, q_pos - window + 1) if window > 0 else 0
+            if ranges.size > 0:
+                first_key = min(first_key, ranges[query_start, 0])
             kv_len = kv_end
             if window > 0:
                 kv_len = min(kv_len, kv_end - q_pos + window - 1)
@@ -522,7 +706,8 @@ def _deal(starts, lengths, ranges, kv_heads, tile_tokens, window, causal, thread
                 items[i, 2] = query_len
                 items[i, 3] = q_pos
                 items[i, 4] = kv_head
-                items[i, 5] = kv_end
+                items[i, 5] = first_key
+                items[i, 6] = kv_end
                 cost[i] = -kv_len * query_len
                 i += 1
     if -cost.sum() < serial_below:

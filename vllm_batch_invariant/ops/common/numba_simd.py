@@ -16,6 +16,7 @@ _INDEX = ir.IntType(32)
 _WORDS = ir.VectorType(ir.IntType(32), WIDTH)
 _HALVES = ir.VectorType(ir.IntType(16), WIDTH)
 _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
+_PREFETCH = "llvm.prefetch.p0"
 
 
 class Simd16(types.Type):
@@ -41,7 +42,7 @@ def pointer(context, builder, array_type, array, offset, vector):
 
 
 def _shuffle(builder, a, b, indices):
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(indices)), indices))
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(indices)), list(indices)))
 
 
 def _halve(builder, op, lanes):
@@ -49,6 +50,11 @@ def _halve(builder, op, lanes):
     half = lanes.type.count // 2
     low = _shuffle(builder, lanes, lanes, list(range(half)))
     return op(low, _shuffle(builder, lanes, lanes, list(range(half, 2 * half))))
+
+
+def _splat(builder, x):
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, _INDEX(0))
+    return _shuffle(builder, one, one, [0] * WIDTH)
 
 
 def _largest(builder):
@@ -107,8 +113,7 @@ def splat(typing_context, x):
     """All lanes x."""
 
     def codegen(context, builder, signature, arguments):
-        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], _INDEX(0))
-        return _shuffle(builder, one, one, [0] * WIDTH)
+        return _splat(builder, arguments[0])
 
     return SIMD16(types.float32), codegen
 
@@ -164,6 +169,32 @@ def load_e4m3(typing_context, data, offset):
         return _float_of_e4m3(builder, builder.zext(bits, _WORDS))
 
     return SIMD16(data, types.intp), codegen
+
+
+@intrinsic
+def load_splat(typing_context, array, offset):
+    """All lanes element ``offset`` of a contiguous fp32 array, unchecked."""
+
+    def codegen(context, builder, signature, arguments):
+        x = builder.load(pointer(context, builder, signature.args[0], *arguments, ir.FloatType()))
+        return _splat(builder, x)
+
+    return SIMD16(array, types.intp), codegen
+
+
+@intrinsic
+def prefetch(typing_context, data, offset):
+    """Ask for the cache line with byte ``offset`` of a uint8 array into the second-level cache."""
+
+    def codegen(context, builder, signature, arguments):
+        address = pointer(context, builder, signature.args[0], *arguments, ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [address.type, _INDEX, _INDEX, _INDEX])
+        function = builder.module.globals.get(_PREFETCH) or ir.Function(builder.module, kind, name=_PREFETCH)
+        to_read, locality, is_data = 0, 2, 1
+        builder.call(function, [address, _INDEX(to_read), _INDEX(locality), _INDEX(is_data)])
+        return context.get_dummy_value()
+
+    return types.void(data, types.intp), codegen
 
 
 @intrinsic
@@ -258,3 +289,30 @@ def store_four_sums(typing_context, a, b, c, d, array, offset):
         return context.get_dummy_value()
 
     return types.void(SIMD16, SIMD16, SIMD16, SIMD16, array, types.intp), codegen
+
+
+@intrinsic
+def store_sixteen_sums(typing_context, vectors, array, offset, stride):
+    """Write :func:`sum_lanes` of sixteen vectors to a contiguous fp32 array, unchecked: of the first four to four
+    neighbouring elements from ``offset`` on, of the next four ``stride`` elements behind those, and so on.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        vectors, array, offset, stride = arguments
+        folded, half = [builder.extract_value(vectors, i) for i in range(WIDTH)], WIDTH // 2
+        while half:
+            # Each vector has groups of lanes, one of each vector that it was made of, and a fold halves every group.
+            low = [lane for lane in range(2 * WIDTH) if lane % (2 * half) < half]
+            high = [lane + half for lane in low]
+            folded = [
+                builder.fadd(_shuffle(builder, *pair, low), _shuffle(builder, *pair, high))
+                for pair in zip(folded[::2], folded[1::2], strict=True)
+            ]
+            half //= 2
+        for first in range(0, WIDTH, 4):
+            four = _shuffle(builder, folded[0], folded[0], range(first, first + 4))
+            builder.store(four, pointer(context, builder, signature.args[1], array, offset, four.type), align=4)
+            offset = builder.add(offset, stride)
+        return context.get_dummy_value()
+
+    return types.void(types.UniTuple(SIMD16, WIDTH), array, types.intp, types.intp), codegen
