@@ -483,6 +483,7 @@ def check_workers(
     settings: Mapping[str, Any],
     variables: Mapping[str, str] = MappingProxyType({}),
     workers: int = 2,
+    **of_trees: Any,
 ) -> None:
     """Workers have the bits of one by a tree, which is another order of sums than one has without it; so do two where
     there are more.
@@ -493,10 +494,11 @@ def check_workers(
         settings: of all engines.
         variables: of those with a tree.
         workers: their number, and that of the tree's slices.
+        of_trees: further settings of engines with a tree.
     """
     asked, tree = partial(ask, of=(), length=length), {**variables, TP_TREE.name: str(workers)}
-    one = started(checkpoint, afterwards=asked, variables=tree, **settings)
-    shared = {**settings, "tensor_parallel_size": workers}
+    one = started(checkpoint, afterwards=asked, variables=tree, **settings, **of_trees)
+    shared = {**settings, **of_trees, "tensor_parallel_size": workers}
     several = started(checkpoint, afterwards=asked, variables=tree | cores_of(workers), **shared)
     assert several["preemptions"] > 0
     assert [name for name in SAME if several[name] != one["alone"]] == []

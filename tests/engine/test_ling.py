@@ -154,6 +154,19 @@ def test_new_weights_give_the_bits_of_a_new_engine(
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
+@kept_states.BY_WORKERS
+def test_workers_with_whole_experts_have_the_bits_of_one(version: Version, workers: int, tmp_path: Path) -> None:
+    """By a tree. A norm of 2.5 has a group of heads or more for each of them."""
+    folder = ling.written(tmp_path, version.number, group_norm_size=4)
+    kept_states.check_workers(started, folder, LENGTH, DEFAULT, {}, workers, enable_expert_parallel=True)
+
+
+@kept_states.BY_WORKERS
+def test_workers_without_a_tree_leave_a_request_its_bits(version: Version, workers: int, tmp_path: Path) -> None:
+    folder = ling.written(tmp_path, version.number, group_norm_size=4)
+    kept_states.check_workers_without_a_tree(started, folder, DEFAULT, {}, workers)
+
+
 @kept_states.by_first_runner
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     checkpoint: Path, version: Version, tmp_path: Path

@@ -809,13 +809,14 @@ def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch
         assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
 
 
-def test_linear_attention_is_served_by_one_worker_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_attention_is_served_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by_n_grams = {"speculative_config": SimpleNamespace(method="ngram")}
     named = ((found_of_decays, "linear attention"), (found_of_channels, "Kimi Delta Attention"))
     for found_of, kind in named:
         assert found_of() is found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
-        assert found_of(tensor_parallel_size=2) == f"{kind} with tensor parallelism 2"
+        assert found_of(tensor_parallel_size=2) is found_of(tensor_parallel_size=4) is None
+        assert found_of(tensor_parallel_size=8) == f"{kind} with tensor parallelism 8"
         assert found_of(mamba_ssm_cache_dtype="bfloat16") == f"{kind} with states of {kind} in bfloat16"
         assert found_of(device="cuda") == f"{kind} on a GPU"
     assert found_of_decays(**by_n_grams) == "linear attention with speculative decoding"

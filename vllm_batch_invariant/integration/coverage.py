@@ -650,8 +650,8 @@ _STATE_SPACES = _Kept(
     RAN.mamba2_quantised,
 )
 
-_KDA = _Kept("Kimi Delta Attention", "Kimi Delta Attention", RAN.kda_models, RAN.kda, drafters=RAN.kda_drafters)
-_LIGHTNING = _Kept("linear attention", "linear attention", RAN.lightning_models, RAN.lightning)
+_KDA = _Kept("Kimi Delta Attention", "Kimi Delta Attention", RAN.kda_models, RAN.kda, RAN.kda_workers, RAN.kda_drafters)
+_LIGHTNING = _Kept("linear attention", "linear attention", RAN.lightning_models, RAN.lightning, RAN.lightning_workers)
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -1371,7 +1371,7 @@ COVERED = (
     Feature(
         "Lightning attention, Kimi Delta Attention",
         "Ling 2.5 and Ring 2.5, whose decay is constant, and Ling 3.0, with a gate for each element of a key, on a CPU "
-        "with vLLM 0.32, by one worker, 3.0 also with drafts of n-grams; states in fp32",
+        "with vLLM 0.32, by one worker, two or four, 3.0 by one also with drafts of n-grams; states in fp32",
     ),
     Feature(
         "Quantised weights beside these",
@@ -1871,10 +1871,10 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Linear attention of Ling 2.5 and 3.0 on other devices, by several workers, with drafts but n-grams of 3.0, "
+        "Linear attention of Ling 2.5 and 3.0 on other devices, over 4 workers, with drafts but n-grams of 3.0 by one, "
         "quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32",
         "these have not been run",
-        f"serve it by one worker on a CPU; {envs.UNTRIED.name}=1 starts it on a GPU",
+        f"serve it on a CPU; {envs.UNTRIED.name}=1 starts it on a GPU",
         _linear_attention_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),

@@ -266,8 +266,10 @@ class Ran:
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
         kda: versions whose engines have served Kimi Delta Attention, by device.
+        kda_workers: numbers of workers above 1 that have shared it, by device.
         kda_drafters: methods of speculative decoding that have been run beside it, by device.
         lightning: versions whose engines have served linear attention whose decay is constant, by device.
+        lightning_workers: numbers of workers above 1 that have shared it, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
@@ -342,8 +344,10 @@ class Ran:
     mamba2_drafters: Mapping[str, tuple[str, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
     kda: Mapping[str, str]
+    kda_workers: Mapping[str, tuple[int, ...]]
     kda_drafters: Mapping[str, tuple[str, ...]]
     lightning: Mapping[str, str]
+    lightning_workers: Mapping[str, tuple[int, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]
     lora_workers: Mapping[str, tuple[int, ...]]
