@@ -32,7 +32,6 @@ COVERED = reviews.ran().latent["cuda" if torch.cuda.is_available() else "cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.exhaustive,
-    untried_on_gpu,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 CASES = [
@@ -148,6 +147,7 @@ def test_other_limits_move_no_bit(form: str, settings: dict[str, Any], case: Cal
     assert started(of.packed, kept_states.alone, **settings) == of.found["alone"]
 
 
+@untried_on_gpu
 @pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
 def test_half_precision_keeps_its_bits_and_is_near_transformers_in_float64(form: str, tmp_path: Path) -> None:
     """Two layers without experts, of which a token may get others, with the activations that codes stand for."""
@@ -177,6 +177,7 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
+@untried_on_gpu
 @pytest.mark.parametrize(("name", "form"), [("V3", BLOCKS), ("GLM-4.7-Flash", INTEGERS)])
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path:
     assert 0 < counted["accepted"] < counted["drafts"]
 
 
+@untried_on_gpu
 @pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
 def test_two_workers_leave_a_request_its_bits(form: str, case: Callable[[str, str], Case]) -> None:
     """They share heads and experts; each has all of the latent cache."""
@@ -208,6 +210,7 @@ def test_attention_may_keep_16_bits_beside_quantised_experts(tmp_path: Path) -> 
     assert found["alone"] == found["among others"] == started(tmp_path / "unpacked", kept_states.alone, **DEFAULT)
 
 
+@untried_on_gpu
 @pytest.mark.parametrize("method", ["int8_per_channel_weight_only", "experts_int8"])
 def test_experts_quantised_while_they_are_loaded_have_the_bits_of_their_matrices(method: str, tmp_path: Path) -> None:
     folder = int8_of(mla.written_wide("V3", tmp_path / "source"), tmp_path)

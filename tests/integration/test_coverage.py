@@ -131,17 +131,22 @@ def test_a_class_of_vllms_encodes_for_the_models_that_it_serves() -> None:
     assert encoding.encoded_by(other) == ()
 
 
-def test_cross_attention_passes_over_as_many_rows_as_there_are_tokens() -> None:
+def test_cross_attention_passes_over_as_many_rows_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = [row for name, row in ROWS.items() if name.startswith("Encoder-decoder")]
 
-    def said(**changes: Any) -> str | None:
+    def said(device: str = "cpu", **changes: Any) -> str | None:
         items = SimpleNamespace(get_limit_per_prompt=lambda kind: 1)
         whisper = {"is_encoder_decoder": True, "is_multimodal_model": True, "max_model_len": 448}
         whisper |= {"architecture": "WhisperForConditionalGeneration", "multimodal_config": items}
+        whisper |= {"dtype": "torch.float16"}
         model = SimpleNamespace(**whisper | changes, hf_config=SimpleNamespace(max_source_positions=1500))
-        return row.used(SimpleNamespace(model_config=model))
+        return row.used(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device)))
 
-    assert said() is None
+    assert said() is said("cuda", dtype="torch.float32") is None
+    assert said("cuda") == "cross attention in float16 on a GPU"
+    with monkeypatch.context() as patch:
+        patch.setenv(UNTRIED.name, "1")
+        assert said("cuda") is None
     assert said(architecture="BartForConditionalGeneration") == "cross attention of BartForConditionalGeneration"
     assert said(max_model_len=1501) == "cross attention with --max-model-len 1501"
     assert said(is_encoder_decoder=False) is None
@@ -1281,6 +1286,9 @@ def test_quantised_weights_with_latent_attention_are_those_that_have_run(monkeyp
     assert on_gpus() is None
     assert on_gpus(tensor_parallel_size=2) == "latent attention with quantised weights by 2 workers"
     assert on_gpus(tensor_parallel_size=2, untried=True) is None
+    drafted = {"speculative_config": SimpleNamespace(method="ngram")}
+    assert of_fp8(**drafted) is on_gpus(**drafted, untried=True) is None
+    assert on_gpus(**drafted) == "latent attention with speculative decoding and quantised weights on a GPU"
     of_images = "KimiVLForConditionalGeneration"
     assert of_fp8(architecture=of_images) == f"latent attention with quantised weights of {of_images}"
     for kind in ("compressed-tensors with int4 weights", "awq with int4 weights", "experts_int8 with int8 weights"):

@@ -847,10 +847,21 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
+    named = "heads of two sizes"
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
-    return _beside_layers(
-        config, "heads of two sizes", *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised
-    )
+    if found := _beside_layers(config, named, *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised):
+        return found
+    model = config.model_config
+    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
+    if not (by_gpus and model.quantization and _has_heads_of_two_sizes(config)):
+        return None
+    dtype = str(model.dtype).removeprefix("torch.")
+    beside = {
+        f"quantised weights of {model.architecture} on a GPU": model.architecture in RAN.large_heads_on_cpus_alone,
+        f"quantised weights in {dtype} on a GPU": dtype != "bfloat16",
+    }
+    first = _first(beside)
+    return _when(first, f"{named} with {first}")
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -908,6 +919,7 @@ def _beside_layers(
         f"speculative decoding with {method}": method not in (None, *drafters.get(_ran_on(ops.type), ())),
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
+        "speculative decoding and quantised weights on a GPU": method and model.quantization and quantised_by == 1,
         f"quantisation {other}": other,
         f"quantised weights by {workers} workers": model.quantization and workers > quantised_by and not has_tree,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
@@ -1101,9 +1113,11 @@ def _encoder_decoder(config: Config) -> str | None:
     model = config.model_config
     if not model.is_encoder_decoder:
         return None
-    rows = getattr(model.hf_config, "max_source_positions", 0)
+    rows, dtype = getattr(model.hf_config, "max_source_positions", 0), str(model.dtype).removeprefix("torch.")
+    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
+        f"in {dtype} on a GPU": by_gpus and dtype != "float32",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
@@ -1279,7 +1293,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B), any number and lengths of it: on a "
-        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper on a CPU with 0.32; by one worker",
+        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1415,8 +1429,9 @@ COVERED = (
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5 and Qwen3.5, suffixes, custom drafters, Medusa "
-        "and MTP of Qwen3-Next on a CPU: the answers and logprobs are those of plain decoding, greedy and with a seed",
+        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3 and Qwen3.5, "
+        "suffixes, custom drafters, Medusa and MTP of Qwen3-Next on a CPU: the answers and logprobs are those of plain "
+        "decoding, greedy and with a seed",
     ),
     Feature(
         "Tensor parallelism on GPUs",
@@ -1918,9 +1933,10 @@ REFUSED = (
         ),
     ),
     Feature(
-        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound",
-        "cross attention has not been run with others",
-        "serve a decoder-only model, or leave --max-model-len out",
+        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound, on a GPU in fp32",
+        "cross attention has not been run otherwise",
+        "serve a decoder-only model, leave --max-model-len out, or pass --dtype float32; "
+        f"{envs.UNTRIED.name}=1 starts 16 bits",
         _encoder_decoder,
     ),
     Feature(

@@ -95,7 +95,7 @@ def through_files(folder: Path, rank: int, ranks: int) -> Callable[[int], Peers]
 
 
 @triton.jit
-def _no_wait(flag_ptr, epoch, TIMEOUT: tl.constexpr):  # noqa: N803
+def _no_wait(own_flags_ptr, rank, epoch, RANKS: tl.constexpr, TIMEOUT: tl.constexpr):  # noqa: N803
     pass
 
 

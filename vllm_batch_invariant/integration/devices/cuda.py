@@ -112,12 +112,8 @@ class Cuda(VllmDevice):
         return external_ops
 
     def after_loading(self, worker: Any) -> None:
-        """As on every device; and the recurrences of a model are compared, where untried things start: no GPU has run
-        the comparison itself.
-        """
+        """As on every device; and the recurrences of a model are compared."""
         super().after_loading(worker)
-        if not envs.starts_untried():
-            return
         for of_layers in (one.RECURRENCE for one in (delta_rule, mamba2, lightning, kda)):
             of_layers.certify(worker.get_model())
 

@@ -232,6 +232,7 @@ class Ran:
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
+        large_heads_on_cpus_alone: those of them whose quantised weights no GPU has run.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
         latent_on_cpus_alone: those of them that no GPU has run.
@@ -310,6 +311,7 @@ class Ran:
     kda_models: tuple[str, ...]
     lightning_models: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
+    large_heads_on_cpus_alone: tuple[str, ...]
     chunked_models: tuple[str, ...]
     latent_models: tuple[str, ...]
     latent_on_cpus_alone: tuple[str, ...]

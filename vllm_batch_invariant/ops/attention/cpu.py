@@ -51,7 +51,7 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
     """Write the attention of ``params`` to ``out``; see the operation's package for the contract."""
     heads, kv_heads = params.query.shape[1], params.cache.kv_heads
     queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
-    tile_tokens = max(1, min(BLOCK_M // queries_per_kv, int(np.diff(params.starts).max())))
+    tile_tokens = max(1, min(BLOCK_M // queries_per_kv, int(np.diff(params.starts).max(initial=0))))
     cache, packed = params.cache, isinstance(params.cache, PackedKeys)
     score_mod = cpu_kernel.ScoreMod.of(params.spec, heads)
     work = cpu_kernel.deal(

@@ -90,7 +90,7 @@ SCHEDULES = {
     ),
 }
 """By :data:`.reduction.GATES`. The first decode as the fastest of seven at 1, 8, 64 and 256 requests on an H200; the
-second, which no GPU has run, with the fewest registers spilled where they are compiled for one.
+second, which has not been timed, with the fewest registers spilled where they are compiled for one.
 """
 _MANY = 8
 """Requests."""

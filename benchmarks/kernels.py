@@ -1,0 +1,132 @@
+"""What an engine's step of decode is made of: `python -m benchmarks.kernels MODEL`. Kernels of plain vLLM and of ours
+by the time that they take, from traces that vLLM's workers write with PyTorch's profiler, which slows the host down:
+times of kernels are right, the gaps between them are not. Nothing is written.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine import PROVIDERS, USUAL
+from vllm_batch_invariant.envs import FLAG, UNTRIED
+from vllm_batch_invariant.verify.arguments import at_least
+
+_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Of a trace's events, what a GPU does; a trace without them is a CPU's, of operators that lie in one another."""
+_OF_CPUS = ("cpu_op",)
+_PROMPT = 16
+
+
+class Kernel(NamedTuple):
+    """What a step has of a kernel: launches and microseconds."""
+
+    name: str
+    launches: float
+    time: float
+
+
+def kernels_of(events: Iterable[dict[str, Any]], steps: int) -> list[Kernel]:
+    """Those of a trace, a step, the longest first."""
+    of_gpus, of_cpus = defaultdict(list), defaultdict(list)
+    for event in events:
+        kind = event.get("cat")
+        if kind in _KINDS:
+            of_gpus[event["name"]].append(event["dur"])
+        elif kind in _OF_CPUS:
+            of_cpus[event["name"]].append(event["dur"])
+    found = [Kernel(name, len(times) / steps, sum(times) / steps) for name, times in (of_gpus or of_cpus).items()]
+    return sorted(found, key=lambda kernel: -kernel.time)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The events of the first worker's trace.
+
+    Raises:
+        FileNotFoundError: nobody has written one.
+    """
+    traces = sorted(path for path in folder.rglob("*.json*") if "async_llm" not in path.name)
+    if not traces:
+        raise FileNotFoundError(f"no trace in {folder}")
+    opened = gzip.open if traces[0].suffix == ".gz" else open
+    with opened(traces[0], "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def _trace(plan: dict[str, Any]) -> None:
+    """Start an engine, and write a trace of steps of decode to the plan's folder."""
+    from vllm import LLM, SamplingParams
+
+    silent = dict.fromkeys(("torch_profiler_with_stack", "torch_profiler_dump_cuda_time_total"), False)
+    profiler = {"profiler": "torch", "torch_profiler_dir": plan["folder"], "ignore_frontend": True, **silent}
+    llm = LLM(**plan["engine"], profiler_config=profiler)
+    prompts = [{"prompt_token_ids": [3 + number] * _PROMPT} for number in range(plan["batch"])]
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=plan["steps"] + 1)
+    llm.generate(prompts, sampling, use_tqdm=False)  # what is compiled or captured at first is in no trace
+    llm.start_profile()
+    llm.generate(prompts, sampling, use_tqdm=False)
+    llm.stop_profile()
+
+
+def print_kernels(of_providers: dict[str, list[Kernel]], most: int, console: Console) -> None:
+    """Print a table for each provider."""
+    for provider, kernels in of_providers.items():
+        total = sum(kernel.time for kernel in kernels)
+        title = f"{provider}: {total:.0f} us a step in {sum(kernel.launches for kernel in kernels):.0f} launches"
+        table = Table("us a step", "launches", "kernel", title=title, title_justify="left")
+        for kernel in kernels[:most]:
+            table.add_row(f"{kernel.time:.1f}", f"{kernel.launches:.1f}", kernel.name[:110])
+        console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels",
+        description="Print what a step of decode is made of. Exit status: 0 all well, 1 an engine failed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="a checkpoint; with --load-format dummy a folder with its config.json")
+    parser.add_argument("--load-format", default="auto", help="vLLM's")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=USUAL[:2], help="who takes part")
+    parser.add_argument("--batch", type=at_least(1), default=1, help="requests")
+    parser.add_argument("--steps", type=at_least(1), default=32, help="of decode")
+    parser.add_argument("--most", type=at_least(1), default=25, help="kernels of a table")
+    parser.add_argument("--theirs", type=json.loads, default={}, metavar="JSON", help="more arguments of plain vLLM's")
+    parser.add_argument("--ours", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine's")
+    options = parser.parse_args(arguments)
+    found: dict[str, list[Kernel]] = {}
+    for provider in options.providers:
+        theirs = options.theirs if provider == "stock" else {}
+        engine = {"model": options.model, "load_format": options.load_format, "skip_tokenizer_init": True}
+        with tempfile.TemporaryDirectory() as folder:
+            plan = {"engine": engine | options.ours | theirs, "batch": options.batch, "steps": options.steps}
+            inherited = {
+                name: value
+                for name, value in os.environ.items()
+                if name == UNTRIED.name or not name.startswith((FLAG, "VLLM_PLUGINS"))
+            }
+            command = [sys.executable, "-m", "benchmarks.kernels", json.dumps(plan | {"folder": folder})]
+            done = subprocess.run(command, env=inherited | PROVIDERS[provider], check=False)
+            if done.returncode == 0:
+                # the first of all tokens comes of prefill, which counts as a step of decode
+                found[provider] = kernels_of(read(Path(folder)), options.steps + 1)
+    print_kernels(found, options.most, Console(width=150))
+    return int(len(found) < len(options.providers))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        _trace(json.loads(sys.argv[1]))
+    else:
+        sys.exit(main())
