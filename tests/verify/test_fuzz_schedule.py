@@ -639,6 +639,24 @@ def test_layers_with_windows_take_pages_beside_those_of_full_attention() -> None
     assert pages_of_windows(shared, 128, 64) == 2
 
 
+def test_what_is_quantised_with_latent_attention_is_drawn_on_one_gpu_without_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    quantised = model | {"quantization_config": {"quant_method": "fp8"}}
+    for given, workers, drafts in ((model, {1, 2}, {0, 1, 3, 7}), (quantised, {1}, {0})):
+        drawn = [draw_settings(0, number, 256, Place("cuda", 32, 2, given)) for number in range(60)]
+        assert ({one.workers for one in drawn}, {one.drafts for one in drawn}) == (workers, drafts)
+
+
+def test_a_model_that_was_not_run_without_its_encoder_is_not_drawn_as_text() -> None:
+    kinds = {"Mistral3ForConditionalGeneration": {""}, "Qwen3VLForConditionalGeneration": {"", "only", "limits"}}
+    for architecture, texts in kinds.items():
+        place = Place("cpu", 2, model=SEEING | {"architectures": [architecture]}, encodes=True)
+        assert {draw_settings(0, number, 256, place).text for number in range(20)} == texts
+
+
 def test_latent_attention_is_drawn_on_a_gpu_in_cuda_graphs_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     model = EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_rope_head_dim": 64}

@@ -149,6 +149,16 @@ class Place:
         return bool(self.model.get("quantization_config")) or not self.is_open("--quantization")
 
     @property
+    def is_served_as_text(self) -> bool:
+        """Whether the model, which has an encoder, has been run without it."""
+        return not {*coverage.RAN.with_encoder_alone} & {*(self.model.get("architectures") or ())}
+
+    @property
+    def is_alone_on_a_gpu(self) -> bool:
+        """Whether nothing but one GPU without drafts has served it: quantised weights with latent attention."""
+        return self.device == "cuda" and self.is_quantised and bool(self._of_latent)
+
+    @property
     def cache_scheme(self) -> Mapping[str, Any] | None:
         """What a checkpoint says of its KV cache; None: nothing."""
         return (self.model.get("quantization_config") or {}).get("kv_cache_scheme")
@@ -389,7 +399,7 @@ FIELDS = (
     Field(
         "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
     ),
-    Field("drafts", coverage.SPECULATION, lambda _: DRAFTS),
+    Field("drafts", coverage.SPECULATION, lambda _: DRAFTS, lambda place, _: not place.is_alone_on_a_gpu),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
         "workers",
@@ -398,6 +408,7 @@ FIELDS = (
         lambda place, one: (
             place.is_shared_by(2)
             and place.is_shared_beside(one.text)
+            and not place.is_alone_on_a_gpu
             and (place.has_segments or not one.exact)
             and not (place.pools and place.device == "cuda")
         ),

@@ -195,7 +195,9 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
         small_cache=take("cache", (True, False)),
         runner="",
         context=context,
-        text=take("text", (*TEXT_ONLY, *[NONE] * 3 * place.encodes)) if place.is_multimodal else "",
+        text=take("text", [*TEXT_ONLY] * place.is_served_as_text + [NONE] * 3 * place.encodes or [NONE])
+        if place.is_multimodal
+        else "",
         exact=is_exact(),
         state_pages=pages_of_states(place.text),
     )
