@@ -637,6 +637,8 @@ def test_layers_with_windows_take_pages_beside_those_of_full_attention() -> None
     assert pages_of_windows({"layer_types": kinds * 2, "sliding_window": 65}, 128, 64) == 5 * 3
     shared = {"layer_types": kinds[4:] * 2, "sliding_window": 64, "num_kv_shared_layers": 2}
     assert pages_of_windows(shared, 128, 64) == 2
+    chunked = {"layer_types": [*["chunked_attention"] * 3, "full_attention"], "attention_chunk_size": 64}
+    assert pages_of_windows(chunked, 128, 64) == 3 * 2
 
 
 def test_what_is_quantised_with_latent_attention_is_drawn_on_one_gpu_without_drafts(

@@ -137,8 +137,9 @@ def pages_of_states(config: Mapping[str, Any]) -> int:
 
 
 def pages_of_windows(config: Mapping[str, Any], page: int, chunk: int) -> int:
-    """Pages that the layers with a sliding window of one request take beside those of full attention, by the
-    configuration of its language model, in groups of as many layers as the rarer kind has.
+    """Pages that the layers with a sliding window, or that see a token's own chunk alone, of one request take beside
+    those of full attention, by the configuration of its language model, in groups of as many layers as the rarer kind
+    has.
 
     Args:
         page: tokens in a page.
@@ -146,9 +147,10 @@ def pages_of_windows(config: Mapping[str, Any], page: int, chunk: int) -> int:
     """
     kinds = list(config.get("layer_types") or ())
     kinds = kinds[: len(kinds) - (config.get("num_kv_shared_layers") or 0)]  # these read the pages of others
-    with_window, full = (kinds.count(f"{kind}_attention") for kind in ("sliding", "full"))
-    groups = -(-with_window // (min(with_window, full) or 1)) if full else 0
-    return groups * (-(-((config.get("sliding_window") or 0) + chunk) // page) + 1)
+    sliding, chunked, full = (kinds.count(f"{kind}_attention") for kind in ("sliding", "chunked", "full"))
+    some, seen = sliding + chunked, config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    groups = -(-some // (min(some, full) or 1)) if full else 0
+    return groups * (-(-(seen + chunk) // page) + 1)
 
 
 def start_engine(model: str, arguments: Sequence[str]) -> Any:
