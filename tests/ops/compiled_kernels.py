@@ -1108,8 +1108,8 @@ def check_adapters(more: bool) -> None:
 
 
 def reduced_layouts(ir: str) -> list[str]:
-    """Of each reduction of a kernel's TTGIR, but of integers, which have no order that decides bits, in their order, the
-    shape and where which thread has which element.
+    """Of each reduction of a kernel's TTGIR, in their order, the shape and where which thread has which element; of
+    integers none, whose order decides no bit.
     """
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
     found = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([^>]*>?)>\) ->', ir, re.DOTALL)
