@@ -223,6 +223,12 @@ def _prefetch_found(data, starts, begin, end, size):
 
 
 @njit
+def _keys_of_tile(tile_start, block_n, first_key, split_end):
+    """The first and the last + 1 key that a tile holds: pages before the first visible one may be gone."""
+    return max(tile_start, first_key), min(tile_start + block_n, split_end)
+
+
+@njit
 def _scale_of(scales, page, head, slot):
     return scales.data[page * scales.stride_page + head * scales.stride_head + slot * scales.stride_slot]
 
@@ -552,32 +558,28 @@ def _attend_item(
                 row_end = max(row_end, ranges[query_start + token, 1] + 1)
             visible[row, 0] = _clip(row_first - start, 0, split_end - start)
             visible[row, 1] = _clip(row_end - start, 0, split_end - start)
-        first_tile = start + max(0, first_key - start) // block_n * block_n
+        first_seen = max(start, first_key)
+        first, last = first_seen - start, split_end - start  # of the split's
+        first_tile = start + first // block_n * block_n
         if of_tokens:
-            first_seen = max(start, first_key)
-            first = first_seen - start
             _load_factors(
                 k_scales, kv_head, pages, page_size, first_seen, split_end, score_mod.qk_scale, scratch.k_factors, first
             )
             _load_factors(v_scales, kv_head, pages, page_size, first_seen, split_end, one, scratch.v_factors, first)
 
         if is_token:
-            first = max(first_key, start)
-            low, high = first - start, split_end - start
-            _find_rows(keys, kv_head, pages, page_size, first, split_end, k_starts, low)
-            _find_rows(values, kv_head, pages, page_size, first, split_end, v_starts, low)
+            _find_rows(keys, kv_head, pages, page_size, first_seen, split_end, k_starts, first)
+            _find_rows(values, kv_head, pages, page_size, first_seen, split_end, v_starts, first)
             _score_bf16(
-                q, four_rows, width, head_size, keys.data, k_starts, low, high, scores, split_size, values.data,
+                q, four_rows, width, head_size, keys.data, k_starts, first, last, scores, split_size, values.data,
                 v_starts, value_size * 2,
             )  # fmt: skip
         else:
             for tile_start in range(first_tile, split_end, block_n):
-                # Pages before the first visible key may be gone.
-                begin = max(tile_start, first_key)
-                end = min(tile_start + block_n, split_end)
-                first = begin - tile_start
+                begin, end = _keys_of_tile(tile_start, block_n, first_key, split_end)
+                row = begin - tile_start
                 _prefetch_rows(values, kv_head, pages, page_size, begin, end, value_size)
-                _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, width, scratch.tile, first)
+                _load_rows(keys, kv_head, pages, page_size, begin, end, head_size, width, scratch.tile, row)
                 _score_rows(scratch, head_size, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
@@ -599,19 +601,16 @@ def _attend_item(
                 next_pages, next_head, begin, end = pages, kv_head, split_end, kv_end
             next_keys = min(end, begin - begin % split_size + split_size) - begin
             _find_rows(keys, next_head, next_pages, page_size, begin, begin + next_keys, next_starts, 0)
-            low, high = max(first_key - start, 0), split_end - start
             _add_values_bf16(
-                scores, four_rows, split_size, values.data, v_starts, low, high, value_size, value_width, split_acc,
+                scores, four_rows, split_size, values.data, v_starts, first, last, value_size, value_width, split_acc,
                 keys.data, next_starts, next_keys, head_size * 2,
             )  # fmt: skip
         else:
             for tile_start in range(first_tile, split_end, block_n):
-                begin = max(tile_start, first_key)
-                end = min(tile_start + block_n, split_end)
-                first = begin - tile_start
-                next_end = min(end + split_size, kv_end)
+                begin, end = _keys_of_tile(tile_start, block_n, first_key, split_end)
+                row, next_end = begin - tile_start, min(end + split_size, kv_end)
                 _prefetch_rows(keys, kv_head, pages, page_size, begin + split_size, next_end, head_size)
-                _load_rows(values, kv_head, pages, page_size, begin, end, value_size, value_width, scratch.tile, first)
+                _load_rows(values, kv_head, pages, page_size, begin, end, value_size, value_width, scratch.tile, row)
                 _add_values_rows(scratch, tile_start - start, end - tile_start, even_rows, split_size)
 
         for row in range(rows):
