@@ -55,8 +55,13 @@ def _first(found: Mapping[str, object]) -> str | None:
     return next((what for what, is_so in found.items() if is_so), None)
 
 
+def _dtype_of(model: Any) -> str:
+    """A model's, as an argument of vLLM has it."""
+    return str(model.dtype).removeprefix("torch.")
+
+
 def _dtype(config: Config) -> str | None:
-    name = str(config.model_config.dtype).removeprefix("torch.")
+    name = _dtype_of(config.model_config)
     return None if name in DTYPES else f"dtype {name}"
 
 
@@ -291,6 +296,11 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _by_gpus_alone(config: Config) -> bool:
+    """Whether it is a GPU's that must have run, and not a CPU's."""
+    return _ran_on(devices.of_config(config).ops.type) == "cuda"
+
+
 def _cache_scales(config: Config) -> str:
     """What has a scale of its own in a KV cache in e4m3."""
     return schemes.scales_of_cache(_cache_dtype(config), getattr(config, "quant_config", None))
@@ -308,7 +318,7 @@ def _kv_cache(config: Config) -> str | None:
 
 
 def _kv_cache_of_another_dtype(config: Config) -> str | None:
-    dtype, of_model = _cache_dtype(config), str(config.model_config.dtype).removeprefix("torch.")
+    dtype, of_model = _cache_dtype(config), _dtype_of(config.model_config)
     fits = dtype not in DTYPES or dtype == of_model
     return None if fits else f"a KV cache in {dtype} of a model in {of_model}"
 
@@ -330,8 +340,7 @@ def _fp8_kv_cache_elsewhere(config: Config) -> str | None:
         f"with vLLM {version}": not version.startswith(RAN.fp8_kv_cache[device.ops.type]),
         "in exact arithmetic": device.is_exact,
         "by FlexAttention": envs.ATTENTION.read() == "flex",
-        "of a model in float16": scales == schemes.OF_TOKENS
-        and str(config.model_config.dtype).removeprefix("torch.") == "float16",
+        "of a model in float16": scales == schemes.OF_TOKENS and _dtype_of(config.model_config) == "float16",
     }
     if scales == schemes.OF_TOKENS and _ran_on(device.ops.type) == "cuda":
         parallel, speculation = config.parallel_config, getattr(config, "speculative_config", None)
@@ -419,7 +428,7 @@ def _other_adapters(config: Config) -> str | None:
     lora, model, device = config.lora_config, config.model_config, devices.of_config(config)
     if lora is None or _adapters_elsewhere(config):
         return None
-    of_model = str(model.dtype).removeprefix("torch.")
+    of_model = _dtype_of(model)
     dtype, of_head = (
         str(one).removeprefix("torch.") for one in (lora.lora_dtype, getattr(model, "head_dtype", of_model))
     )
@@ -704,7 +713,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         return f"{kept.name} with vLLM {version}"
     model, cache = config.model_config, config.cache_config
     dtype, of_rules = (getattr(cache, f"mamba_{of}cache_dtype", "auto") for of in ("", "ssm_"))
-    of_model = str(model.dtype).removeprefix("torch.")
+    of_model = _dtype_of(model)
     settings = _OF_STATES if ops.type == "cpu" else (*_OF_STATES, _RETENTION)
     setting = next((name for name in settings if getattr(cache, name, None)), "")
     rounds = getattr(getattr(config, "mamba_config", None), "enable_stochastic_rounding", False)
@@ -800,7 +809,7 @@ def _latent_elsewhere(config: Config) -> str | None:
         return None
     text, model = config.model_config.hf_text_config, config.model_config
     device = devices.of_config(config).ops.type
-    by_gpus, dtype = _ran_on(device) == "cuda", str(model.dtype).removeprefix("torch.")
+    by_gpus, dtype = _by_gpus_alone(config), _dtype_of(model)
     sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     scaling = getattr(text, "llama_4_scaling", None)
     beside = {
@@ -852,10 +861,9 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     if found := _beside_layers(config, named, *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised):
         return found
     model = config.model_config
-    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
-    if not (by_gpus and model.quantization and _has_heads_of_two_sizes(config)):
+    if not (_by_gpus_alone(config) and model.quantization and _has_heads_of_two_sizes(config)):
         return None
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = _dtype_of(model)
     beside = {
         f"quantised weights of {model.architecture} on a GPU": model.architecture in RAN.large_heads_on_cpus_alone,
         f"quantised weights in {dtype} on a GPU": dtype != "bfloat16",
@@ -907,28 +915,30 @@ def _beside_layers(
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
-    slices, of_trees = tensor_tree.k_slices(), trees.get(_ran_on(ops.type), ())
+    ran_on = _ran_on(ops.type)
+    slices, of_trees = tensor_tree.k_slices(), trees.get(ran_on, ())
     has_tree = slices in of_trees
-    other = _other_quantisation(config, quantised.get(_ran_on(ops.type), ()))
-    quantised_by = 1 if _ran_on(ops.type) == "cuda" else 2
-    if workers in (*numbers.get(_ran_on(ops.type), ()), *(of_trees if has_tree else ())):
+    other = _other_quantisation(config, quantised.get(ran_on, ()))
+    by_gpus = ran_on == "cuda"
+    shares_quantised = has_tree or workers <= (1 if by_gpus else 2)
+    if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices > 1 and not has_tree,
-        f"speculative decoding with {method}": method not in (None, *drafters.get(_ran_on(ops.type), ())),
+        f"speculative decoding with {method}": method not in (None, *drafters.get(ran_on, ())),
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
-        "speculative decoding and quantised weights on a GPU": method and model.quantization and quantised_by == 1,
+        "speculative decoding and quantised weights on a GPU": method and model.quantization and by_gpus,
         f"quantisation {other}": other,
-        f"quantised weights by {workers} workers": model.quantization and workers > quantised_by and not has_tree,
+        f"quantised weights by {workers} workers": model.quantization and not shares_quantised,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),
         "embeddings as prompts": model.enable_prompt_embeds,
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
-        "the first model runner": _ran_on(ops.type) == "cuda" and not config.use_v2_model_runner,
+        "the first model runner": by_gpus and not config.use_v2_model_runner,
         "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel and not has_tree,
         "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
@@ -1113,11 +1123,10 @@ def _encoder_decoder(config: Config) -> str | None:
     model = config.model_config
     if not model.is_encoder_decoder:
         return None
-    rows, dtype = getattr(model.hf_config, "max_source_positions", 0), str(model.dtype).removeprefix("torch.")
-    by_gpus = _ran_on(devices.of_config(config).ops.type) == "cuda"
+    rows, dtype = getattr(model.hf_config, "max_source_positions", 0), _dtype_of(model)
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"in {dtype} on a GPU": by_gpus and dtype != "float32",
+        f"in {dtype} on a GPU": _by_gpus_alone(config) and dtype != "float32",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
@@ -1203,7 +1212,7 @@ def _inexact(config: Config) -> str | None:
     model, workers = config.model_config, config.parallel_config.tensor_parallel_size
     text = model.hf_text_config
     problem = exact.problem_of(model.architecture, lambda name, default: getattr(text, name, default))
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = _dtype_of(model)
     attention, has_experts = envs.ATTENTION.read(), getattr(model, "is_moe", False)
     on_a_gpu = device.ops.type == "cuda"
     found = {
