@@ -64,6 +64,16 @@ _TURNS = 2
 """Loads of each server."""
 
 
+def environment_of(provider: str) -> dict[str, str]:
+    """The variables of a provider's engine: this process's, but for what decides who computes."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name == UNTRIED.name or not name.startswith((FLAG, "VLLM_PLUGINS"))
+    }
+    return inherited | PROVIDERS[provider]
+
+
 def measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, Any] | None:
     """What an engine of a provider's did, also if it was cut short; None if it failed, with the end of its log on
     stderr.
@@ -118,13 +128,8 @@ def _measure(provider: str, plan: dict[str, Any], timeout: float) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         plan_path, result_path, log = (Path(folder, name) for name in ("plan.json", "result.json", "log"))
         plan_path.write_text(json.dumps(plan))
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name == UNTRIED.name or not name.startswith((FLAG, "VLLM_PLUGINS"))
-        }
         command = [sys.executable, "-m", "benchmarks.engine_worker", plan_path, result_path]
-        environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | PROVIDERS[provider]
+        environment = {"VLLM_LOGGING_LEVEL": "WARNING"} | environment_of(provider)
         if provider in _OURS and (mode := of_started(environment)) != OURS:
             print(f"FAILED: {provider} is not started: {mode}", file=sys.stderr)
             return None

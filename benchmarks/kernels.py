@@ -6,7 +6,6 @@ times of kernels are right, the gaps between them are not. Nothing is written.
 import argparse
 import gzip
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import PROVIDERS, USUAL
-from vllm_batch_invariant.envs import FLAG, UNTRIED
+from benchmarks.engine import PROVIDERS, USUAL, environment_of
 from vllm_batch_invariant.verify.arguments import at_least
 
 _KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -103,21 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=at_least(1), default=32, help="of decode")
     parser.add_argument("--most", type=at_least(1), default=25, help="kernels of a table")
     parser.add_argument("--theirs", type=json.loads, default={}, metavar="JSON", help="more arguments of plain vLLM's")
-    parser.add_argument("--ours", type=json.loads, default={}, metavar="JSON", help="more arguments of every engine's")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of each engine")
     options = parser.parse_args(arguments)
     found: dict[str, list[Kernel]] = {}
     for provider in options.providers:
         theirs = options.theirs if provider == "stock" else {}
         engine = {"model": options.model, "load_format": options.load_format, "skip_tokenizer_init": True}
         with tempfile.TemporaryDirectory() as folder:
-            plan = {"engine": engine | options.ours | theirs, "batch": options.batch, "steps": options.steps}
-            inherited = {
-                name: value
-                for name, value in os.environ.items()
-                if name == UNTRIED.name or not name.startswith((FLAG, "VLLM_PLUGINS"))
-            }
+            plan = {"engine": engine | options.engine | theirs, "batch": options.batch, "steps": options.steps}
             command = [sys.executable, "-m", "benchmarks.kernels", json.dumps(plan | {"folder": folder})]
-            done = subprocess.run(command, env=inherited | PROVIDERS[provider], check=False)
+            done = subprocess.run(command, env=environment_of(provider), check=False)
             if done.returncode == 0:
                 # the first of all tokens comes of prefill, which counts as a step of decode
                 found[provider] = kernels_of(read(Path(folder)), options.steps + 1)
