@@ -161,8 +161,10 @@ FALCON_H1 = {
     "pad_token_id": 0,
 }
 ON_GPU = torch.cuda.is_available()
-needs_four = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="needs 4 GPUs")
-WORKERS = [2, pytest.param(4, marks=needs_four)]
+needs_two, needs_four = (
+    pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < count, reason=f"needs {count} GPUs") for count in (2, 4)
+)
+WORKERS = [pytest.param(2, marks=needs_two), pytest.param(4, marks=needs_four)]
 BY_WORKERS = pytest.mark.parametrize("workers", WORKERS)
 by_first_runner = pytest.mark.skipif(
     ON_GPU, reason="refused there: a drafter of the test's needs the first model runner"
@@ -472,8 +474,8 @@ def with_drafts(
 
 
 def cores_of(workers: int) -> dict[str, str]:
-    """The variable that gives each worker one of two cores."""
-    return {CORES: "|".join(str(rank % 2) for rank in range(workers))}
+    """The variable that gives each worker of a CPU one of two cores."""
+    return {} if ON_GPU else {CORES: "|".join(str(rank % 2) for rank in range(workers))}
 
 
 def check_workers(

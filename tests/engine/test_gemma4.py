@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
@@ -140,14 +139,13 @@ def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, checkpoint: Call
     kept_states.check_workers_without_a_tree(kept_states.started, checkpoint(name), DEFAULT | kept_states.IN_GRAPHS)
 
 
-@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
 @kept_states.BY_WORKERS
 @pytest.mark.parametrize("name", CONFIGS)
 def test_workers_keep_their_bits_and_are_near_transformers_in_float64(
     name: str, checkpoint: Callable[[str], Path], workers: int
 ) -> None:
     """Some have the same heads of keys."""
-    variables = UNTRIED_THERE | ({} if ON_GPU else kept_states.cores_of(workers))
+    variables = UNTRIED_THERE | kept_states.cores_of(workers)
     settings = {"tensor_parallel_size": workers, "dtype": "float32"} | DEFAULT
     shared = kept_states.started(checkpoint(name), gemma4.ask, variables=variables, **settings)
     assert [where for where in SAME if shared[where] != shared["alone"]] == []

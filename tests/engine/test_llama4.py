@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine import kept_states, llama4, multimodal
 from tests.engine.engines import untried_on_gpu
@@ -27,7 +26,6 @@ pytestmark = [
 ]
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60, "block_size": 32, "dtype": "float32"}
 """With so few pages some requests are preempted."""
-needs_two = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
 UNCACHED = DEFAULT | {"enable_prefix_caching": False, "max_num_batched_tokens": 47}
 ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 32, "dtype": "float32"}
 WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
@@ -99,12 +97,12 @@ def test_logprobs_are_near_transformers_in_float64(found: Callable[[], dict[str,
 
 def by_workers(checkpoint: Path, workers: int, tree: str, ask: Callable[[Engine], Any]) -> Any:
     """What is found of an engine of workers, who have experts whole where they add by a tree."""
-    variables = {TP_TREE.name: tree} | ({} if ON_GPU else kept_states.cores_of(workers))
+    variables = {TP_TREE.name: tree} | kept_states.cores_of(workers)
     settings = {"tensor_parallel_size": workers, "enable_expert_parallel": tree != "1"} | DEFAULT
     return started(checkpoint, ask, variables=variables, **settings)
 
 
-@needs_two
+@kept_states.needs_two
 def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
     found: Callable[[], dict[str, Any]], checkpoint: Path
 ) -> None:
@@ -117,7 +115,7 @@ def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
     assert found()["alone"] != shared["alone"], "the negative control"
 
 
-@needs_two
+@kept_states.needs_two
 def test_by_a_tree_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
     one, two = (by_workers(checkpoint, workers, "2", kept_states.ask_briefly) for workers in (1, 2))
     assert one["alone"] == one["among others"] == two["alone"] == two["among others"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine import kept_states, mla, multimodal
 from tests.engine.drafters import predict_by_last_layer
@@ -150,7 +149,6 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(name: str, tmp_p
     assert counted["preemptions"] > 0
 
 
-@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="it takes two GPUs")
 @kept_states.BY_WORKERS
 @pytest.mark.parametrize("name", ["V2-Lite", "V3", "GLM-4.7-Flash"])
 def test_workers_keep_their_bits_and_are_near_transformers_in_float64(name: str, tmp_path: Path, workers: int) -> None:
@@ -158,7 +156,7 @@ def test_workers_keep_their_bits_and_are_near_transformers_in_float64(name: str,
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 20) if name == "GLM-4.7-Flash" else {}
     folder, dtype = mla.written(name, tmp_path, **heads), "bfloat16" if ON_GPU else "float32"
     settings = {"tensor_parallel_size": workers, "dtype": dtype} | DEFAULT
-    variables = UNTRIED_THERE | ({} if ON_GPU else kept_states.cores_of(workers))
+    variables = UNTRIED_THERE | kept_states.cores_of(workers)
     shared = kept_states.started(folder, mla.ask, variables=variables, **settings)
     assert [where for where in SAME if shared[where] != shared["alone"]] == []
     assert decodes_as_it_prefills(shared)

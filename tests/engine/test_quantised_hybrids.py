@@ -28,7 +28,6 @@ from tests.engine.test_delta_rule import (
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
-from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -201,7 +200,7 @@ def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path:
     folder, tree = quantised(form, tmp_path, WIDE.source(tmp_path / "source")), UNTRIED_THERE | {TP_TREE.name: "2"}
     one = started(folder, afterwards=kept_states.alone, variables=tree, **DEFAULT)
     asked = partial(kept_states.ask, of=(), length=LENGTH)
-    two = started(folder, afterwards=asked, variables=tree | {CORES: "0|1"}, tensor_parallel_size=2, **DEFAULT)
+    two = started(folder, afterwards=asked, variables=tree | kept_states.cores_of(2), tensor_parallel_size=2, **DEFAULT)
     assert [name for name in ("alone", *SAME) if two[name] != one] == []
     assert decodes_as_it_prefills(two)
 

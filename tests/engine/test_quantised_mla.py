@@ -23,7 +23,6 @@ from tests.engine.quantised_layers import KEPT, write
 from tests.engine.test_mla import DEFAULT, EXTENSION, ONE, UNCACHED, WAYS, WHOLE
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration import reviews
-from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import Engine
@@ -196,8 +195,8 @@ def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path:
 @pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
 def test_two_workers_leave_a_request_its_bits(form: str, case: Callable[[str, str], Case]) -> None:
     """They share heads and experts; each has all of the latent cache."""
-    cores = {CORES: "0|1"}
-    shared = started(case("V3", form).packed, mla.ask, variables=cores, tensor_parallel_size=2, **DEFAULT)
+    settings = {"variables": kept_states.cores_of(2), "tensor_parallel_size": 2} | DEFAULT
+    shared = started(case("V3", form).packed, mla.ask, **settings)
     assert [where for where in SAME if shared[where] != shared["alone"]] == []
     assert decodes_as_it_prefills(shared)
 
