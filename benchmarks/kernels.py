@@ -47,40 +47,42 @@ def kernels_of(events: Iterable[dict[str, Any]], steps: int) -> list[Kernel]:
     return sorted(found, key=lambda kernel: -kernel.time)
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The events of the first worker's trace.
+def read(folder: Path, number: int = 0) -> list[dict[str, Any]]:
+    """The events of one of the first worker's traces, whose names have their time.
 
     Raises:
-        FileNotFoundError: nobody has written one.
+        FileNotFoundError: nobody has written it.
     """
-    traces = sorted(path for path in folder.rglob("*.json*") if "async_llm" not in path.name)
+    traces = sorted(path for path in folder.rglob("*.json*") if "async_llm" not in path.name)[number : number + 1]
     if not traces:
-        raise FileNotFoundError(f"no trace in {folder}")
+        raise FileNotFoundError(f"no trace {number} in {folder}")
     opened = gzip.open if traces[0].suffix == ".gz" else open
     with opened(traces[0], "rt") as file:
         return json.load(file)["traceEvents"]
 
 
 def _trace(plan: dict[str, Any]) -> None:
-    """Start an engine, and write a trace of steps of decode to the plan's folder."""
+    """Start an engine, and write a trace of steps of decode for each of the plan's batches."""
     from vllm import LLM, SamplingParams
 
     silent = dict.fromkeys(("torch_profiler_with_stack", "torch_profiler_dump_cuda_time_total"), False)
     profiler = {"profiler": "torch", "torch_profiler_dir": plan["folder"], "ignore_frontend": True, **silent}
     llm = LLM(**plan["engine"], profiler_config=profiler)
-    prompts = [{"prompt_token_ids": [3 + number] * _PROMPT} for number in range(plan["batch"])]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=plan["steps"] + 1)
-    llm.generate(prompts, sampling, use_tqdm=False)  # what is compiled or captured at first is in no trace
-    llm.start_profile()
-    llm.generate(prompts, sampling, use_tqdm=False)
-    llm.stop_profile()
+    for batch in plan["batches"]:
+        prompts = [{"prompt_token_ids": [3 + number] * _PROMPT} for number in range(batch)]
+        llm.generate(prompts, sampling, use_tqdm=False)  # what is compiled or captured at first is in no trace
+        llm.start_profile()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        llm.stop_profile()
 
 
-def print_kernels(of_providers: dict[str, list[Kernel]], most: int, console: Console) -> None:
-    """Print a table for each provider."""
-    for provider, kernels in of_providers.items():
+def print_kernels(found: dict[tuple[str, int], list[Kernel]], most: int, console: Console) -> None:
+    """Print a table for each provider and batch."""
+    for (provider, batch), kernels in found.items():
         total = sum(kernel.time for kernel in kernels)
-        title = f"{provider}: {total:.0f} us a step in {sum(kernel.launches for kernel in kernels):.0f} launches"
+        launches = sum(kernel.launches for kernel in kernels)
+        title = f"{provider}, batch {batch}: {total:.0f} us a step in {launches:.0f} launches"
         table = Table("us a step", "launches", "kernel", title=title, title_justify="left")
         for kernel in kernels[:most]:
             table.add_row(f"{kernel.time:.1f}", f"{kernel.launches:.1f}", kernel.name[:110])
@@ -97,25 +99,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="a checkpoint; with --load-format dummy a folder with its config.json")
     parser.add_argument("--load-format", default="auto", help="vLLM's")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=USUAL[:2], help="who takes part")
-    parser.add_argument("--batch", type=at_least(1), default=1, help="requests")
+    parser.add_argument("--batches", nargs="+", type=at_least(1), default=[1], help="numbers of requests")
     parser.add_argument("--steps", type=at_least(1), default=32, help="of decode")
     parser.add_argument("--most", type=at_least(1), default=25, help="kernels of a table")
     parser.add_argument("--theirs", type=json.loads, default={}, metavar="JSON", help="more arguments of plain vLLM's")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of each engine")
     options = parser.parse_args(arguments)
-    found: dict[str, list[Kernel]] = {}
+    found: dict[tuple[str, int], list[Kernel]] = {}
     for provider in options.providers:
         theirs = options.theirs if provider == "stock" else {}
         engine = {"model": options.model, "load_format": options.load_format, "skip_tokenizer_init": True}
         with tempfile.TemporaryDirectory() as folder:
-            plan = {"engine": engine | options.engine | theirs, "batch": options.batch, "steps": options.steps}
+            plan = {"engine": engine | options.engine | theirs, "batches": options.batches, "steps": options.steps}
             command = [sys.executable, "-m", "benchmarks.kernels", json.dumps(plan | {"folder": folder})]
             done = subprocess.run(command, env=environment_of(provider), check=False)
             if done.returncode == 0:
-                # the first of all tokens comes of prefill, which counts as a step of decode
-                found[provider] = kernels_of(read(Path(folder)), options.steps + 1)
+                for number, batch in enumerate(options.batches):
+                    # the first of all tokens comes of prefill, which counts as a step of decode
+                    found[provider, batch] = kernels_of(read(Path(folder), number), options.steps + 1)
     print_kernels(found, options.most, Console(width=150))
-    return int(len(found) < len(options.providers))
+    return int(len(found) < len(options.providers) * len(options.batches))
 
 
 if __name__ == "__main__":

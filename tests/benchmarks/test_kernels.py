@@ -31,7 +31,9 @@ def test_the_trace_of_the_first_worker_is_read(tmp_path: Path, name: str) -> Non
     text = json.dumps({"traceEvents": EVENTS}).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     assert read(tmp_path) == EVENTS
-    with pytest.raises(FileNotFoundError, match="no trace in"):
+    with pytest.raises(FileNotFoundError, match="no trace 1 in"):
+        read(tmp_path, 1)
+    with pytest.raises(FileNotFoundError, match="no trace 0 in"):
         read(tmp_path / "other")
 
 
