@@ -40,8 +40,7 @@ def one_scale_of_experts(llm: Any) -> None:
     moe = module_for("moe", "cuda" if torch.cuda.is_available() else "cpu")
 
     def of_step(rows: torch.Tensor, reduction: MoeReduction) -> Codes:
-        codes, scales = quantise(rows, rows.abs().max().float().reshape(1) / 448, codes=reduction.products.codes)
-        groups = -(-rows.shape[1] // reduction.products.promote)
-        return Codes(codes, scales[:, None].expand(-1, groups).contiguous(), rows.dtype)
+        group = reduction.quantised.group
+        return Codes(*step_scaled(rows, codes=reduction.products.codes, group=group), rows.dtype)
 
     moe._operand = of_step

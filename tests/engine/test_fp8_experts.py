@@ -25,6 +25,7 @@ pytestmark = [
 OF_EXPERTS = replace(SHAPE, experts=6, top_k=2, expert_intermediate=256, dense_layers=0)
 """Experts of the first layer decide keys of the second, which are made beside other requests."""
 COMPRESSED = "compressed-tensors by blocks"
+ROWS = "compressed-tensors by rows"
 WAYS = ("by_reload_weights", "by_hand")
 FAULT = "one_scale_of_experts"
 
@@ -52,10 +53,38 @@ def engines(checkpoints: Checkpoints) -> tuple[Answers, Answers]:
         return first.result(), other.result()
 
 
+@pytest.fixture(scope="module")
+def engines_of_rows(checkpoints: Checkpoints) -> tuple[Answers, Answers]:
+    """The same of scales of rows, both in the format of compressed-tensors."""
+    calls: dict[str, tuple[Any, ...]] = {}
+    for way in WAYS:
+        calls |= {f"{way} other": (way, checkpoints.of(ROWS, 1)), f"{way} back": (way, checkpoints.of(ROWS))}
+    first = asked_of(checkpoints.of(ROWS), calls, {"max_num_batched_tokens": CHUNK}, FAULT)
+    return first, asked_of(checkpoints.of(ROWS, 1), {}, {"max_num_batched_tokens": 512}, FAULT)
+
+
 def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_the_cache(engines) -> None:
     for answers in engines:
         alone, warm, among_others = answers["fresh"]
         assert alone == warm == among_others
+
+
+def test_experts_with_scales_of_rows_keep_the_bits_of_a_request_too(engines_of_rows: tuple[Answers, Answers]) -> None:
+    """And where weights come again."""
+    for answers in engines_of_rows:
+        alone, warm, among_others = answers["fresh"]
+        assert alone == warm == among_others
+    first, other = engines_of_rows
+    for way in WAYS:
+        assert first[f"{way} other"][0] == other["fresh"][0] != first["fresh"][0]
+        assert first[f"{way} back"][0] == first["fresh"][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs keep what they captured")
+def test_one_scale_of_all_tokens_is_found_where_rows_have_scales(engines_of_rows: tuple[Answers, Answers]) -> None:
+    for answers in engines_of_rows:
+        alone, _, among_others = answers["one scale"]
+        assert alone != among_others
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -90,12 +119,16 @@ def test_one_scale_of_all_tokens_of_experts_is_found(engines: tuple[Answers, Ans
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
-def test_workers_that_share_experts_leave_a_request_its_bits(checkpoints: Checkpoints, shared: str) -> None:
-    """In chunks and, with weights by another name, at once."""
+@pytest.mark.parametrize("forms", [(BLOCKS, COMPRESSED), (ROWS, ROWS)], ids=["blocks", "rows"])
+def test_workers_that_share_experts_leave_a_request_its_bits(
+    checkpoints: Checkpoints, forms: tuple[str, str], shared: str
+) -> None:
+    """In chunks and, with blocks by another name, at once."""
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": shared == "whole"}
     chunks = {"max_num_batched_tokens": CHUNK}
-    of_two = asked_of(checkpoints.of(BLOCKS), {}, parallel | chunks, FAULT, **OF_TWO_WORKERS)
-    at_once = asked_of(checkpoints.of(COMPRESSED), {}, parallel, FAULT, **OF_TWO_WORKERS)
+    in_chunks, whole = (checkpoints.of(form) for form in forms)
+    of_two = asked_of(in_chunks, {}, parallel | chunks, FAULT, **OF_TWO_WORKERS)
+    at_once = asked_of(whole, {}, parallel, FAULT, **OF_TWO_WORKERS)
     alone, warm, among_others = of_two["fresh"]
     assert alone == warm == among_others
     assert alone == at_once["fresh"][0]

@@ -73,7 +73,7 @@ from vllm_batch_invariant.ops.delta_rule import Convolution, DeltaRuleReduction,
 from vllm_batch_invariant.ops.delta_rule import cuda as delta_rule
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
-from vllm_batch_invariant.ops.formats import FP8_BLOCK, MXFP4, PLAIN, Format, integers
+from vllm_batch_invariant.ops.formats import FP8, FP8_BLOCK, MXFP4, PLAIN, Format, integers
 from vllm_batch_invariant.ops.formats.triton_decode import PackedTile
 from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers, decode_tiles
 from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
@@ -579,22 +579,21 @@ def packed_layer(count: int) -> None:
         moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
 
-def experts_in_blocks(n: int, k: int) -> StoredExperts:
-    """Weights of four experts in FP8."""
-    codes, scales = torch.zeros(4, n, k, dtype=torch.uint8), torch.ones(4, -(-n // GROUP), -(-k // GROUP))
-    return StoredExperts(FP8_BLOCK, (codes.view(E4M3), scales), torch.bfloat16)
+def experts_in_fp8(n: int, k: int, form: Format = FP8_BLOCK) -> StoredExperts:
+    """Weights of four experts."""
+    codes, shape = torch.zeros(4, n, k, dtype=torch.uint8), (n, 1) if form is FP8 else (-(-n // GROUP), -(-k // GROUP))
+    return StoredExperts(form, (codes.view(E4M3), torch.ones(4, *shape)), torch.bfloat16)
 
 
 def experts_in_codes(hidden: int, intermediate: int) -> None:
     """The products of a layer in FP8, by every tile."""
-    for layer in moe.layer_schedules(torch.bfloat16, Gpu.of(0), scaled=True):
+    for layer, form in itertools.product(moe.layer_schedules(torch.bfloat16, Gpu.of(0), scaled=True), (FP8_BLOCK, FP8)):
         groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
         for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
-            blocks = -(-k // GROUP)
-            x = Codes(torch.zeros(8, k, dtype=torch.uint8).view(E4M3), torch.ones(8, blocks), torch.bfloat16)
-            weight = experts_in_blocks(n, k)
+            scales = torch.ones(8) if form is FP8 else torch.ones(8, -(-k // GROUP))
+            x = Codes(torch.zeros(8, k, dtype=torch.uint8).view(E4M3), scales, torch.bfloat16)
             gate = "silu" if tile is layer.gate_up else ""
-            moe.grouped_gemm(x, weight, None, groups, 8, torch.bfloat16, tile, activation=gate)
+            moe.grouped_gemm(x, experts_in_fp8(n, k, form), None, groups, 8, torch.bfloat16, tile, activation=gate)
     experts_by_library(hidden, intermediate)
 
 
@@ -603,7 +602,7 @@ def experts_by_library(hidden: int, intermediate: int, tokens: int = 8) -> None:
     if Gpu.of(0).fp8_mma is None:
         return
     products = ScaledLinearReduction.of(1, torch.bfloat16, E4M3, True, Gpu.of(0).fp8_mma)
-    sides = experts_in_blocks(2 * intermediate, hidden), experts_in_blocks(hidden, intermediate)
+    sides = experts_in_fp8(2 * intermediate, hidden), experts_in_fp8(hidden, intermediate)
     of_layer = Experts(*sides, MoeReduction(4, 2, torch.bfloat16, products=products))
     problem = ExpertsProblem.of(of_layer)
     if problem is not None:

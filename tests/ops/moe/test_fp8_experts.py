@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from tests.assertions import assert_same_bits
 from tests.ops.scaled_linear.hopper_core import interpret
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.ops.formats import FP8, FP8_BLOCK
+from vllm_batch_invariant.ops.formats import FP8, FP8_BLOCK, Format
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, moe, reference, route
 from vllm_batch_invariant.ops.moe.params import Codes
 from vllm_batch_invariant.ops.quantise import E4M3, quantise
@@ -24,7 +25,7 @@ ODD = (200, 128)
 
 QUICK = (
     "test_a_token_has_the_same_bits_alone_and_among_others",
-    "test_each_mistake_is_found[interpreted-one scale a row]",
+    "test_each_mistake_is_found[interpreted-blocks-one scale a row]",
 )
 """Of those in the interpreter, which take half a minute each: that run also where each minute counts."""
 
@@ -40,29 +41,36 @@ def tensor_core_of_the_interpreter(
     yield
 
 
-def stored(device, n: int, k: int, dtype: torch.dtype, seed: int) -> StoredExperts:
+by_form = pytest.mark.parametrize("form", [pytest.param(FP8_BLOCK, id="blocks"), pytest.param(FP8, id="rows")])
+
+
+def stored(device, n: int, k: int, dtype: torch.dtype, seed: int, form: Format = FP8_BLOCK) -> StoredExperts:
     """Codes of every size, and scales of no powers of two, all of them others."""
     draw = torch.Generator().manual_seed(seed)
     numbers = torch.randn(EXPERTS, n, k, generator=draw) * 10 ** (2 * torch.rand(EXPERTS, n, k, generator=draw))
     numbers[0, 0, 0], numbers[-1, -1, -1] = 448, -448
-    scales = 10 ** (torch.rand(EXPERTS, -(-n // 128), -(-k // 128), generator=draw) - 3) * k**-0.5
+    shape = (n, 1) if form is FP8 else (-(-n // 128), -(-k // 128))
+    scales = 10 ** (torch.rand(EXPERTS, *shape, generator=draw) - 3) * k**-0.5
     tensors = numbers.clamp(-448, 448).to(E4M3), scales
-    return StoredExperts(FP8_BLOCK, tuple(one.to(device.type) for one in tensors), dtype)
+    return StoredExperts(form, tuple(one.to(device.type) for one in tensors), dtype)
 
 
-def reduction_of(device, dtype: torch.dtype, **fields: object) -> MoeReduction:
-    codes = torch.empty(1, dtype=E4M3, device=device.type)
-    mma = device.module("scaled_linear").mma_of(codes)
-    return MoeReduction(EXPERTS, TOP_K, dtype, products=ScaledLinearReduction.of(1, dtype, E4M3, True, mma), **fields)
+def reduction_of(device, dtype: torch.dtype, form: Format = FP8_BLOCK, **fields: object) -> MoeReduction:
+    mma = device.module("scaled_linear").mma_of(torch.empty(1, dtype=E4M3, device=device.type))
+    products = ScaledLinearReduction.of(1, dtype, E4M3, form is FP8_BLOCK, mma)
+    return MoeReduction(EXPERTS, TOP_K, dtype, products=products, **fields)
 
 
-def layer(device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES, biased: bool = False) -> Experts:
+def layer(
+    device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES, biased: bool = False, form: Format = FP8_BLOCK
+) -> Experts:
     hidden, intermediate = sizes
     draw = torch.Generator().manual_seed(7)
     sides = (2 * intermediate, hidden) if biased else ()
     biases = [torch.randn(EXPERTS, side, generator=draw).to(device.type, dtype) for side in sides]
-    gate_up, down = stored(device, 2 * intermediate, hidden, dtype, 1), stored(device, hidden, intermediate, dtype, 2)
-    return Experts(gate_up, down, reduction_of(device, dtype), *biases)
+    shapes = (2 * intermediate, hidden), (hidden, intermediate)
+    products = (stored(device, *shape, dtype, seed, form) for seed, shape in enumerate(shapes, 1))
+    return Experts(*products, reduction_of(device, dtype, form), *biases)
 
 
 def routed(device, of: Experts, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,9 +86,7 @@ def routed(device, of: Experts, count: int) -> tuple[torch.Tensor, torch.Tensor,
 class Written:
     """A loop over tokens and their experts, by the operations on a row alone; and what may be wrong in it."""
 
-    quantised: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = lambda row: quantise(
-        row, codes=E4M3, group=128
-    )
+    quantised: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     product: Callable[..., torch.Tensor] = scaled_linear
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, of: Experts) -> torch.Tensor:
@@ -95,9 +101,11 @@ class Written:
         return out
 
     def _multiply(self, row, weight: StoredExperts, bias, expert: int) -> torch.Tensor:
-        of_expert = [tensor[expert].contiguous() for tensor in weight.tensors]
+        codes, scales = (tensor[expert].contiguous() for tensor in weight.tensors)
         bias = None if bias is None else bias[expert]
-        return self.product(*self.quantised(row), *of_expert, bias, row.dtype)
+        group, scales = (None, scales[:, 0]) if weight.format is FP8 else (128, scales)
+        quantised = self.quantised or partial(quantise, codes=E4M3, group=group)
+        return self.product(*quantised(row), codes, scales, bias, row.dtype)
 
 
 def next_block(codes, scale, weight, weight_scale, bias, dtype):
@@ -121,6 +129,29 @@ def one_scale_a_row(row):
     return codes, scale[:, None].expand(-1, -(-row.shape[1] // 128)).contiguous()
 
 
+def next_row(codes, scale, weight, weight_scale, bias, dtype):
+    return scaled_linear(codes, scale, weight, weight_scale.roll(1), bias, dtype)
+
+
+def summed_at_once(codes, scale, weight, weight_scale, bias, dtype):
+    """One sum over all of K."""
+    out = codes.float() @ weight.float().T * scale[:, None] * weight_scale
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def weight_first(codes, scale, weight, weight_scale, bias, dtype):
+    """Scales multiplied in the other order."""
+    out = scaled_linear(codes, torch.ones_like(scale), weight, torch.ones_like(weight_scale), None, torch.float32)
+    out = out * weight_scale * scale[:, None]
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def one_scale_a_group(row):
+    """Codes of groups by the scale of the row."""
+    codes, scale = quantise(row, codes=E4M3, group=128)
+    return codes, scale.amax(-1)
+
+
 def powers_of_two(row):
     scale = 2 ** quantise(row, codes=E4M3, group=128)[1].log2().ceil()
     whole = scale.repeat_interleave(128, -1)[:, : row.shape[1]]
@@ -128,11 +159,19 @@ def powers_of_two(row):
 
 
 MISTAKES = {
-    "the next block's scales": Written(product=next_block),
-    "the next group's scales": Written(product=next_group),
-    "no promotion": Written(product=not_promoted),
-    "one scale a row": Written(quantised=one_scale_a_row),
-    "scales of powers of two": Written(quantised=powers_of_two),
+    FP8_BLOCK: {
+        "the next block's scales": Written(product=next_block),
+        "the next group's scales": Written(product=next_group),
+        "no promotion": Written(product=not_promoted),
+        "one scale a row": Written(quantised=one_scale_a_row),
+        "scales of powers of two": Written(quantised=powers_of_two),
+    },
+    FP8: {
+        "the next row's scale": Written(product=next_row),
+        "no promotion": Written(product=summed_at_once),
+        "the weight's scale first": Written(product=weight_first),
+        "codes of groups": Written(quantised=one_scale_a_group),
+    },
 }
 
 
@@ -149,21 +188,37 @@ def dtype_of(device) -> torch.dtype:
         (torch.float16, ODD, False),
     ],
 )
-def test_a_token_has_the_bits_of_its_products_alone(device, dtype: torch.dtype, sizes, biased: bool) -> None:
-    of = layer(device, dtype, sizes, biased)
+@by_form
+def test_a_token_has_the_bits_of_its_products_alone(
+    device, dtype: torch.dtype, sizes, biased: bool, form: Format
+) -> None:
+    of = layer(device, dtype, sizes, biased, form)
     given = routed(device, of, 2 if device.is_interpreted else 7)
     found = moe(*given, of)
     assert found.isfinite().all()
     assert_same_bits(found, Written()(*given, of))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_mistake_is_found(device, mistake: str) -> None:
+def test_scales_of_rows_serve_sizes_that_blocks_do_not(device) -> None:
+    of = layer(device, torch.bfloat16, (136, 72), True, FP8)
+    given = routed(device, of, 5)
+    assert_same_bits(moe(*given, of), Written()(*given, of))
+
+
+@pytest.mark.parametrize(
+    ("form", "mistake"),
+    [
+        pytest.param(form, name, id=f"{'rows' if form is FP8 else 'blocks'}-{name}")
+        for form, mistakes in MISTAKES.items()
+        for name in mistakes
+    ],
+)
+def test_each_mistake_is_found(device, form: Format, mistake: str) -> None:
     """In fp32, in which every sum shows."""
-    of = layer(device, torch.float32)
+    of = layer(device, torch.float32, form=form)
     given = routed(device, of, 3)
     found = moe(*given, of)
-    assert not torch.equal(found, MISTAKES[mistake](*given, of))
+    assert not torch.equal(found, MISTAKES[form][mistake](*given, of))
 
 
 def counts_of(device) -> tuple[int, ...]:
@@ -183,24 +238,28 @@ def differing(device, of: Experts) -> list[int]:
     ]
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others(device) -> None:
-    assert differing(device, layer(device, dtype_of(device))) == []
+@by_form
+def test_a_token_has_the_same_bits_alone_and_among_others(device, form: Format) -> None:
+    assert differing(device, layer(device, dtype_of(device), form=form)) == []
 
 
-def test_one_scale_of_all_tokens_fails_the_same_sweep(device, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, of = device.module("moe"), layer(device, dtype_of(device))
+@by_form
+def test_one_scale_of_all_tokens_fails_the_same_sweep(device, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
+    module, of = device.module("moe"), layer(device, dtype_of(device), form=form)
 
     def of_step(rows: torch.Tensor, reduction: MoeReduction) -> Codes:
         codes, scales = quantise(rows, rows.abs().max().float().reshape(1) / 448, codes=E4M3)
-        groups = -(-rows.shape[1] // 128)
-        return Codes(codes, scales[:, None].expand(-1, groups).contiguous(), rows.dtype)
+        if form is FP8_BLOCK:
+            scales = scales[:, None].expand(-1, -(-rows.shape[1] // 128)).contiguous()
+        return Codes(codes, scales, rows.dtype)
 
     monkeypatch.setattr(module, "_operand", of_step)
     assert differing(device, of)
 
 
-def test_a_part_of_the_experts_has_the_bits_of_that_part(device) -> None:
-    of = layer(device, dtype_of(device), biased=True)
+@by_form
+def test_a_part_of_the_experts_has_the_bits_of_that_part(device, form: Format) -> None:
+    of = layer(device, dtype_of(device), biased=True, form=form)
     x, weights, ids = routed(device, of, 20)
     here = torch.tensor([4, 1])
     places = torch.full((EXPERTS,), -1, dtype=torch.int32).index_copy_(0, here, torch.arange(2, dtype=torch.int32))
@@ -217,10 +276,11 @@ def test_a_part_of_the_experts_has_the_bits_of_that_part(device) -> None:
 
 
 @pytest.mark.parametrize("mma", [EXACT, WGMMA])
-def test_a_cpu_has_the_sums_of_each_tensor_core_that_has_a_model(device, mma: str) -> None:
+@by_form
+def test_a_cpu_has_the_sums_of_each_tensor_core_that_has_a_model(device, form: Format, mma: str) -> None:
     if device.name != "cpu":
         pytest.skip("of CPUs")
-    of = layer(device, torch.bfloat16)
+    of = layer(device, torch.bfloat16, form=form)
     products = replace(of.reduction.products, mma=mma)
     of = replace(of, reduction=replace(of.reduction, products=products))
     given = routed(device, of, 3)
@@ -230,9 +290,10 @@ def test_a_cpu_has_the_sums_of_each_tensor_core_that_has_a_model(device, mma: st
     assert not torch.equal(moe(*given, of), Written(product=lambda *o: scaled_linear(*o, other))(*given, of))
 
 
-def test_results_are_near_the_float64_reference(device) -> None:
+@by_form
+def test_results_are_near_the_float64_reference(device, form: Format) -> None:
     """Where a number lies between two codes a rounding may decide, and that moves it by up to 1 in 16."""
-    of = layer(device, torch.float32, biased=True)
+    of = layer(device, torch.float32, biased=True, form=form)
     given = [one.cpu() for one in routed(device, of, 12)]
     expected = reference.moe(*given, _on_cpu(of))
     found = moe(*(one.to(device.type) for one in given), of).cpu().double()
@@ -245,8 +306,9 @@ def _on_cpu(of: Experts) -> Experts:
     return Experts(*stored, of.reduction, *(one.cpu() for one in (of.gate_up_bias, of.down_bias)))
 
 
-def test_what_is_not_finite_has_nan_and_its_neighbours_have_not(device) -> None:
-    of = layer(device, dtype_of(device))
+@by_form
+def test_what_is_not_finite_has_nan_and_its_neighbours_have_not(device, form: Format) -> None:
+    of = layer(device, dtype_of(device), form=form)
     x, weights, ids = routed(device, of, 9)
     clean = moe(x, weights, ids, of)
     x[2, 5], x[7] = torch.inf, torch.nan
@@ -266,20 +328,21 @@ def scales_of_next_columns(right: Callable[..., torch.Tensor]) -> Callable[..., 
     return wrong
 
 
-def test_tiles_are_certified_and_a_wrong_scale_is_found(device, monkeypatch: pytest.MonkeyPatch) -> None:
+@by_form
+def test_tiles_are_certified_and_a_wrong_scale_is_found(device, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
     if device.name == "cpu":
         pytest.skip("of GPUs")
     cuda, dtype = device.module("moe"), dtype_of(device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    given = 256, 136, dtype, torch.device(device.type), "silu", FP8_BLOCK, reduction_of(device, dtype).products
+    given = 256, 136, dtype, torch.device(device.type), "silu", form, reduction_of(device, dtype, form).products
     if device.is_interpreted:
         few = cuda.layer_schedules(dtype, cuda.Gpu.of(0), scaled=True)[:1]
         monkeypatch.setattr(cuda, "layer_schedules", lambda *_, **__: few)
-        monkeypatch.setattr(cuda, "_activated", lambda hidden, _: silu_and_mul(hidden))
+        monkeypatch.setattr(cuda, "_activated", lambda hidden, *_: silu_and_mul(hidden))
     assert cuda.certify(*given) > 0
     monkeypatch.setattr(cuda, "grouped_gemm", scales_of_next_columns(cuda.grouped_gemm))
     with pytest.raises(
-        NotCovered, match=r"stored as fp8-block on a GPU: schedule 0 .* has other bits than a dense layer"
+        NotCovered, match=rf"stored as {form.name} on a GPU: schedule 0 .* has other bits than a dense layer"
     ):
         cuda.certify(*given)
 
@@ -313,6 +376,7 @@ def test_what_does_not_fit_is_refused(device) -> None:
         (replace(of.down, tensors=(codes, scales.double())), "down as e4m3 with fp32 scales"),
         (replace(of.down, format=FP8), "down as codes in blocks"),
         (codes.to(of.reduction.dtype), "down as codes in blocks"),
+        (replace(of.down, tensors=(codes.view(torch.int8), scales)), "down as e4m3"),
     ):
         with pytest.raises(ValueError, match=words):
             moe(*given, replace(of, down=wrong))
@@ -320,6 +384,14 @@ def test_what_does_not_fit_is_refused(device) -> None:
     with pytest.raises(ValueError, match="a block of 128 rows has one scale, and gate has 192 rows"):
         gate_up = replace(of.gate_up, tensors=(of.gate_up.tensors[0][:, :384].contiguous(), of.gate_up.tensors[1]))
         moe(*given, replace(of, gate_up=gate_up, down=replace(of.down, tensors=halves)))
+    of = layer(device, dtype_of(device), form=FP8)
+    codes, scales = of.down.tensors
+    for wrong, words in (
+        (replace(of.down, format=FP8_BLOCK), "down as codes in rows"),
+        (replace(of.down, tensors=(codes, scales[..., 0])), r"down as e4m3 with fp32 scales \[5, 256, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            moe(*given, replace(of, down=wrong))
     with pytest.raises(NotCovered, match="experts in FP8 whose rows are those of gate and up in turn"):
         reduction_of(device, torch.bfloat16, activation="swigluoai")
     with pytest.raises(NotCovered, match="experts whose products are ScaledLinearReduction"):

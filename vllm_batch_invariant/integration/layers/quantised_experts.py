@@ -19,7 +19,7 @@ from ...errors import NotCovered
 from ...ops import dispatch
 from ...ops.dispatch import module_for
 from ...ops.exact.limits import LEAVE_IT
-from ...ops.formats.eight import FP8_BLOCK, SIDE
+from ...ops.formats.eight import FP8, FP8_BLOCK, SIDE
 from ...ops.formats.fp4 import MXFP4
 from ...ops.formats.integers import integers
 from ...ops.formats.layouts import from_awq, from_compressed_tensors
@@ -126,7 +126,7 @@ def _of_moe_wna16(method: Any) -> tuple[str, str] | None:
     return None
 
 
-_TO_BLOCKS = f"serve a checkpoint in blocks of {SIDE} x {SIDE}, or the unquantised model"
+_TO_BLOCKS = f"serve a checkpoint in blocks of {SIDE} x {SIDE} or with a scale a row, or the unquantised model"
 
 
 def _of_fp8(method: Any) -> tuple[str, str] | None:
@@ -138,13 +138,20 @@ def _of_fp8(method: Any) -> tuple[str, str] | None:
 
 
 def _of_compressed_fp8(method: Any) -> tuple[str, str] | None:
-    given = method.input_quant
-    strategy = str(getattr(given.strategy, "value", given.strategy))
+    of_weight, of_activations = (
+        str(getattr(given.strategy, "value", given.strategy)) for given in (method.weight_quant, method.input_quant)
+    )
+    if of_weight == "channel":
+        return None  # vLLM takes no other activations beside them than those with a scale a token
     if list(method.weight_block_size or ()) != [SIDE, SIDE]:
-        return "in FP8 with a scale a row or a matrix, or of other blocks", _TO_BLOCKS
-    if not given.dynamic or strategy != "group" or given.group_size != SIDE:
+        return "in FP8 with a scale a matrix, or of other blocks", _TO_BLOCKS
+    if not method.input_quant.dynamic or of_activations != "group" or method.input_quant.group_size != SIDE:
         return f"in FP8 whose activations have no scale a group of {SIDE}", "quantise activations by such groups"
     return None
+
+
+def _compressed_fp8(method: Any, _: Any) -> Format:
+    return FP8 if method.weight_block_size is None else FP8_BLOCK
 
 
 def no_kernel(point: PatchPoint, kind: str) -> Callable[..., tuple[Any, None]]:
@@ -228,7 +235,7 @@ LAYOUTS = (
             "CompressedTensorsW8A8Fp8MoEMethod",
         ),
         ("weight", "weight_scale", ""),
-        lambda method, layer: FP8_BLOCK,
+        _compressed_fp8,
         _as_it_lies,
         _of_compressed_fp8,
         _FP8,
@@ -382,7 +389,8 @@ class QuantisedExperts(BatchInvariantExperts):
         reduction = super().reduction_of(layer, dtype)
         if not self.layout.quantises:
             return reduction
-        return of_codes(reduction, getattr(layer, self.names[0]).data)
+        in_blocks = self.layout.format(self, layer) is FP8_BLOCK
+        return of_codes(reduction, getattr(layer, self.names[0]).data, in_blocks)
 
     def stored(self, layer: Any, product: str) -> StoredExperts:
         """What the format stores of a product, of the layer's parameters as they are now.

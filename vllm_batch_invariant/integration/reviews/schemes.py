@@ -99,8 +99,13 @@ _WITHOUT_FP4 = frozenset(
 others it multiplies with the weights alone.
 """
 _FP8_OF_EXPERTS = frozenset(
-    Scheme(method, "float8", "block", (128, 128), False, "float8 dynamic group 128")
-    for method in ("compressed-tensors", "fp8")
+    [
+        *(
+            Scheme(method, "float8", "block", (128, 128), False, "float8 dynamic group 128")
+            for method in ("compressed-tensors", "fp8")
+        ),
+        Scheme("compressed-tensors", "float8", "channel", activations="float8 dynamic token"),
+    ]
 )
 """Those of FP8 in which experts are served, too."""
 COVERED = frozenset(

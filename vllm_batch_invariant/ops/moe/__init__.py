@@ -23,14 +23,19 @@ from .reduction import MoeReduction
 __all__ = ["ExpertAdapters", "Experts", "MoeReduction", "StoredExperts", "moe", "of_codes", "route"]
 
 
-def of_codes(reduction: MoeReduction, codes: torch.Tensor) -> MoeReduction:
-    """The reduction of a layer whose products are of such codes [experts, N, K] of e4m3 in blocks, on their device.
+def of_codes(reduction: MoeReduction, codes: torch.Tensor, in_blocks: bool = True) -> MoeReduction:
+    """The reduction of a layer whose products are of such codes [experts, N, K] of e4m3, on their device.
+
+    Args:
+        reduction: of the same layer, with products of matrices.
+        codes: of one of both products.
+        in_blocks: whether scales are those of blocks of 128 x 128, and not of rows.
 
     Raises:
         NotCovered: a device without such products.
     """
     mma = module_for("scaled_linear", codes.device.type).mma_of(codes)
-    of = ScaledLinearReduction.of(codes.shape[2], reduction.dtype, codes.dtype, in_blocks=True, mma=mma)
+    of = ScaledLinearReduction.of(codes.shape[2], reduction.dtype, codes.dtype, in_blocks, mma)
     return replace(reduction, products=of)
 
 

@@ -101,8 +101,7 @@ def _product(rows: Rows, weight: Any, bias: torch.Tensor | None, number: int, re
     if isinstance(rows, torch.Tensor):
         return linear.prepared_linear(rows, weight[number], bias)
     assert reduction.products is not None
-    of_expert = (tensor[number] for tensor in weight.tensors)
-    return scaled_linear.scaled_linear(rows.codes, rows.scales, *of_expert, bias, reduction.products)
+    return scaled_linear.scaled_linear(rows.codes, rows.scales, *weight.operand(number), bias, reduction.products)
 
 
 Expert = Callable[[int, Any, torch.Tensor], torch.Tensor]

@@ -19,6 +19,7 @@ from ..common.cancelling import cancelling
 from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import aligned
+from ..formats.eight import FP8_BLOCK
 from ..formats.record import Format
 from ..formats.triton_decode import PackedTile
 from ..linear import triton_gemm
@@ -400,7 +401,7 @@ def grouped_gemm(
 
     Args:
         x: [rows, K], packed; a row has pairs // rows pairs, one after the other. Codes are multiplied with those of a
-            weight in blocks of 128 x 128.
+            weight in blocks of 128 x 128, or with a scale a row if they have one.
         weight: [experts, N, K], packed; or with an activation of a gate [experts, 2 * N, K]. What is stored in a format
             that no kernel reads (:class:`PackedTile`) is written to memory first.
         bias: [experts, N] or [experts, 2 * N], or None.
@@ -415,10 +416,12 @@ def grouped_gemm(
     n, in_turn = rows if activation in UNGATED else rows // 2, activation == "swigluoai"
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
-    scales, zeros, form, of_x, strides_of_x, group_k = None, None, None, None, (0, 0), 0
+    scales, zeros, form, of_x, strides_of_x, group_k, in_blocks = None, None, None, None, (0, 0), 0, False
+    fuses = _fuses(x, reduction)
     if isinstance(x, Codes):
-        weight, scales = weight.tensors
-        x, of_x, strides_of_x, group_k = aligned(x.codes), x.scales, x.scales.stride(), GROUP
+        (weight, scales), in_blocks = weight.tensors, x.scales.dim() == 2
+        strides_of_x = (*x.scales.stride(), 0)[:2]
+        x, of_x, group_k = aligned(x.codes), x.scales, GROUP
     elif isinstance(weight, StoredExperts):
         form = PackedTile.of(weight.format, x.dtype)
         if schedule.packed_ctas and form is not None:
@@ -483,11 +486,17 @@ def grouped_gemm(
         HALVES=schedule.halves,
         FORMAT=form,
         GROUP=group_k,
+        IN_BLOCKS=in_blocks,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
-        enable_fp_fusion=reduction.enable_fp_fusion,
+        enable_fp_fusion=fuses,
     )
     return out
+
+
+def _fuses(x: torch.Tensor | Codes, reduction: LinearReduction) -> bool | None:
+    """Whether the compiler may fuse products with additions: not those with scales of rows and a bias."""
+    return reduction.enable_fp_fusion and not (isinstance(x, Codes) and x.scales.dim() == 1)
 
 
 def reads(form: Format, dtype: torch.dtype) -> bool:
@@ -837,8 +846,10 @@ def combine(of: Products, out: torch.Tensor) -> None:
     )
 
 
-def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
-    """[pairs, intermediate] of [pairs, 2 * intermediate], or of as many without a gate."""
+def _activated(hidden: torch.Tensor, activation: str, of: torch.Tensor | Codes | None = None) -> torch.Tensor:
+    """[pairs, intermediate] of [pairs, 2 * intermediate], or of as many without a gate; ``of``: what was multiplied, if
+    not numbers of the same dtype.
+    """
     (pairs, rows), gated = hidden.shape, activation not in UNGATED
     length = rows // 2 if gated else rows
     walk, reduction = WalkSchedule.of(length), LinearReduction.of_device("cuda", rows, length, hidden.dtype)
@@ -851,7 +862,7 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
         LENGTH=length,
         ACTIVATION=activation,
         BLOCK=walk.block,
-        enable_fp_fusion=reduction.enable_fp_fusion,
+        enable_fp_fusion=_fuses(hidden if of is None else of, reduction),
     )
     return out
 
@@ -903,12 +914,11 @@ def certify(
                     of_expert = x[pairs // ids.shape[1]]
                     if isinstance(of_expert, Codes):
                         assert products is not None
-                        of_weight = (one[expert] for one in used.tensors)
-                        operands = of_expert.codes, of_expert.scales, *of_weight
+                        operands = of_expert.codes, of_expert.scales, *used.operand(expert)
                         dense = scaled_linear.scaled_linear(*operands, None, products)
                     else:
                         dense = triton_gemm.accumulate(of_expert, used[expert].t()).to(dtype)
-                    dense = _activated(dense, gate) if gate else dense
+                    dense = _activated(dense, gate, of_expert) if gate else dense
                     if not torch.equal(found[pairs], dense):
                         stored = f" stored as {form.name}" if form is not None else ""
                         raise NotCovered(
@@ -976,7 +986,7 @@ def _cases_of_codes(
     schedule: LayerSchedule, n: int, k: int, dtype: torch.dtype, device: torch.device, form: Format | None
 ) -> Iterator[tuple[int, torch.Tensor, Any, Any]]:
     """The same of codes of e4m3: of sums that cancel, in which an order of additions shows, of scales that all differ,
-    and of one sign, in which a missing promotion does. Each half of the weight has whole blocks.
+    and of one sign, in which a missing promotion does. Each half of the weight has whole blocks, if it has blocks.
     """
     assert form is not None
     n, groups = 2 * GROUP, -(-k // GROUP)
@@ -988,7 +998,7 @@ def _cases_of_codes(
             x, weight = (
                 torch.randn(*size, k, **draw) * 10 ** (2 * torch.rand(*size, k, **draw)) for size in ((rows,), (3, n))
             )
-            sizes = (rows, groups), (3, n // GROUP, groups)
+            sizes = ((rows, groups), (3, n // GROUP, groups)) if form is FP8_BLOCK else ((rows,), (3, n, 1))
             scales = [10 ** (torch.rand(size, **draw) - 3) for size in sizes]
             if kind == "cancelling":
                 x[:, half : 2 * half], weight[..., half : 2 * half] = -x[:, :half], weight[..., :half]

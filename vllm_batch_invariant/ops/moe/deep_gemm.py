@@ -49,10 +49,13 @@ class ExpertsProblem:
 
     @classmethod
     def of(cls, experts: Experts) -> "ExpertsProblem | None":
-        """Of a layer, if it is one that is asked for: of whole experts in e4m3 that add nothing and are all here."""
+        """Of a layer, if it is one that is asked for: of whole experts in blocks of e4m3 that add nothing and are all
+        here.
+        """
         reduction, down = experts.reduction, experts.down
         added = experts.gate_up_bias, experts.down_bias, experts.places, experts.adapters, experts.exchange
-        if reduction.products is None or reduction.activation != "silu" or any(one is not None for one in added):
+        in_blocks = reduction.products is not None and reduction.products.in_blocks
+        if not in_blocks or reduction.activation != "silu" or any(one is not None for one in added):
             return None
         hidden, intermediate = down.shape[1:]
         if hidden % _STEP or intermediate % _STEP:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..formats.eight import FP8_BLOCK, SIDE
+from ..formats.eight import FP8, FP8_BLOCK, SIDE
 from ..formats.record import Format
 from ..lora import LoraReduction, add_adapters
 from .reduction import MoeReduction
@@ -59,6 +59,11 @@ class StoredExperts:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[expert] for expert in range(len(self)))
 
+    def operand(self, expert: int) -> Slices:
+        """Codes [N, K] of e4m3 and scales of an expert, as the operation ``scaled_linear`` takes them."""
+        codes, scales = (tensor[expert] for tensor in self.tensors)
+        return codes, scales if self.format is FP8_BLOCK else scales.flatten()
+
     def matrices(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """All of them: [experts, N, K], written to ``out`` if that is given."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device) if out is None else out
@@ -73,11 +78,11 @@ class StoredExperts:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Rows as codes of e4m3 and scales of their groups, as an operand of a product. Indices choose rows.
+    """Rows as codes of e4m3 and scales of their groups or their own, as an operand of a product. Indices choose rows.
 
     Attributes:
         codes: [rows, K] float8_e4m3fn, packed.
-        scales: [rows, ceil(K / 128)] fp32, of any strides.
+        scales: [rows, ceil(K / 128)] or [rows] fp32, of any strides.
         dtype: of the rows that they were made of.
     """
 
@@ -242,7 +247,7 @@ class Experts:
         if self.places is None and len(down) != reduction.num_experts:
             raise ValueError(f"moe needs places for {len(down)} of {reduction.num_experts} experts")
         if reduction.products is not None:
-            self._check_blocks()
+            self._check_codes(reduction.products.in_blocks)
         if self.adapters is not None:
             if reduction.products is not None:
                 raise ValueError("adapters are added to products of matrices, not to those of codes")
@@ -254,16 +259,17 @@ class Experts:
                 f"{x.dtype}, {self.gate_up.dtype}, {down.dtype} and {weights.dtype}"
             )
 
-    def _check_blocks(self) -> None:
+    def _check_codes(self, in_blocks: bool) -> None:
         """Refuse experts whose codes have no products."""
-        if self.down.shape[2] % SIDE:
+        if in_blocks and self.down.shape[2] % SIDE:
             raise ValueError(f"a block of {SIDE} rows has one scale, and gate has {self.down.shape[2]} rows")
+        form, shared = (FP8_BLOCK, "blocks") if in_blocks else (FP8, "rows")
         for name, weight in {"gate_up": self.gate_up, "down": self.down}.items():
-            if not isinstance(weight, StoredExperts) or weight.format is not FP8_BLOCK:
-                raise ValueError(f"moe takes {name} as codes in blocks, where its products are those of codes")
+            if not isinstance(weight, StoredExperts) or weight.format is not form:
+                raise ValueError(f"moe takes {name} as codes in {shared}, where its products are those of codes")
             codes, scales = weight.tensors
             experts, n, k = codes.shape
-            wanted = (experts, -(-n // SIDE), -(-k // SIDE))
+            wanted = (experts, -(-n // SIDE), -(-k // SIDE)) if in_blocks else (experts, n, 1)
             if tuple(scales.shape) != wanted or not weight.format.is_stored_as(weight.tensors, weight.dtype):
                 raise ValueError(
                     f"moe takes {name} as e4m3 with fp32 scales {list(wanted)}, got {codes.dtype}, {scales.dtype} and "

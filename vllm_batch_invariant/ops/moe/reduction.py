@@ -28,9 +28,10 @@ class MoeReduction:
     activation gives. What down gives is multiplied by the weight in ``accumulate``, the products are added from the
     best expert on, starting with 0, and the sum is rounded once. With a part of the experts the sum is that of theirs.
 
-    With ``products`` both GEMMs are those of the operation ``scaled_linear``, of codes of e4m3 in blocks. What they are
-    given are the codes of the operation ``quantise``, by groups of 128: those of a token, the same for all its experts,
-    and those of what the activation gives, after it was rounded.
+    With ``products`` both GEMMs are those of the operation ``scaled_linear``, of codes of e4m3 in blocks or in rows.
+    What they are given are the codes of the operation ``quantise``, by groups of 128 beside blocks and of a whole row
+    beside rows: those of a token, the same for all its experts, and those of what the activation gives, after it was
+    rounded.
 
     Adapters of low rank are added to what both products give, after it was rounded, as :class:`..lora.LoraReduction`
     says: to that of gate and up before the activation, to that of down before it is multiplied by the weight.
@@ -47,8 +48,8 @@ class MoeReduction:
         activation: of the gate, with its product by up: "silu" and "gelu" (exact, or by tanh) are rounded to ``dtype``
             before that product, "swigluoai" (clamped, gpt-oss's) is rounded after it. "relu2_no_mul" is of experts that
             have no gate: the square of what is above 0 of up, rounded once.
-        products: of the codes of experts that are stored as e4m3 in blocks of 128 x 128, and of tokens; None: the GEMMs
-            are of matrices.
+        products: of the codes of experts that are stored as e4m3 in blocks of 128 x 128 or with a scale a row, and of
+            tokens; None: the GEMMs are of matrices.
 
     Raises:
         NotCovered: by the constructor: a dtype, scores, an activation or products without a definition.
@@ -80,17 +81,19 @@ class MoeReduction:
                     "serve another model, no setting helps",
                 )
         of = self.products
-        if of is not None and (of.codes != E4M3 or not of.in_blocks or of.dtype != self.dtype):
+        if of is not None and (of.codes != E4M3 or of.dtype != self.dtype):
             raise NotCovered(
                 f"experts whose products are {of}",
-                f"they are defined for codes of e4m3 in blocks of {GROUP} x {GROUP}, and results of tokens' dtype",
+                "they are defined for codes of e4m3, and results of tokens' dtype",
                 "serve another model, no setting helps",
             )
         if of is not None and self.activation in ("swigluoai", *UNGATED):
             in_turn = self.activation == "swigluoai"
             raise NotCovered(
                 f"experts in FP8 {'whose rows are those of gate and up in turn' if in_turn else 'without a gate'}",
-                f"a block of {GROUP} rows has one scale for both" if in_turn else "nobody has compared their products",
+                f"a block of {GROUP} rows has one scale for both"
+                if in_turn and of.in_blocks
+                else "nobody has compared their products",
                 "serve a checkpoint of which the weights alone are quantised",
             )
         if not 0 < self.top_groups <= self.groups or self.num_experts % self.groups:
@@ -114,4 +117,6 @@ class MoeReduction:
     @property
     def quantised(self) -> QuantiseReduction | None:
         """How rows become the codes of ``products``; None: they stay."""
-        return None if self.products is None else QuantiseReduction.of_dtype(self.dtype, E4M3, GROUP)
+        if self.products is None:
+            return None
+        return QuantiseReduction.of_dtype(self.dtype, E4M3, GROUP if self.products.in_blocks else None)

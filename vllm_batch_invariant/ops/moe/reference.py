@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from ..quantise import reference as quantising
 from ..scaled_linear import reference as scaled_linear
-from ..scaled_linear.reduction import E4M3, GROUP
+from ..scaled_linear.reduction import E4M3
 from .params import ExpertAdapters, Experts, Slices
 from .reduction import MoeReduction
 
@@ -57,8 +57,9 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
 def _product(row: torch.Tensor, weight: Any, expert: int, reduction: MoeReduction) -> torch.Tensor:
     if reduction.products is None:
         return weight[expert].double() @ row
-    codes, scales = quantising.quantise(row.float(), codes=E4M3, group=GROUP)
-    return scaled_linear.scaled_linear(codes.to(E4M3), scales, *(tensor[expert] for tensor in weight.tensors))
+    assert reduction.quantised is not None
+    codes, scales = quantising.quantise(row.float(), codes=E4M3, group=reduction.quantised.group)
+    return scaled_linear.scaled_linear(codes.to(E4M3), scales, *weight.operand(expert))
 
 
 def _adapted(

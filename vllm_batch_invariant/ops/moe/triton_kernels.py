@@ -14,8 +14,8 @@ where the activations are, with s(x) = 1 / (1 + exp(-x))::
 Pairs are grouped by expert into blocks of BLOCK_M. Where a pair lies follows the other tokens; what is computed of it
 is a row of its own, one accumulator an element that adds K upwards, as in :mod:`..linear.triton_kernels`. Codes of e4m3
 are multiplied as in :mod:`..scaled_linear.triton_kernels`: each 128 elements of K are a sum of the tensor core from
-zero, which is scaled and added in fp32. A tile of the first product has the same columns of gate and up, so that h
-stays in registers.
+zero, which is added in fp32, scaled in blocks before, with scales of rows at the end. A tile of the first product has
+the same columns of gate and up, so that h stays in registers.
 """
 
 import triton
@@ -321,7 +321,7 @@ def _dot(x, weight, acc, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _promoted(x, weight, total, scale, SWAP_AB: tl.constexpr, GROUP: tl.constexpr):
     """fma(scale, x @ weight.T, total), or its transpose: codes x [BLOCK_M, GROUP] and weight [BLOCK_N, GROUP], scale
-    [BLOCK_M] of both.
+    [BLOCK_M] of both, or 1.
     """
     # All of GROUP in the tensor core: a smaller number would promote sooner, and 0 have the addition in it.
     if SWAP_AB:
@@ -330,6 +330,13 @@ def _promoted(x, weight, total, scale, SWAP_AB: tl.constexpr, GROUP: tl.constexp
         sums = tl.dot(x, weight.T, max_num_imprecise_acc=GROUP)
     scale = tl.broadcast_to(scale[None, :] if SWAP_AB else scale[:, None], total.shape)
     return tl.fma(scale, sums, total)
+
+
+@triton.jit
+def _times_scales(total, of_x, scales_ptr, rows, mask_n, SWAP_AB: tl.constexpr):
+    """total * of_x * scales, from left to right: of_x [BLOCK_M] of pairs, scales of the weight's rows [BLOCK_N]."""
+    scales = tl.load(scales_ptr + rows, mask=mask_n, other=0.0)
+    return total * of_x[None, :] * scales[:, None] if SWAP_AB else total * of_x[:, None] * scales[None, :]
 
 
 @triton.jit
@@ -343,7 +350,7 @@ def _tile(
     x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert,
     first_n, N, K, PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
-    PRECISION: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, IN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of :func:`grouped_gemm_kernel`: pairs [BLOCK_M] of an expert, BLOCK_N columns from ``first_n`` on."""
     GATED: tl.constexpr = (ACTIVATION != "") & (ACTIVATION != "relu2_no_mul")
@@ -354,9 +361,10 @@ def _tile(
     first = expert * (2 * N if GATED else N)  # of the expert's rows of the weight
     rows, up_row = (2 * offs_n, 1) if IN_TURN else (offs_n, N)  # of the gate, and how far behind those of up are
     x_ptrs = x_ptr + (pairs // PAIRS_OF_A_ROW)[:, None] * K + offs_k[None, :]
-    if GROUP:  # BLOCK_K is that, and a divisor of it is BLOCK_N
-        groups = tl.cdiv(K, GROUP)
+    if GROUP:  # BLOCK_K is that
         x_scales_ptr += pairs // PAIRS_OF_A_ROW * x_scales_strides[0]
+    if IN_BLOCKS:  # and BLOCK_N a divisor of it
+        groups = tl.cdiv(K, GROUP)
         blocks = tl.cdiv(2 * N if GATED else N, GROUP)  # of rows that share a scale, of an expert
         scales_ptr += (expert * blocks + first_n // GROUP) * groups
     row = ((expert * N if IN_TURN else first) + first_n).to(tl.int32)
@@ -381,9 +389,11 @@ def _tile(
             tile = weight.load([row, start_k])  # [BLOCK_N, BLOCK_K]
         else:
             tile = tl.load(weight + offs_weight + start_k, mask=weight_mask, other=0.0)
-        if GROUP:
+        if IN_BLOCKS:
             of_x = tl.load(x_scales_ptr + start_k // GROUP * x_scales_strides[1], mask=mask_m, other=0.0)  # [BLOCK_M]
             acc = _promoted(x, tile, acc, of_x * tl.load(scales_ptr + start_k // GROUP), SWAP_AB, GROUP)
+        elif GROUP:
+            acc = _promoted(x, tile, acc, tl.full((BLOCK_M,), 1.0, tl.float32), SWAP_AB, GROUP)
         else:
             acc = _dot(x, tile, acc, SWAP_AB, PRECISION)
         if GATED:
@@ -398,12 +408,19 @@ def _tile(
                 tile = weight.load([row + N, start_k])
             else:
                 tile = tl.load(weight + offs_weight + (up_row * K + start_k), mask=weight_mask, other=0.0)
-            if GROUP:
+            if IN_BLOCKS:
                 of_up = tl.load(scales_ptr + N // GROUP * groups + start_k // GROUP)
                 up = _promoted(x, tile, up, of_x * of_up, SWAP_AB, GROUP)
+            elif GROUP:
+                up = _promoted(x, tile, up, tl.full((BLOCK_M,), 1.0, tl.float32), SWAP_AB, GROUP)
             else:
                 up = _dot(x, tile, up, SWAP_AB, PRECISION)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if (GROUP > 0) & (not IN_BLOCKS):
+        of_pairs = tl.load(x_scales_ptr, mask=mask_m, other=0.0)  # [BLOCK_M]
+        acc = _times_scales(acc, of_pairs, scales_ptr + first, rows, mask_n, SWAP_AB)
+        if GATED:
+            up = _times_scales(up, of_pairs, scales_ptr + first + up_row, rows, mask_n, SWAP_AB)
     if HAS_BIAS:
         acc = _add_bias(acc, bias_ptr + first, rows, mask_n, SWAP_AB)
         if GATED:
@@ -453,12 +470,14 @@ def grouped_gemm_kernel(
     HALVES: tl.constexpr,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW. With FORMAT, a :class:`..formats.triton_decode.PackedTile`, ``weight`` has the codes of
     that format, and there are scales, and zero points or None. With GROUP both x and weight are codes of e4m3, with
-    x_scales [rows, ceil(K / GROUP)], of these strides, and scales [experts, ceil(N / GROUP), ceil(K / GROUP)].
+    x_scales [rows] and scales [experts, N], or IN_BLOCKS [rows, ceil(K / GROUP)] and [experts, ceil(N / GROUP),
+    ceil(K / GROUP)]; those of x are of these strides.
 
     With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
     turn, and out is the activation of both; without a gate they have N. With FEW_PAIRS ``pairs`` has each pair's
@@ -491,13 +510,13 @@ def grouped_gemm_kernel(
             _tile(
                 x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half,
                 mask_half, expert, first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2,
-                BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT, GROUP,
+                BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT, GROUP, IN_BLOCKS,
             )  # fmt: skip
             return
     _tile(
         x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert,
         first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB,
-        PRECISION, FORMAT, GROUP,
+        PRECISION, FORMAT, GROUP, IN_BLOCKS,
     )  # fmt: skip
 
 
