@@ -13,9 +13,12 @@ from benchmarks.roofline import Work
 from vllm_batch_invariant.integration.layers import deep_gemm
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.formats import MXFP4, Format
-from vllm_batch_invariant.ops.formats.eight import FP8_BLOCK, SIDE
+from vllm_batch_invariant.ops.formats.eight import FP8, FP8_BLOCK, SIDE
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, moe, route
 from vllm_batch_invariant.ops.scaled_linear import E4M3, ScaledLinearReduction
+
+_OF_CODES = {FP8_BLOCK: "w8a8-fp8-block", FP8: "w8a8-fp8-channel"}
+"""Formats whose activations are quantised, too, and their names."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,14 @@ class MoeLayer:
     @property
     def quantises(self) -> bool:
         """Whether activations are quantised, too."""
-        return self.form is FP8_BLOCK
+        return self.form in _OF_CODES
 
     @property
     def format_name(self) -> str:
         """Of what experts are stored in; empty: as matrices."""
         if self.form is None:
             return ""
-        return "w8a8-fp8-block" if self.quantises else self.form.name
+        return _OF_CODES.get(self.form, self.form.name)
 
     @property
     def reduction(self) -> MoeReduction:
@@ -54,7 +57,7 @@ class MoeLayer:
         if self.quantises:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             mma = module_for("scaled_linear", kind).mma_of(torch.empty(0, device=kind))
-            products = ScaledLinearReduction.of(self.hidden, self.dtype, E4M3, in_blocks=True, mma=mma)
+            products = ScaledLinearReduction.of(self.hidden, self.dtype, E4M3, self.form is FP8_BLOCK, mma)
         activation = "swigluoai" if self.is_of_gpt_oss else "silu"
         return MoeReduction(self.experts, self.top_k, self.dtype, activation=activation, products=products)
 
@@ -76,6 +79,7 @@ LAYERS = (
     MoeLayer("Qwen3-235B-A22B/8", 128, 8, 4096, 192),
     MoeLayer("gpt-oss-20b", 32, 4, 2880, 2880, form=MXFP4),
     MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768, form=FP8_BLOCK),
+    MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768, form=FP8),
 )
 """After the stroke, by how many workers the columns are shared."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -222,12 +226,12 @@ def stock_deep_gemm() -> Provider:
         lambda layer, weights, inputs: fp8(layer, weights).call(inputs),
         promises_bits=False,
         about=lambda layer, weights, _: fp8(layer, weights).about,
-        serves=lambda layer: layer.quantises,
+        serves=lambda layer: layer.form is FP8_BLOCK,
     )
 
 
 class PlainFp8:
-    """What plain vLLM computes of experts in FP8 in blocks, by a kernel that it makes of weights as it loads them.
+    """What plain vLLM computes of experts in FP8, by a kernel that it makes of weights as it loads them.
 
     Args:
         layer: whose experts they are.
@@ -241,10 +245,15 @@ class PlainFp8:
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
         from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
         from vllm.model_executor.layers.fused_moe.oracle import fp8
-        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+        from vllm.model_executor.layers.quantization.utils import quant_utils
         from vllm.v1.worker import workspace
 
-        device, block = weights.gate_up.device, [SIDE, SIDE]
+        device, in_blocks = weights.gate_up.device, layer.form is FP8_BLOCK
+        block, of_weights, of_activations = (
+            ([SIDE, SIDE], quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym)
+            if in_blocks
+            else (None, quant_utils.kFp8StaticChannelSym, quant_utils.kFp8DynamicTokenSym)
+        )
         if not workspace.is_workspace_manager_initialized():
             workspace.init_workspace_manager(device)
         made = of_vllm.FusedMoEConfig(
@@ -266,13 +275,14 @@ class PlainFp8:
         )
         self._layer, self._activation = layer, made.activation
         with set_current_vllm_config(VllmConfig()):
-            chosen, kind = fp8.select_fp8_moe_backend(made, kFp8Static128BlockSym, kFp8Dynamic128Sym)
+            chosen, kind = fp8.select_fp8_moe_backend(made, of_weights, of_activations, not in_blocks)
             self._gate_up, self._down, *scales = fp8.convert_to_fp8_moe_kernel_format(
                 chosen, SimpleNamespace(weight_block_size=block), gate_up, down, of_gate_up, of_down, None, None
             )
-            quantised = fp8.make_fp8_moe_quant_config(chosen, *scales, None, None, block_shape=block)
+            rows = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), not in_blocks)
+            quantised = fp8.make_fp8_moe_quant_config(chosen, *scales, None, None, block_shape=block, **rows)
             self._kernel = fp8.make_fp8_moe_kernel(quantised, made, kind, chosen)
-        tuned = get_moe_configs(layer.experts, layer.intermediate, "fp8_w8a8", *block)
+        tuned = get_moe_configs(layer.experts, layer.intermediate, "fp8_w8a8", *(block or ()))
         self.about = f"{kind.__name__}, Triton {'tuned' if tuned else 'with default configurations'}"
 
     def call(self, inputs: Inputs) -> torch.Tensor:

@@ -88,7 +88,7 @@ FORMS = {
 
 def write(source: Path, folder: Path, form: Form) -> Path:
     """Write a checkpoint in 16 bits with the projections of its layers in FP8; the shards of a fused layer have scales
-    of different sizes.
+    of different sizes, and experts other given ones.
     """
     made: Tensors = {}
     for number, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
@@ -96,6 +96,8 @@ def write(source: Path, folder: Path, form: Form) -> Path:
             made[name] = tensor
             continue
         parts = form.layer(tensor * (1 + number % 3))
+        if form.static and ".experts." in name:
+            parts[form.given] *= 1 + int(name.split(".experts.")[1].split(".")[0]) % 2
         made |= {name.removesuffix("weight") + part: of_layer.contiguous() for part, of_layer in parts.items()}
     shutil.copytree(source, folder)
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,8 +12,8 @@ from benchmarks import moe, moe_cases, moe_variants
 from benchmarks.moe import Sweep
 from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Weights
 from benchmarks.record import Setting
-from vllm_batch_invariant.ops.formats import MXFP4
-from vllm_batch_invariant.ops.formats.eight import FP8_BLOCK
+from vllm_batch_invariant.ops.formats import MXFP4, Format
+from vllm_batch_invariant.ops.formats.eight import FP8, FP8_BLOCK
 from vllm_batch_invariant.ops.moe import Experts, StoredExperts, reference, route
 
 LAYER = MoeLayer("small", 6, 2, 32, 16)
@@ -94,19 +94,20 @@ def test_stored_experts_have_their_format_in_the_case_and_the_bits_of_the_matric
     assert stored.expert_bytes == 3 * 64 * 32 * 17 / 32
 
 
-def test_experts_in_fp8_are_multiplied_with_activations_in_fp8() -> None:
-    layer = MoeLayer("small", 6, 2, 256, 128, form=FP8_BLOCK)
+@pytest.mark.parametrize(("form", "name", "scales"), [(FP8_BLOCK, "w8a8-fp8-block", 2), (FP8, "w8a8-fp8-channel", 128)])
+def test_experts_in_fp8_are_multiplied_with_activations_in_fp8(form: Format, name: str, scales: int) -> None:
+    layer = MoeLayer("small", 6, 2, 256, 128, form=form)
     assert layer.reduction.products is not None
     assert layer.reduction.activation == "silu"
-    assert layer.expert_bytes == 3 * (256 * 128 + 2 * 4)
+    assert layer.expert_bytes == 3 * (256 * 128 + scales * 4)
     run = sweep(moe_cases.ours().call, layer)
     assert run.problems == 0
     assert {row.bits for row in run.measurements if row.provider == "ours"} == {"equal"}
-    assert {row.keys["format"] for row in run.measurements} == {"w8a8-fp8-block"}
+    assert {row.keys["format"] for row in run.measurements} == {name}
     weights, inputs = Weights.random(layer, "cpu"), Inputs.random(layer, 5, 0, "cpu")
     near = exact(MoeLayer("small", 6, 2, 256, 128), weights.unpacked(), inputs)
     torch.testing.assert_close(moe_cases.ours().call(layer, weights, inputs), near, atol=0.1, rtol=0.1)
-    options = moe._parse(["--formats", "w8a8-fp8-block"])
+    options = moe._parse(["--formats", name])
     assert [one.name for one in options.layers] == ["Qwen3-30B-A3B"]
     assert max(options.tokens) == 16_384
 

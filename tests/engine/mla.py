@@ -88,9 +88,10 @@ WIDE = {
     "n_shared_experts": 2,
 }
 """Changes that give each of two workers whole groups and blocks of 128."""
-BLOCKS, INTEGERS = "fp8 by blocks", "w4a16 of 128"
+BLOCKS, ROWS, INTEGERS = "fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"
 FORMS: dict[str, Form | Stored] = {
-    name: quantised_layers.FORMS[name] for name in (BLOCKS, "compressed-tensors by blocks", INTEGERS, "awq", "gptq")
+    name: quantised_layers.FORMS[name]
+    for name in (BLOCKS, "compressed-tensors by blocks", ROWS, INTEGERS, "awq", "gptq")
 }
 FORMS |= {
     "w8a16 of 64": quantised_checkpoints.FORMATS["w8a16 of 64"],

@@ -39,7 +39,7 @@ def one_scale_of_experts(llm: Any) -> None:
     """The same of what experts alone are given: both products."""
     moe = module_for("moe", "cuda" if torch.cuda.is_available() else "cpu")
 
-    def of_step(rows: torch.Tensor, reduction: MoeReduction) -> Codes:
+    def of_step(rows: torch.Tensor, reduction: MoeReduction, *_: object) -> Codes:
         group = reduction.quantised.group
         return Codes(*step_scaled(rows, codes=reduction.products.codes, group=group), rows.dtype)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.engines import untried_on_gpu
+from tests.engine.engines import EngineFailed, untried_on_gpu
 from tests.engine.test_experts import OF_TWO_WORKERS
 from tests.engine.test_fp8 import BLOCKS, CHUNK, SHAPE, Answers, Checkpoints, asked_of, compare_with_a_trainer
 from vllm_batch_invariant.hf import engine_weights
@@ -26,8 +26,15 @@ OF_EXPERTS = replace(SHAPE, experts=6, top_k=2, expert_intermediate=256, dense_l
 """Experts of the first layer decide keys of the second, which are made beside other requests."""
 COMPRESSED = "compressed-tensors by blocks"
 ROWS = "compressed-tensors by rows"
+GIVEN = "fp8 by tensors, given", "compressed-tensors by tensors, given"
+OTHERS = [ROWS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp8 by tensors", *GIVEN))]
 WAYS = ("by_reload_weights", "by_hand")
 FAULT = "one_scale_of_experts"
+
+
+def ways_of(form: str) -> tuple[str, ...]:
+    """vLLM's own loader of given scales of compressed-tensors asks for numbers that ``reload_weights`` has none of."""
+    return WAYS[1:] if form == GIVEN[1] else WAYS
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +60,14 @@ def engines(checkpoints: Checkpoints) -> tuple[Answers, Answers]:
         return first.result(), other.result()
 
 
-@pytest.fixture(scope="module")
-def engines_of_rows(checkpoints: Checkpoints) -> tuple[Answers, Answers]:
-    """The same of scales of rows, both in the format of compressed-tensors."""
+@pytest.fixture(scope="module", params=OTHERS)
+def other_form(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> tuple[str, Answers]:
+    """An engine of experts whose scales are of no blocks, which prefills in chunks."""
+    form = request.param
     calls: dict[str, tuple[Any, ...]] = {}
-    for way in WAYS:
-        calls |= {f"{way} other": (way, checkpoints.of(ROWS, 1)), f"{way} back": (way, checkpoints.of(ROWS))}
-    first = asked_of(checkpoints.of(ROWS), calls, {"max_num_batched_tokens": CHUNK}, FAULT)
-    return first, asked_of(checkpoints.of(ROWS, 1), {}, {"max_num_batched_tokens": 512}, FAULT)
+    for way in ways_of(form):
+        calls |= {f"{way} other": (way, checkpoints.of(form, 1)), f"{way} back": (way, checkpoints.of(form))}
+    return form, asked_of(checkpoints.of(form), calls, {"max_num_batched_tokens": CHUNK}, FAULT)
 
 
 def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_the_cache(engines) -> None:
@@ -69,22 +76,30 @@ def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_the_c
         assert alone == warm == among_others
 
 
-def test_experts_with_scales_of_rows_keep_the_bits_of_a_request_too(engines_of_rows: tuple[Answers, Answers]) -> None:
+def test_experts_with_scales_of_rows_or_matrices_keep_the_bits_of_a_request(other_form: tuple[str, Answers]) -> None:
     """And where weights come again."""
-    for answers in engines_of_rows:
-        alone, warm, among_others = answers["fresh"]
-        assert alone == warm == among_others
-    first, other = engines_of_rows
-    for way in WAYS:
-        assert first[f"{way} other"][0] == other["fresh"][0] != first["fresh"][0]
-        assert first[f"{way} back"][0] == first["fresh"][0]
+    form, answers = other_form
+    alone, warm, among_others = answers["fresh"]
+    assert alone == warm == among_others
+    for way in ways_of(form):
+        assert answers[f"{way} other"][0] != alone == answers[f"{way} back"][0]
+
+
+@pytest.mark.exhaustive
+def test_new_scales_of_rows_or_matrices_give_the_bits_of_a_new_engine(
+    other_form: tuple[str, Answers], checkpoints: Checkpoints
+) -> None:
+    """Which does not prefill in chunks."""
+    form, answers = other_form
+    other = asked_of(checkpoints.of(form, 1), {}, {"max_num_batched_tokens": 512}, FAULT)
+    assert {str(answers[f"{way} other"][0]) for way in ways_of(form)} == {str(other["fresh"][0])}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs keep what they captured")
-def test_one_scale_of_all_tokens_is_found_where_rows_have_scales(engines_of_rows: tuple[Answers, Answers]) -> None:
-    for answers in engines_of_rows:
-        alone, _, among_others = answers["one scale"]
-        assert alone != among_others
+def test_one_scale_of_all_tokens_is_found_where_rows_have_scales(other_form: tuple[str, Answers]) -> None:
+    _, answers = other_form
+    alone, _, among_others = answers["one scale"]
+    assert alone != among_others
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,8 +133,25 @@ def test_one_scale_of_all_tokens_of_experts_is_found(engines: tuple[Answers, Ans
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("form", GIVEN)
+def test_a_given_scale_is_that_of_all_experts_and_refused_where_workers_have_whole_ones(
+    checkpoints: Checkpoints, form: str
+) -> None:
+    """Each would have the largest of its own. By columns a request has the same bits in any company."""
+    parallel: dict[str, Any] = {"tensor_parallel_size": 2}
+    of_two = asked_of(checkpoints.of(form), {}, parallel, FAULT, **OF_TWO_WORKERS)
+    alone, warm, among_others = of_two["fresh"]
+    assert alone == warm == among_others
+    with pytest.raises(EngineFailed, match=r"given scales of what the experts of .* by workers with whole experts"):
+        asked_of(checkpoints.of(form), {}, parallel | {"enable_expert_parallel": True}, FAULT, **OF_TWO_WORKERS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
-@pytest.mark.parametrize("forms", [(BLOCKS, COMPRESSED), (ROWS, ROWS)], ids=["blocks", "rows"])
+@pytest.mark.parametrize(
+    "forms", [(BLOCKS, COMPRESSED), (ROWS, ROWS), ("fp8 by tensors",) * 2], ids=["blocks", "rows", "tensors"]
+)
 def test_workers_that_share_experts_leave_a_request_its_bits(
     checkpoints: Checkpoints, forms: tuple[str, str], shared: str
 ) -> None:

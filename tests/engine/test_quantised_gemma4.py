@@ -30,7 +30,7 @@ OF_LAYERS = r"per_layer_(input_gate|projection|model_projection)$"
 CASES = [
     *(("31B", form) for form in FORMS if form != "gptq" and "Mistral" not in form),
     *(("E2B", form) for form in (BLOCKS, ROWS, INTEGERS)),
-    *(("26B-A4B", form) for form in (BLOCKS, INTEGERS, "awq")),
+    *(("26B-A4B", form) for form in (BLOCKS, ROWS, INTEGERS, "awq")),
 ]
 """vLLM loads no GPTQ of keys that are the values, and no Gemma 4 in Mistral's names."""
 

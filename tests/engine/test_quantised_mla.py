@@ -17,7 +17,7 @@ from tests.engine import kept_states, mla
 from tests.engine.drafters import predict_by_last_layer
 from tests.engine.engines import untried_on_gpu
 from tests.engine.kept_states import REPEATING, SAME, decodes_as_it_prefills, drafted_requests, started
-from tests.engine.mla import BLOCKS, EDGES, FORMS, INTEGERS
+from tests.engine.mla import BLOCKS, EDGES, FORMS, INTEGERS, ROWS
 from tests.engine.quantised_experts import int8_of
 from tests.engine.quantised_layers import KEPT, write
 from tests.engine.test_mla import DEFAULT, EXTENSION, ONE, UNCACHED, WAYS, WHOLE
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 CASES = [
     *(("V3", form) for form in FORMS),
-    *(("GLM-4.7-Flash", form) for form in (BLOCKS, INTEGERS)),
+    *(("GLM-4.7-Flash", form) for form in (BLOCKS, ROWS, INTEGERS)),
     ("V2-Lite", BLOCKS),
     ("Moonlight", INTEGERS),
 ]

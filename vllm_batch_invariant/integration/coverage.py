@@ -731,7 +731,13 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
-        "speculative decoding and a prefix cache on a GPU": caches_drafts and ran_on == "cuda",
+        "speculative decoding and a prefix cache on a GPU": caches_drafts
+        and ran_on == "cuda"
+        and kept.name not in RAN.drafts_beside_prefix_caches_on_gpus,
+        "speculative decoding and quantised weights on a GPU": method
+        and model.quantization
+        and ran_on == "cuda"
+        and kept is not _DELTA_RULES,
         f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),

@@ -1,5 +1,6 @@
 """Experts in FP8, weights and activations: what a token gets is what ``quantise`` and ``scaled_linear`` give it."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -205,6 +206,36 @@ def test_scales_of_rows_serve_sizes_that_blocks_do_not(device) -> None:
     assert_same_bits(moe(*given, of), Written()(*given, of))
 
 
+def test_one_scale_of_a_matrix_is_that_of_each_of_its_rows(device) -> None:
+    """Gate and up have one each."""
+    of = layer(device, dtype_of(device), form=FP8)
+    few = [
+        replace(one, tensors=(one.tensors[0], one.tensors[1][:, :: one.shape[1] // count].contiguous()))
+        for one, count in ((of.gate_up, 2), (of.down, 1))
+    ]
+    all_rows = [
+        replace(one, tensors=(one.tensors[0], one.tensors[1].repeat_interleave(one.shape[1] // count, 1)))
+        for one, count in zip(few, (2, 1), strict=True)
+    ]
+    given = routed(device, of, 3)
+    found, expected = (moe(*given, replace(of, gate_up=of_all[0], down=of_all[1])) for of_all in (few, all_rows))
+    assert_same_bits(found, expected)
+    one_for_both = replace(few[0], tensors=(few[0].tensors[0], few[0].tensors[1][:, :1].contiguous()))
+    assert not torch.equal(found, moe(*given, replace(of, gate_up=one_for_both, down=few[1])))
+
+
+def test_rows_have_codes_by_a_given_scale(device) -> None:
+    of = layer(device, dtype_of(device), form=FP8)
+    scales = tuple(torch.tensor([scale / 2, scale, scale / 3], device=device.type) for scale in (0.031, 0.0017))
+    x, weights, ids = routed(device, of, 3)
+    found = moe(x, weights, ids, replace(of, given=scales))
+    turns = itertools.cycle(scales)
+    written = Written(quantised=lambda row: quantise(row, next(turns), codes=E4M3))
+    assert_same_bits(found, written(x, weights, ids, of))
+    other = Written(quantised=lambda row: quantise(row, scales[0], codes=E4M3))
+    assert not torch.equal(found, other(x, weights, ids, of))
+
+
 @pytest.mark.parametrize(
     ("form", "mistake"),
     [
@@ -247,7 +278,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(device, form: Format) 
 def test_one_scale_of_all_tokens_fails_the_same_sweep(device, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
     module, of = device.module("moe"), layer(device, dtype_of(device), form=form)
 
-    def of_step(rows: torch.Tensor, reduction: MoeReduction) -> Codes:
+    def of_step(rows: torch.Tensor, reduction: MoeReduction, *_: object) -> Codes:
         codes, scales = quantise(rows, rows.abs().max().float().reshape(1) / 448, codes=E4M3)
         if form is FP8_BLOCK:
             scales = scales[:, None].expand(-1, -(-rows.shape[1] // 128)).contiguous()
@@ -389,9 +420,15 @@ def test_what_does_not_fit_is_refused(device) -> None:
     for wrong, words in (
         (replace(of.down, format=FP8_BLOCK), "down as codes in rows"),
         (replace(of.down, tensors=(codes, scales[..., 0])), r"down as e4m3 with fp32 scales \[5, 256, 1\]"),
+        (replace(of.down, tensors=(codes, scales[:, :100])), r"down as e4m3 with fp32 scales \[5, 256, 1\]"),
     ):
         with pytest.raises(ValueError, match=words):
             moe(*given, replace(of, down=wrong))
+    scale = torch.ones(EXPERTS, device=device.type)
+    of_blocks = layer(device, dtype_of(device))
+    for wrong in (replace(of, given=(scale, scale.double())), replace(of_blocks, given=(scale, scale))):
+        with pytest.raises(ValueError, match="scales in fp32 of what both products are given"):
+            moe(*given, wrong)
     with pytest.raises(NotCovered, match="experts in FP8 whose rows are those of gate and up in turn"):
         reduction_of(device, torch.bfloat16, activation="swigluoai")
     with pytest.raises(NotCovered, match="experts whose products are ScaledLinearReduction"):

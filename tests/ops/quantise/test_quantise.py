@@ -101,12 +101,22 @@ def test_codes_at_the_bounds_are_saturated(device):
     assert quantise(x[:, 1:5] * 2)[0].tolist() == [[-127, -126, 125, 126]]
 
 
+@pytest.mark.parametrize("codes", [torch.int8, E4M3])
+def test_of_several_given_scales_the_largest_counts(device, codes: torch.dtype) -> None:
+    x = device.draw(5, 40)
+    scales = torch.tensor([0.01, 0.02, 0.005], device=device.type)
+    found, expected, other = (quantise(x, scale, codes=codes) for scale in (scales, scales[1:2], scales[:1]))
+    assert_same_bits(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert_same_bits(found[1], expected[1])
+    assert not torch.equal(found[0].view(torch.uint8), other[0].view(torch.uint8))
+
+
 def test_what_has_no_codes_is_refused(device):
     x = device.draw(2, 8)
     with pytest.raises(NotCovered, match=r"rows of torch.float64 as int8"):
         quantise(x.double())
-    for scale in (torch.ones(2), torch.ones(1, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="a static scale is one fp32 number"):
+    for scale in (torch.ones(0), torch.ones(1, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="a static scale is the largest of fp32 numbers"):
             quantise(x, scale.to(device.type))
 
 

@@ -145,7 +145,11 @@ class BatchInvariantExperts:
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
         adapters = None if self.adapters is None else self.adapters()
         exchange = rows_of_all if exchanges(layer) else None
-        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters, exchange)
+        return Experts(gate_up, down, self.reduction, *biases, layer.expert_map, adapters, exchange, self.given(layer))
+
+    def given(self, layer: Any) -> tuple[torch.Tensor, ...]:
+        """Scales of what both products are given; none: nothing has given ones."""
+        return ()
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -257,9 +257,10 @@ def source_of(method: Any, layer: Any) -> Source | None:
 
 def _of_codes(multiplied: fp8.Source) -> Source | None:
     """How the matrix lies of a layer whose codes could be multiplied with codes; None for what has not been run."""
-    if multiplied.shared != "block" or multiplied.online:
+    form = {"block": eight.FP8_BLOCK, "channel": eight.FP8}.get(multiplied.shared)
+    if form is None or multiplied.online or multiplied.static:
         return None
-    return Source(eight.FP8_BLOCK, lambda layer: (layer.weight.data, getattr(layer, multiplied.scale).data))
+    return Source(form, lambda layer: (layer.weight.data, getattr(layer, multiplied.scale).data))
 
 
 def is_absorbed(prefix: str) -> bool:

@@ -32,6 +32,8 @@ from .linear import PreparedWeight
 
 PRODUCTS = ("w13", "w2")
 """What names of parameters begin with: of gate and up, and of down."""
+GIVEN = "input_scale"
+"""What they end with of a given scale of what a product is given."""
 MOE = "vllm.model_executor.layers.quantization"
 
 Stored = tuple[torch.Tensor, ...]
@@ -43,7 +45,8 @@ class Layout:
 
     Attributes:
         method: its class.
-        names: of its parameters, behind those of :data:`PRODUCTS`: codes, scales, and zero points.
+        names: of its parameters, behind those of :data:`PRODUCTS`: codes, scales, and zero points. Of a method that is
+            made, if that says which.
         format: of a method that is made, and of its layer.
         stored: what that format stores, of the parameters [experts, ...] that there are; it keeps what it can where it
             lies.
@@ -52,16 +55,22 @@ class Layout:
             kernels can do.
         turned: whether codes lie as [experts, K, N]; a GPU, which reads them where they lie, has the memory turned.
         quantises: whether what layers are given is quantised too, to what their codes are multiplied with.
+        is_given: whether that has a given scale, :data:`GIVEN` of each product.
     """
 
     method: PatchPoint
-    names: tuple[str, str, str]
+    names: tuple[str, str, str] | Callable[[Any], tuple[str, str, str]]
     format: Callable[[Any, Any], Format]
     stored: Callable[..., Stored]
     problem: Callable[[Any], tuple[str, str] | None]
     asleep: dict[str, Any]
     turned: bool = False
     quantises: bool = False
+    is_given: Callable[[Any], bool] = lambda _: False
+
+    def names_of(self, method: Any) -> tuple[str, str, str]:
+        """Of the parameters of a method that is made."""
+        return self.names(method) if callable(self.names) else self.names
 
 
 def _of_all(function: Callable[..., Stored], *parameters: torch.Tensor | None, **named: Any) -> Stored:
@@ -73,6 +82,11 @@ def _of_all(function: Callable[..., Stored], *parameters: torch.Tensor | None, *
 
 def _as_it_lies(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) -> Stored:
     return codes, scales
+
+
+def _in_fp8(method: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) -> Stored:
+    """Scales of matrices [experts] and of gate and up [experts, 2] are those of as many rows."""
+    return codes, scales if scales.dim() == 3 else scales.view(len(scales), -1, 1)
 
 
 def _compressed_tensors(method: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Stored:
@@ -130,8 +144,8 @@ _TO_BLOCKS = f"serve a checkpoint in blocks of {SIDE} x {SIDE} or with a scale a
 
 
 def _of_fp8(method: Any) -> tuple[str, str] | None:
-    if list(method.weight_block_size or ()) != [SIDE, SIDE]:
-        return "in FP8 with a scale a matrix, or of other blocks", _TO_BLOCKS
+    if method.weight_block_size is not None and list(method.weight_block_size) != [SIDE, SIDE]:
+        return "in FP8 of other blocks", _TO_BLOCKS
     if getattr(method.quant_config, "is_scale_e8m0", False):
         return "in FP8 with scales of powers of two", _TO_BLOCKS
     return None
@@ -141,16 +155,16 @@ def _of_compressed_fp8(method: Any) -> tuple[str, str] | None:
     of_weight, of_activations = (
         str(getattr(given.strategy, "value", given.strategy)) for given in (method.weight_quant, method.input_quant)
     )
-    if of_weight == "channel":
-        return None  # vLLM takes no other activations beside them than those with a scale a token
+    if of_weight == "channel" or (of_weight == "tensor" and not method.input_quant.dynamic):
+        return None  # beside rows vLLM takes no other activations than those with a scale a token
     if list(method.weight_block_size or ()) != [SIDE, SIDE]:
-        return "in FP8 with a scale a matrix, or of other blocks", _TO_BLOCKS
+        return "in FP8 with one scale for all tokens of a step, or of other blocks", _TO_BLOCKS
     if not method.input_quant.dynamic or of_activations != "group" or method.input_quant.group_size != SIDE:
         return f"in FP8 whose activations have no scale a group of {SIDE}", "quantise activations by such groups"
     return None
 
 
-def _compressed_fp8(method: Any, _: Any) -> Format:
+def _fp8(method: Any, _: Any) -> Format:
     return FP8 if method.weight_block_size is None else FP8_BLOCK
 
 
@@ -222,12 +236,13 @@ LAYOUTS = (
     ),
     Layout(
         PatchPoint((f"{MOE}.fp8",), "Fp8MoEMethod"),
-        ("weight", "weight_scale_inv", ""),
-        lambda method, layer: FP8_BLOCK,
-        _as_it_lies,
+        lambda method: ("weight", method.weight_scale_name, ""),
+        _fp8,
+        _in_fp8,
         _of_fp8,
         _FP8,
         quantises=True,
+        is_given=lambda method: method.quant_config.activation_scheme == "static",
     ),
     Layout(
         PatchPoint(
@@ -235,11 +250,12 @@ LAYOUTS = (
             "CompressedTensorsW8A8Fp8MoEMethod",
         ),
         ("weight", "weight_scale", ""),
-        _compressed_fp8,
-        _as_it_lies,
+        _fp8,
+        _in_fp8,
         _of_compressed_fp8,
         _FP8,
         quantises=True,
+        is_given=lambda method: method.static_input_scales,
     ),
 )
 """Every one that is served; what other methods load is refused where their layers are looked at."""
@@ -375,12 +391,18 @@ class QuantisedExperts(BatchInvariantExperts):
                     f"the checkpoint has scales of {group} neighbours, and a part of a group has none",
                     "choose another --tensor-parallel-size, or share whole experts with --enable-expert-parallel",
                 )
+        if self.layout.is_given(self) and layer.moe_config.moe_parallel_config.use_ep:
+            raise NotCovered(
+                f"given scales of what the experts of {layer.layer_name} are given, by workers with whole experts",
+                "a product has the largest of them, which is another one of each worker",
+                "leave --enable-expert-parallel out",
+            )
         above: Any = super()
         above.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, **others)
         if self.layout.quantises:
-            for product in PRODUCTS:
-                for name in self.layout.names[:2]:
-                    fp8.fill_with_nan(getattr(layer, f"{product}_{name}").data)
+            names = *self.layout.names_of(self)[:2], *(GIVEN,) * self.layout.is_given(self)
+            for name in (f"{product}_{name}" for product in PRODUCTS for name in names):
+                fp8.fill_with_nan(getattr(layer, name).data)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: what vLLM would tell a kernel of its own."""
@@ -404,13 +426,27 @@ class QuantisedExperts(BatchInvariantExperts):
 
     def held(self, layer: Any, product: str) -> StoredExperts:
         """The same without a look at the numbers."""
-        parameters = (getattr(layer, f"{product}_{name}", None) if name else None for name in self.layout.names)
+        names = self.layout.names_of(self)
+        parameters = (getattr(layer, f"{product}_{name}", None) if name else None for name in names)
         tensors = self.layout.stored(self, *(None if one is None else one.data for one in parameters))
         return StoredExperts(self.layout.format(self, layer), tensors, layer.params_dtype)
+
+    def given(self, layer: Any) -> tuple[torch.Tensor, ...]:
+        """Of each expert one, of which the largest counts, as in vLLM: a token has the same codes for all experts."""
+        is_given = self.layout.is_given(self)
+        return tuple(getattr(layer, f"{product}_{GIVEN}").data for product in PRODUCTS) if is_given else ()
 
     def check(self, layer: Any, product: str, made: StoredExperts) -> None:
         """Refuse numbers that stand for none."""
         refuse_flaw(made, f"{product} of {layer.layer_name}")
+        if self.layout.is_given(self):
+            scales = getattr(layer, f"{product}_{GIVEN}").data
+            if not bool(((scales > 0) & scales.isfinite()).all()):
+                raise NotCovered(
+                    f"{product}_{GIVEN} of {layer.layer_name} that is no positive number",
+                    "what is divided by it has no codes",
+                    "download the checkpoint again",
+                )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As that of experts that are not quantised."""
@@ -427,7 +463,7 @@ class QuantisedExperts(BatchInvariantExperts):
     @property
     def names(self) -> list[str]:
         """Of the codes of both products."""
-        return [f"{product}_{self.layout.names[0]}" for product in PRODUCTS]
+        return [f"{product}_{self.layout.names_of(self)[0]}" for product in PRODUCTS]
 
     def of_products(self, layer: Any, kind: Callable[..., Any]) -> tuple[Any, ...]:
         """What a kind of prepared weights is of both products; where activations are quantised nothing is prepared."""
@@ -457,7 +493,7 @@ class QuantisedCudaExperts(QuantisedExperts, CudaExperts):
     def weights_are_loaded(self, layer: Any) -> None:
         if self.layout.turned:
             for product in PRODUCTS:
-                for part in self.layout.names[:2]:
+                for part in self.layout.names_of(self)[:2]:
                     _turn(getattr(layer, f"{product}_{part}"))
         self.kept = self.kept or self.of_products(layer, KeptStoredExperts)
         for one in self.kept:

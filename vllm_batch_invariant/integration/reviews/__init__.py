@@ -231,6 +231,7 @@ class Ran:
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
+        drafts_beside_prefix_caches_on_gpus: layers with states beside which GPUs have run both.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         large_heads_on_cpus_alone: those of them whose quantised weights no GPU has run.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
@@ -310,6 +311,7 @@ class Ran:
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]
     lightning_models: tuple[str, ...]
+    drafts_beside_prefix_caches_on_gpus: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
     large_heads_on_cpus_alone: tuple[str, ...]
     chunked_models: tuple[str, ...]

@@ -105,6 +105,8 @@ _FP8_OF_EXPERTS = frozenset(
             for method in ("compressed-tensors", "fp8")
         ),
         Scheme("compressed-tensors", "float8", "channel", activations="float8 dynamic token"),
+        Scheme("compressed-tensors", "float8", "tensor", activations="float8 static tensor"),
+        *(Scheme("fp8", "float8", "tensor", activations=f"float8 {of}") for of in ("dynamic token", "static tensor")),
     ]
 )
 """Those of FP8 in which experts are served, too."""

@@ -75,13 +75,13 @@ def prepared_moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, expe
         hidden = _product(rows, experts.gate_up, experts.gate_up_bias, number, reduction)
         if adapters is not None and isinstance(rows, torch.Tensor):
             adapters.add_gate_up(hidden, rows, tokens, torch.full_like(tokens, number))
-        activated = _operand(_activated(hidden, reduction.activation), reduction)
+        activated = _operand(_activated(hidden, reduction.activation), reduction, *experts.given[1:])
         made = _product(activated, experts.down, experts.down_bias, number, reduction)
         if adapters is not None and isinstance(activated, torch.Tensor):
             adapters.add_down(made, activated, tokens, torch.full_like(tokens, number))
         return made
 
-    given = _operand(x, reduction), weights, experts.placed(ids), len(experts.down)
+    given = _operand(x, reduction, *experts.given[:1]), weights, experts.placed(ids), len(experts.down)
     return sum_of_experts(*given, expert, experts.exchange)
 
 
@@ -89,10 +89,10 @@ Rows = torch.Tensor | Codes
 """[rows, K]"""
 
 
-def _operand(rows: torch.Tensor, reduction: MoeReduction) -> Rows:
-    """Rows as a product takes them."""
+def _operand(rows: torch.Tensor, reduction: MoeReduction, scale: torch.Tensor | None = None) -> Rows:
+    """Rows as a product takes them, of a given scale or with their own."""
     how = reduction.quantised
-    return rows if how is None else Codes(*quantising.quantise(rows, None, how), rows.dtype)
+    return rows if how is None else Codes(*quantising.quantise(rows, scale, how), rows.dtype)
 
 
 def _product(rows: Rows, weight: Any, bias: torch.Tensor | None, number: int, reduction: MoeReduction) -> torch.Tensor:

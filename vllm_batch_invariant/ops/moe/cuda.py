@@ -417,9 +417,10 @@ def grouped_gemm(
     reduction = LinearReduction.of_device("cuda", rows, k, x.dtype)
     out = torch.empty(pairs, n, dtype=dtype, device=x.device)
     scales, zeros, form, of_x, strides_of_x, group_k, in_blocks = None, None, None, None, (0, 0), 0, False
-    fuses = _fuses(x, reduction)
+    fuses, rows_of_a_scale = _fuses(x, reduction), 1
     if isinstance(x, Codes):
         (weight, scales), in_blocks = weight.tensors, x.scales.dim() == 2
+        rows_of_a_scale = rows // scales.shape[1]
         strides_of_x = (*x.scales.stride(), 0)[:2]
         x, of_x, group_k = aligned(x.codes), x.scales, GROUP
     elif isinstance(weight, StoredExperts):
@@ -487,6 +488,7 @@ def grouped_gemm(
         FORMAT=form,
         GROUP=group_k,
         IN_BLOCKS=in_blocks,
+        ROWS_OF_A_SCALE=1 if in_blocks else rows_of_a_scale,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         enable_fp_fusion=fuses,
@@ -648,7 +650,7 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
             f"it has those of {gpu.fp8_mma}",
             "use those of the GPU",
         )
-    given = _operand(x, reduction)
+    given = _operand(x, reduction, *experts.given[:1])
     read = partial(_matrices_of, many)
     first = partial(grouped_gemm, given, read(gate_up), experts.gate_up_bias, groups, pairs, dtype, schedule.gate_up)
     if experts.adapters is None:
@@ -658,7 +660,7 @@ def products(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts:
         tokens = torch.arange(pairs, device=ids.device) // reduction.top_k
         experts.adapters.add_gate_up(hidden, x[tokens], tokens, placed)
         activated = _activated(hidden, activation)
-    made = _operand(activated, reduction)
+    made = _operand(activated, reduction, *experts.given[1:])
     expert_out = grouped_gemm(made, read(down), experts.down_bias, groups, pairs, dtype, schedule.down)
     if experts.adapters is not None:
         experts.adapters.add_down(expert_out, activated, tokens, placed)
@@ -778,10 +780,10 @@ def _matrices_of(many: bool, weight: torch.Tensor | StoredExperts) -> torch.Tens
     return weight.matrices() if many and isinstance(weight, StoredExperts) else weight
 
 
-def _operand(rows: torch.Tensor, reduction: MoeReduction) -> torch.Tensor | Codes:
-    """Rows as a product takes them; of rows that nobody has written, any."""
+def _operand(rows: torch.Tensor, reduction: MoeReduction, scale: torch.Tensor | None = None) -> torch.Tensor | Codes:
+    """Rows as a product takes them, of a given scale or with their own; of rows that nobody has written, any."""
     how = reduction.quantised
-    return rows if how is None else Codes(*quantising.quantise(rows, None, how), rows.dtype)
+    return rows if how is None else Codes(*quantising.quantise(rows, scale, how), rows.dtype)
 
 
 def a_norm_may_add(x: torch.Tensor, experts: Experts) -> bool:

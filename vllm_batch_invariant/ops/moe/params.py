@@ -21,7 +21,8 @@ class StoredExperts:
 
     Attributes:
         format: of the weights.
-        tensors: that the format stores, each with the experts as its first dimension.
+        tensors: that the format stores, each with the experts as its first dimension. Scales of rows may be fewer, each
+            of as many neighbours: one of a matrix, or of gate and of up.
         dtype: of the matrices.
     """
 
@@ -54,14 +55,21 @@ class StoredExperts:
         return self._write(expert, out)
 
     def _write(self, expert: int, out: torch.Tensor) -> torch.Tensor:
-        return self.format.write([tensor[expert].contiguous() for tensor in self.tensors], out)
+        return self.format.write(self._of(expert), out)
+
+    def _of(self, expert: int) -> list[torch.Tensor]:
+        """What the format stores of an expert."""
+        codes, *others = (tensor[expert].contiguous() for tensor in self.tensors)
+        if self.format is FP8:
+            others = [scales.repeat_interleave(len(codes) // len(scales), 0) for scales in others]
+        return [codes, *others]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[expert] for expert in range(len(self)))
 
     def operand(self, expert: int) -> Slices:
         """Codes [N, K] of e4m3 and scales of an expert, as the operation ``scaled_linear`` takes them."""
-        codes, scales = (tensor[expert] for tensor in self.tensors)
+        codes, scales = self._of(expert)
         return codes, scales if self.format is FP8_BLOCK else scales.flatten()
 
     def matrices(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,6 +201,8 @@ class Experts:
         adapters: of tokens of a step; None: no token has one.
         exchange: gives all workers rows of which each is at one of them, and 0 elsewhere, so that each adds what all
             experts made of a token, in the order of its scores; None: it adds what its own made.
+        given: scales of the rows that both products are given, fp32, whose codes have scales of rows: of all rows the
+            largest; empty: rows have their own.
     """
 
     gate_up: Any
@@ -203,13 +213,14 @@ class Experts:
     places: torch.Tensor | None = None
     adapters: ExpertAdapters | None = None
     exchange: Callable[[torch.Tensor], torch.Tensor] | None = None
+    given: Slices = ()
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All that are there."""
         stored = (of.tensors if isinstance(of, StoredExperts) else (of,) for of in (self.gate_up, self.down))
         of_adapters = () if self.adapters is None else self.adapters.tensors
-        return *chain(*stored), self.gate_up_bias, self.down_bias, self.places, *of_adapters
+        return *chain(*stored), self.gate_up_bias, self.down_bias, self.places, *of_adapters, *self.given
 
     def placed(self, ids: torch.Tensor) -> torch.Tensor:
         """Where the experts of these numbers lie; -1 for one that is not there."""
@@ -264,12 +275,15 @@ class Experts:
         if in_blocks and self.down.shape[2] % SIDE:
             raise ValueError(f"a block of {SIDE} rows has one scale, and gate has {self.down.shape[2]} rows")
         form, shared = (FP8_BLOCK, "blocks") if in_blocks else (FP8, "rows")
+        if self.given and (in_blocks or [one.dtype for one in self.given] != [torch.float32] * 2):
+            raise ValueError("moe takes scales in fp32 of what both products are given, beside scales of rows")
         for name, weight in {"gate_up": self.gate_up, "down": self.down}.items():
             if not isinstance(weight, StoredExperts) or weight.format is not form:
                 raise ValueError(f"moe takes {name} as codes in {shared}, where its products are those of codes")
             codes, scales = weight.tensors
             experts, n, k = codes.shape
-            wanted = (experts, -(-n // SIDE), -(-k // SIDE)) if in_blocks else (experts, n, 1)
+            of_rows = scales.shape[1] if scales.dim() > 1 and n % max(scales.shape[1], 1) == 0 else n
+            wanted = (experts, -(-n // SIDE), -(-k // SIDE)) if in_blocks else (experts, of_rows, 1)
             if tuple(scales.shape) != wanted or not weight.format.is_stored_as(weight.tensors, weight.dtype):
                 raise ValueError(
                     f"moe takes {name} as e4m3 with fp32 scales {list(wanted)}, got {codes.dtype}, {scales.dtype} and "

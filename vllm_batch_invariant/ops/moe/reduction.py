@@ -30,8 +30,8 @@ class MoeReduction:
 
     With ``products`` both GEMMs are those of the operation ``scaled_linear``, of codes of e4m3 in blocks or in rows.
     What they are given are the codes of the operation ``quantise``, by groups of 128 beside blocks and of a whole row
-    beside rows: those of a token, the same for all its experts, and those of what the activation gives, after it was
-    rounded.
+    beside rows, there by a given scale if the checkpoint has one: those of a token, the same for all its experts, and
+    those of what the activation gives, after it was rounded.
 
     Adapters of low rank are added to what both products give, after it was rounded, as :class:`..lora.LoraReduction`
     says: to that of gate and up before the activation, to that of down before it is multiplied by the weight.

@@ -39,13 +39,13 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
         expert = int(experts.placed(ids[token, slot]))
         if expert < 0:
             continue
-        hidden = _product(x[token].double(), experts.gate_up, expert, experts.reduction)
+        hidden = _product(x[token].double(), experts.gate_up, expert, experts.reduction, *experts.given[:1])
         if experts.gate_up_bias is not None:
             hidden += experts.gate_up_bias[expert].double()
         if experts.adapters is not None:
             hidden += _adapted(x[token].double(), token, expert, experts.adapters, experts.adapters.gate_up)
         activated = _activated(hidden, experts.reduction.activation)
-        made = _product(activated, experts.down, expert, experts.reduction)
+        made = _product(activated, experts.down, expert, experts.reduction, *experts.given[1:])
         if experts.down_bias is not None:
             made += experts.down_bias[expert].double()
         if experts.adapters is not None:
@@ -54,11 +54,13 @@ def moe(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Expe
     return out
 
 
-def _product(row: torch.Tensor, weight: Any, expert: int, reduction: MoeReduction) -> torch.Tensor:
+def _product(
+    row: torch.Tensor, weight: Any, expert: int, reduction: MoeReduction, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     if reduction.products is None:
         return weight[expert].double() @ row
     assert reduction.quantised is not None
-    codes, scales = quantising.quantise(row.float(), codes=E4M3, group=reduction.quantised.group)
+    codes, scales = quantising.quantise(row.float(), scale, codes=E4M3, group=reduction.quantised.group)
     return scaled_linear.scaled_linear(codes.to(E4M3), scales, *weight.operand(expert))
 
 

@@ -333,9 +333,11 @@ def _promoted(x, weight, total, scale, SWAP_AB: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
-def _times_scales(total, of_x, scales_ptr, rows, mask_n, SWAP_AB: tl.constexpr):
+def _times_scales(
+    total, of_x, scales_ptr, rows, mask_n, SWAP_AB: tl.constexpr, ROWS_OF_A_SCALE: tl.constexpr
+):  # fmt: skip
     """total * of_x * scales, from left to right: of_x [BLOCK_M] of pairs, scales of the weight's rows [BLOCK_N]."""
-    scales = tl.load(scales_ptr + rows, mask=mask_n, other=0.0)
+    scales = tl.load(scales_ptr + rows // ROWS_OF_A_SCALE, mask=mask_n, other=0.0)
     return total * of_x[None, :] * scales[:, None] if SWAP_AB else total * of_x[:, None] * scales[None, :]
 
 
@@ -351,6 +353,7 @@ def _tile(
     first_n, N, K, PAIRS_OF_A_ROW: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
     PRECISION: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    ROWS_OF_A_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One tile of :func:`grouped_gemm_kernel`: pairs [BLOCK_M] of an expert, BLOCK_N columns from ``first_n`` on."""
     GATED: tl.constexpr = (ACTIVATION != "") & (ACTIVATION != "relu2_no_mul")
@@ -418,9 +421,9 @@ def _tile(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if (GROUP > 0) & (not IN_BLOCKS):
         of_pairs = tl.load(x_scales_ptr, mask=mask_m, other=0.0)  # [BLOCK_M]
-        acc = _times_scales(acc, of_pairs, scales_ptr + first, rows, mask_n, SWAP_AB)
+        acc = _times_scales(acc, of_pairs, scales_ptr, first + rows, mask_n, SWAP_AB, ROWS_OF_A_SCALE)
         if GATED:
-            up = _times_scales(up, of_pairs, scales_ptr + first + up_row, rows, mask_n, SWAP_AB)
+            up = _times_scales(up, of_pairs, scales_ptr, first + rows + up_row, mask_n, SWAP_AB, ROWS_OF_A_SCALE)
     if HAS_BIAS:
         acc = _add_bias(acc, bias_ptr + first, rows, mask_n, SWAP_AB)
         if GATED:
@@ -471,13 +474,14 @@ def grouped_gemm_kernel(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
+    ROWS_OF_A_SCALE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """x: [rows, K], weight: [experts, N, K], bias: [experts, N] or None, out: [pairs, N], all packed; the row of a pair
     is pair // PAIRS_OF_A_ROW. With FORMAT, a :class:`..formats.triton_decode.PackedTile`, ``weight`` has the codes of
     that format, and there are scales, and zero points or None. With GROUP both x and weight are codes of e4m3, with
-    x_scales [rows] and scales [experts, N], or IN_BLOCKS [rows, ceil(K / GROUP)] and [experts, ceil(N / GROUP),
-    ceil(K / GROUP)]; those of x are of these strides.
+    x_scales [rows] and scales [experts, N / ROWS_OF_A_SCALE], or IN_BLOCKS [rows, ceil(K / GROUP)] and [experts,
+    ceil(N / GROUP), ceil(K / GROUP)]; those of x are of these strides.
 
     With ACTIVATION weight and bias have 2 N rows, those of the gate and those of up, or for "swigluoai" one of each in
     turn, and out is the activation of both; without a gate they have N. With FEW_PAIRS ``pairs`` has each pair's
@@ -510,13 +514,13 @@ def grouped_gemm_kernel(
             _tile(
                 x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs_of_half,
                 mask_half, expert, first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M // 2,
-                BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT, GROUP, IN_BLOCKS,
+                BLOCK_N, BLOCK_K, SWAP_AB, PRECISION, FORMAT, GROUP, IN_BLOCKS, ROWS_OF_A_SCALE,
             )  # fmt: skip
             return
     _tile(
         x_ptr, x_scales_ptr, x_scales_strides, weight, scales_ptr, zeros_ptr, bias_ptr, out_ptr, pairs, mask_m, expert,
         first_n, N, K, PAIRS_OF_A_ROW, ACTIVATION, HAS_BIAS, EVEN_K, BY_TMA, BLOCK_M, BLOCK_N, BLOCK_K, SWAP_AB,
-        PRECISION, FORMAT, GROUP, IN_BLOCKS,
+        PRECISION, FORMAT, GROUP, IN_BLOCKS, ROWS_OF_A_SCALE,
     )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ def quantise(
 
     Args:
         x: [..., K] fp32, bf16 or fp16.
-        scale: one fp32 number, finite and above 0, that all rows have (static); None: each row has its own (dynamic).
+        scale: fp32 numbers, finite and above 0, of which all rows have the largest (static); None: each row has its own
+            (dynamic).
         codes: dtype of the codes, int8 or float8_e4m3fn.
         group: elements of K that have a scale of their own: 128, of e4m3. None: a row has one.
 
@@ -28,11 +29,11 @@ def quantise(
         A scale is NaN where its row or group is not finite.
 
     Raises:
-        ValueError: a scale that is not one fp32 number, or that is given with a group.
+        ValueError: a scale without an fp32 number, or that is given with a group.
         NotCovered: a dtype, group or device without an implementation.
     """
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"a static scale is one fp32 number, got {list(scale.shape)} of {scale.dtype}")
+    if scale is not None and (not scale.numel() or scale.dtype != torch.float32):
+        raise ValueError(f"a static scale is the largest of fp32 numbers, got {list(scale.shape)} of {scale.dtype}")
     if scale is not None and group is not None:
         raise ValueError("a static scale is one of all groups: leave the group out")
     reduction = QuantiseReduction.of_dtype(x.dtype, codes, group)

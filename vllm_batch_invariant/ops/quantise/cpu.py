@@ -72,7 +72,7 @@ def quantise(
     rows = x.reshape(x.shape[:-1].numel(), length).float().contiguous()
     codes = torch.empty(rows.shape, dtype=torch.int8)
     scales = torch.empty(len(rows), 1 if counts is None else counts, dtype=torch.float32)
-    given = torch.empty(0, dtype=torch.float32) if scale is None else scale.reshape(1)
+    given = torch.empty(0, dtype=torch.float32) if scale is None else scale.max().reshape(1)
     numbers = (reduction.largest, reduction.smallest_static, reduction.least, reduction.group or max(length, 1))
     formula = (reduction.divides, reduction.scale_of_zeros, reduction.codes == E4M3)
     _quantise(rows.numel(), rows, codes, scales, given, *numbers, *formula)

@@ -24,7 +24,7 @@ def quantise(
     if scale is None:
         step, least = torch.where(top < reduction.least, 0.0, top / reduction.largest), -reduction.largest
     else:
-        step = scale.double().expand_as(top)
+        step = scale.max().double().expand_as(top)
     near = torch.where(step > 0, x / step, 0.0)
     near = (near.round() if codes != E4M3 else _nearest_e4m3(near)).clamp(least, reduction.largest)
     step = torch.where(step > 0, step, reduction.scale_of_zeros)

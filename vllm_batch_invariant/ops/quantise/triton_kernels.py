@@ -74,12 +74,14 @@ def codes_of(
 
 
 @triton.jit
-def scale_of(top_bits, static_ptr, QUANTISE: tl.constexpr, STATIC: tl.constexpr):
-    """Of groups with these bits of their largest magnitudes: whether they have codes but 0, scales and inverses."""
+def scale_of(top_bits, static, QUANTISE: tl.constexpr, STATIC: tl.constexpr):
+    """Of groups with these bits of their largest magnitudes: whether they have codes but 0, scales and inverses. With
+    STATIC their scale is ``static``.
+    """
     finite = is_finite(top_bits)
     top = top_bits.to(tl.float32, bitcast=True)
     if STATIC:
-        step, inverse = tl.full(top.shape, 0.0, tl.float32) + tl.load(static_ptr), 0.0
+        step, inverse = tl.full(top.shape, 0.0, tl.float32) + static, 0.0
     else:
         counts = finite & (top >= QUANTISE.least)
         divisor = tl.where(counts, top, 1.0)
@@ -107,7 +109,7 @@ def store_codes(
     OF_ROW: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
     y = tl.reshape(y, (y.shape[0], GROUPS, GROUP))
     top_bits = top_of_numbers(y, 2)[:, :, None]
-    finite, step, inverse = scale_of(top_bits, scale_ptr, QUANTISE, False)
+    finite, step, inverse = scale_of(top_bits, 0.0, QUANTISE, False)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     OF_16_BITS: tl.constexpr = y.dtype.primitive_bitwidth == 16
     codes = codes_of(from_bf16(y), finite, step, inverse, QUANTISE, False, DTYPE, OF_16_BITS)
@@ -131,6 +133,7 @@ def quantise_kernel(
     scale_rows,
     LENGTH: tl.constexpr,
     STATIC: tl.constexpr,
+    PADDED_STATIC: tl.constexpr,
     QUANTISE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -138,8 +141,8 @@ def quantise_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """So many groups of a row of x [rows, LENGTH], packed, GROUP elements each: their codes, of e4m3 as uint8, and
-    their scales [groups, scale_rows], of rows side by side. ``static_ptr`` has one number with STATIC, and is None
-    without.
+    their scales [groups, scale_rows], of rows side by side. ``static_ptr`` has STATIC numbers, of which the largest is
+    the scale, or is None.
     """
     let_next_begin(OVERLAPS)
     wait_for_kernel_before(OVERLAPS)
@@ -157,16 +160,19 @@ def quantise_kernel(
         x, offs = _load(x_ptr, first, ends, start, BLOCK)
         tops = tl.maximum(tops, top_of(x[None], 0))
     top_bits = tl.max(tops, 1)[:, None]
-    finite, step, inverse = scale_of(top_bits, static_ptr, QUANTISE, STATIC)
+    static = 0.0
+    if STATIC:
+        static = tl.max(tl.load(static_ptr + tl.arange(0, PADDED_STATIC) % STATIC), 0)
+    finite, step, inverse = scale_of(top_bits, static, QUANTISE, STATIC > 0)
     of_row = scale_ptr + group.to(tl.int64)[:, None] * scale_rows + row
     tl.store(of_row, tl.where(is_finite(top_bits), step, float("nan")), mask=group[:, None] < OF_ROW)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     OF_16_BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     if GROUP <= BLOCK:
-        codes = codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
+        codes = codes_of(x, finite, step, inverse, QUANTISE, STATIC > 0, DTYPE, OF_16_BITS)
         tl.store(codes_ptr + offs, codes, mask=offs < ends)
     else:
         for start in range(0, GROUP, BLOCK):
             x, offs = _load(x_ptr, first, ends, start, BLOCK)
-            codes = codes_of(x, finite, step, inverse, QUANTISE, STATIC, DTYPE, OF_16_BITS)
+            codes = codes_of(x, finite, step, inverse, QUANTISE, STATIC > 0, DTYPE, OF_16_BITS)
             tl.store(codes_ptr + offs, codes, mask=offs < ends)

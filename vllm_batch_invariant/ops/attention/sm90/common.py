@@ -293,7 +293,7 @@ def write_rows(out, work, result, offs_m, offs_d, mask, cfg):
         magnitudes = (result.to(gl.int16, bitcast=True) & 0x7FFF).to(gl.int32)
         top = gl.max(magnitudes, 1).to(gl.int16).to(result.dtype, bitcast=True).to(gl.float32)  # [rows]
         top_bits = top.to(gl.int32, bitcast=True)
-        counts, step, inverse = _scale_of(top_bits[:, None], codes.scale_ptr, codes.QUANTISE, False)
+        counts, step, inverse = _scale_of(top_bits[:, None], 0.0, codes.QUANTISE, False)
         DTYPE: gl.constexpr = codes.ptr.dtype.element_ty
         coded = _codes_of(result.to(gl.float32), counts, step, inverse, codes.QUANTISE, False, DTYPE, True)
         row = (work.query_start + token).to(gl.int64)
