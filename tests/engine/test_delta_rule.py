@@ -325,7 +325,6 @@ def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
 
 
 @pytest.mark.exhaustive
-@untried_on_gpu
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_a_layer_that_predicts_more_tokens_beside_a_prefix_cache_leaves_answers_alone(
     started: Callable[..., Any], tmp_path: Path, family: str

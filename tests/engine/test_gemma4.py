@@ -122,7 +122,6 @@ def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     kept_states.check_drafts(found)
 
 
-@untried_on_gpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Beside a prefix cache, which plain decoding has not."""
@@ -132,7 +131,6 @@ def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path
     assert counted["accepted"] > 0
 
 
-@untried_on_gpu
 @kept_states.needs_two_gpus
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, checkpoint: Callable[[str], Path]) -> None:

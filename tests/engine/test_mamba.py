@@ -234,7 +234,6 @@ def test_drafts_beside_a_prefix_cache_leave_answers_alone(name: str, tmp_path: P
     kept_states.check_kept_pages(found)
 
 
-@untried_on_gpu
 def test_n_grams_leave_answers_alone(family: Family, checkpoint: Path) -> None:
     """Beside a prefix cache, which plain decoding has not."""
     settings, beside = UNCACHED | family.few_pages(), {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
@@ -260,7 +259,6 @@ def test_four_workers_without_a_tree_leave_a_request_its_bits(name: str, tmp_pat
     kept_states.check_workers_without_a_tree(started, folder, DEFAULT, {}, 4)
 
 
-@untried_on_gpu
 @kept_states.needs_two_gpus
 @pytest.mark.parametrize("name", GROUPS_FOR)
 def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path:
     folder, _ = quantised(form, tmp_path, predict_by_last_layer(source, likely=8) if method == "mtp" else source)
     asked = REPEATING if method == "ngram" else drafted_requests()[::3]
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
-    cached = {"enable_prefix_caching": True}
+    cached = {"enable_prefix_caching": True} | kept_states.IN_GRAPHS
     differing, counted = kept_states.with_drafts(started, folder, drafts, asked, UNCACHED, **cached)
     assert differing == []
     assert 0 < counted["accepted"] < counted["drafts"]
@@ -195,7 +195,7 @@ def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path:
 @pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
 def test_two_workers_leave_a_request_its_bits(form: str, case: Callable[[str, str], Case]) -> None:
     """They share heads and experts; each has all of the latent cache."""
-    settings = {"variables": kept_states.cores_of(2), "tensor_parallel_size": 2} | DEFAULT
+    settings = {"variables": kept_states.cores_of(2), "tensor_parallel_size": 2} | DEFAULT | kept_states.IN_GRAPHS
     shared = started(case("V3", form).packed, mla.ask, **settings)
     assert [where for where in SAME if shared[where] != shared["alone"]] == []
     assert decodes_as_it_prefills(shared)

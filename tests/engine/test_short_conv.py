@@ -141,7 +141,6 @@ def test_four_workers_without_a_tree_leave_a_request_its_bits(checkpoint: Path) 
 
 
 @pytest.mark.exhaustive
-@untried_on_gpu
 @kept_states.needs_two_gpus
 def test_two_gpus_in_graphs_leave_a_request_its_bits(checkpoint: Path) -> None:
     kept_states.check_workers_without_a_tree(kept_states.started, checkpoint, DEFAULT | kept_states.IN_GRAPHS)
@@ -163,7 +162,6 @@ def test_drafts_beside_a_prefix_cache_leave_answers_alone(checkpoint: Path, tmp_
     kept_states.check_kept_pages(kept_states.in_kept_pages(kept_states.started, checkpoint, tmp_path, PAGE, ways))
 
 
-@untried_on_gpu
 @pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("family", ["LFM2", pytest.param("LFM2-MoE", marks=pytest.mark.exhaustive)])
 def test_n_grams_leave_answers_alone(checkpoint: Path, tmp_path: Path, family: str, cached: bool) -> None:

@@ -814,7 +814,7 @@ def test_a_model_that_has_run_with_states_passes(monkeypatch: pytest.MonkeyPatch
         assert found_of(architecture="Qwen3ForCausalLM", tensor_parallel_size=2) is None
 
 
-def test_linear_attention_is_served_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_attention_is_served_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by_n_grams = {"speculative_config": SimpleNamespace(method="ngram")}
     named = ((found_of_decays, "linear attention"), (found_of_channels, "Kimi Delta Attention"))
@@ -823,18 +823,23 @@ def test_linear_attention_is_served_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
         assert found_of(tensor_parallel_size=2) is found_of(tensor_parallel_size=4) is None
         assert found_of(tensor_parallel_size=8) == f"{kind} with tensor parallelism 8"
         assert found_of(mamba_ssm_cache_dtype="bfloat16") == f"{kind} with states of {kind} in bfloat16"
-        assert found_of(device="cuda") == f"{kind} on a GPU"
+        assert found_of(device="cuda") == f"{kind} with vLLM 0.32.0"
     assert found_of_decays(**by_n_grams) == "linear attention with speculative decoding"
     assert found_of_channels(**by_n_grams) is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     for found_of, kind in named:
         assert found_of() == f"{kind} with vLLM 0.33.0"
+        on_gpus = partial(found_of, device="cuda")
+        assert on_gpus() is None
+        assert on_gpus(tensor_parallel_size=2) == f"{kind} with tensor parallelism 2"
+        assert on_gpus(dtype="torch.float16") == f"{kind} with float16 on a GPU"
+        assert on_gpus(**by_n_grams) == f"{kind} with speculative decoding"
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found_of_decays(device="cuda") is found_of_channels(device="cuda") is None
+    assert found_of_channels(device="cuda", **by_n_grams) is None
 
 
 def test_two_and_four_workers_share_layers_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs two, and gated delta rules alone."""
+    """On GPUs two, and by a tree gated delta rules alone."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     for found_of in (found_of_convolutions, found_of_rules, found_of_spaces):
         assert found_of(tensor_parallel_size=2) is found_of(tensor_parallel_size=4) is None
@@ -846,7 +851,8 @@ def test_two_and_four_workers_share_layers_with_states(monkeypatch: pytest.Monke
     monkeypatch.delenv(TP_TREE.name)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     four = {"device": "cuda", "tensor_parallel_size": 4}
-    assert found_of_rules(**four | {"tensor_parallel_size": 2}) is None
+    for found_of in (found_of_convolutions, found_of_rules, found_of_spaces):
+        assert found_of(**four | {"tensor_parallel_size": 2}) is None
     assert found_of_rules(**four) == "gated delta rules with tensor parallelism 4"
     assert found_of_convolutions(**four) == "short convolutions with tensor parallelism 4"
     assert found_of_spaces(**four) == "state spaces of Mamba-2 with tensor parallelism 4"
@@ -898,10 +904,14 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     assert found_of_rules(**two, enable_prefix_caching=False) is None
     assert found_of_rules(**two) == "gated delta rules with speculative decoding and a prefix cache by 2 workers"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    uncached = by_n_grams | {"device": "cuda", "enable_prefix_caching": False}
-    assert found_of_rules(**uncached) is None
-    assert found_of_convolutions(**uncached) == "short convolutions with speculative decoding"
-    assert found_of_spaces(**uncached) == "state spaces of Mamba-2 with speculative decoding"
+    uncached, cached = ({**by_n_grams, "device": "cuda", "enable_prefix_caching": keeps} for keeps in (False, True))
+    for kind, found_of in kinds.items():
+        assert found_of(**uncached) is None
+        with_mtp = found_of(**cached | {"speculative_config": SimpleNamespace(method="mtp")})
+        assert with_mtp == (None if found_of is found_of_rules else f"{kind} with speculative decoding with mtp")
+    assert found_of_convolutions(**cached) is found_of_spaces(**cached) is None
+    said = "gated delta rules with speculative decoding with ngram and a prefix cache on a GPU"
+    assert found_of_rules(**cached) == said
     monkeypatch.setenv(UNTRIED.name, "1")
     for kind, found_of in kinds.items():
         assert found_of(**uncached) is None
@@ -1058,8 +1068,7 @@ def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found_of_convolutions() == "short convolutions with vLLM 0.33.0"
     assert found_of_convolutions(device="cuda") is None
-    by_two = found_of_convolutions(device="cuda", tensor_parallel_size=2)
-    assert by_two == "short convolutions with tensor parallelism 2"
+    assert found_of_convolutions(device="cuda", tensor_parallel_size=2) is None
     first_runner = found_of_convolutions(device="cuda", use_v2_model_runner=False)
     assert first_runner == "short convolutions with the first model runner"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
@@ -1129,7 +1138,7 @@ def two_head_sizes(
         ({"device": "cuda", "version": "0.32.0"}, "heads of two sizes with vLLM 0.32.0"),
         (
             {"device": "cuda", "version": "0.33.0", "tensor_parallel_size": 2},
-            "heads of two sizes with tensor parallelism 2",
+            None,
         ),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, None),

@@ -304,20 +304,26 @@ def absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, bool], Any]:
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["no kernel", "a kernel that reads codes"])
-@pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by blocks"])
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        *((name, "block") for name in ("fp8 by blocks", "compressed-tensors by blocks")),
+        ("compressed-tensors by rows", "channel"),
+    ],
+)
 def test_latent_attention_has_the_matrix_that_codes_stand_for(
-    name: str, reads: bool, absorbed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    name: str, shared: str, reads: bool, absorbed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantised, "reads_as_stored", lambda *_: reads)
     layer, weight = absorbed(name), weight_of(*reversed(OF_LATENT), 3)
     load(layer, FORMS[name].layer(weight))
-    assert_same_bits(process(layer).weight.data, fp8_codes("block", weight)[1])
+    assert_same_bits(process(layer).weight.data, fp8_codes(shared, weight)[1])
     assert quantised.is_plain(layer.quant_method)
     assert not fp8.computes(layer)
     multiplied = absorbed(name, latent=False)
     assert fp8.computes(multiplied)
     names = fp8.reductions(torch.nn.ModuleList([layer, multiplied]), torch.bfloat16)
-    assert set(names) == {"quantise (FP8 by block)", "linear (FP8 by block)"}
+    assert set(names) == {f"quantise (FP8 by {shared})", f"linear (FP8 by {shared})"}
 
 
 def test_parts_of_blocks_of_latent_attention_are_refused_and_so_is_what_are_no_codes(
@@ -331,7 +337,7 @@ def test_parts_of_blocks_of_latent_attention_are_refused_and_so_is_what_are_no_c
         absorbed("fp8 by blocks")
 
 
-@pytest.mark.parametrize("name", ["fp8 by tensors", "compressed-tensors by rows"])
+@pytest.mark.parametrize("name", ["fp8 by tensors", "compressed-tensors by rows, given"])
 def test_other_codes_of_latent_attention_are_refused(name: str, absorbed: Callable[..., Any]) -> None:
     with pytest.raises(NotCovered, match=r"weights of model\.layers\.0\.self_attn\.kv_b_proj by"):
         absorbed(name)

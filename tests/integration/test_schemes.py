@@ -36,6 +36,7 @@ def found(
     workers: int = 1,
     stages: int = 1,
     engines: int = 1,
+    whole_experts: bool = False,
     **of_model: Any,
 ) -> list[str]:
     """What the rows find in a model of this ``quantization_config``."""
@@ -49,7 +50,10 @@ def found(
         model_config=SimpleNamespace(**model),
         quant_config=read,
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=workers, pipeline_parallel_size=stages, data_parallel_size=engines
+            tensor_parallel_size=workers,
+            pipeline_parallel_size=stages,
+            data_parallel_size=engines,
+            enable_expert_parallel=whole_experts,
         ),
     )
     return [what for row in ROWS.values() if (what := row.found(given))]
@@ -101,7 +105,7 @@ def test_a_model_whose_layers_have_no_experts_has_none(pattern: str | None, has:
     """Nemotron-H's configuration has a number of them, whatever its layers are."""
     model = SimpleNamespace(is_moe=True, hf_text_config=SimpleNamespace(hybrid_override_pattern=pattern))
     assert schemes.has_experts(model) is has
-    assert bool(found(FORMS["compressed-tensors by rows"].config, **vars(model))) is has
+    assert bool(found(FORMS["compressed-tensors by rows, given"].config, **vars(model))) is has
 
 
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
@@ -335,8 +339,8 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
-    in_blocks = [name for name in FORMS if found(FORMS[name].config, is_moe=True) == []]
-    assert in_blocks == ["fp8 by blocks", "compressed-tensors by blocks"]
+    apart = [name for name in FORMS if found(FORMS[name].config, is_moe=True)]
+    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors"]
     [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
     assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")
@@ -358,7 +362,14 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
             assert found(W4A16, "cuda", **more) == []
-    assert found(FORMS["fp8 by blocks"].config, "cuda", is_moe=True, workers=2) == []
+    of_experts = {name for name, form in FORMS.items() if found(form.config, "cuda", is_moe=True) == []}
+    by_two = {name for name in of_experts if found(FORMS[name].config, "cuda", is_moe=True, workers=2) == []}
+    assert by_two == {"fp8 by blocks", "compressed-tensors by blocks", "compressed-tensors by rows"}
+    assert of_experts - by_two == {
+        *("fp8 by tensors", "fp8 by tensors, given", "compressed-tensors by tensors, given"),
+    }
+    asked = {"is_moe": True, "workers": 2, "whole_experts": True}
+    assert {name for name in by_two if found(FORMS[name].config, "cuda", **asked)} == {"compressed-tensors by rows"}
     shared = {name for name, form in FORMS.items() if found(form.config, "cuda", workers=2) == []}
     assert shared == {*FORMS}
     monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, activations_by_two_gpus=()))

@@ -264,11 +264,16 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
-    unshared = set(schemes.of_activations(model, of_weights)) - {*RAN.activations_by_two_gpus}
+    of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
+    shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
+    unshared = of_activations - {*shared}
+    of_rows = {kind for kind in of_activations if "block" not in kind}
     found = {
-        f"of {min(unshared, default='')} by several GPUs": unshared
-        and parallel.tensor_parallel_size > 1
-        and not (model.is_moe or _keeps(config, _DELTA_RULES)),
+        f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
+        f"of {min(of_rows, default='')} by several GPUs with whole experts": of_rows
+        and several
+        and model.is_moe
+        and parallel.enable_expert_parallel,
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
@@ -731,9 +736,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
-        "speculative decoding and a prefix cache on a GPU": caches_drafts
+        f"speculative decoding with {method} and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
-        and kept.name not in RAN.drafts_beside_prefix_caches_on_gpus,
+        and method not in RAN.drafts_beside_prefix_caches_on_gpus.get(kept.name, ()),
         "speculative decoding and quantised weights on a GPU": method
         and model.quantization
         and ran_on == "cuda"
@@ -771,6 +776,7 @@ def _states_shared(config: Config) -> str | None:
         "experts": schemes.has_experts(model),
         "quantised weights": model.quantization,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
+        "a tree on GPUs": tensor_tree.k_slices() > 1 and _ran_on(devices.of_config(config).ops.type) == "cuda",
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first} by {workers} workers")
@@ -1185,8 +1191,6 @@ def _drafter(config: Config) -> str | None:
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         kind = speculation.draft_model_config.hf_config.model_type
-        if kind in RAN.mtp_on_cpus_alone and on == "cuda" and not envs.starts_untried():
-            return f"speculative decoding with mtp of {kind} on a GPU"
         return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
@@ -1327,8 +1331,9 @@ COVERED = (
     ),
     Feature(
         "Experts whose weights and activations are FP8",
-        "blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors); on a CPU with vLLM 0.32, "
-        "on one or two GPUs with 0.33",
+        "blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors), rows with activations by "
+        "tokens (compressed-tensors), matrices with given ones (both) or by tokens (fp8); on a CPU with vLLM 0.32, on "
+        "a GPU with 0.33, blocks and rows on two",
     ),
     Feature(
         "Weights and activations in int8",
@@ -1373,7 +1378,7 @@ COVERED = (
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
         "experts: on a CPU with vLLM 0.32, with audio, FP8 by blocks or rows, INT4 or drafts of n-grams by one worker, "
-        "with images and videos by one or two, as text also by four; on a GPU with 0.33",
+        "with images and videos by one or two, as text also by four; on a GPU with 0.33, with n-grams, or as text two",
     ),
     Feature(
         "Attention in chunks",
@@ -1382,25 +1387,26 @@ COVERED = (
     ),
     Feature(
         "Short convolutions",
-        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers or four, and with drafts of n-grams "
-        "by one; on a GPU with 0.33, by one",
+        "LFM2, LFM2-MoE: on a CPU with vLLM 0.32, there LFM2 also by two workers or four; on a GPU with 0.33, LFM2 "
+        "also on two; with drafts of n-grams by one",
     ),
     Feature(
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
         "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
-        "cache by one worker on a CPU, on GPUs by one; states in fp32",
+        "cache by one worker, there of MTP; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1, by one worker: on a CPU with vLLM 0.32, there with "
-        "drafts of n-grams, and by two or four if these divide their groups, in bf16 on a GPU with 0.33, there also "
-        "Nemotron-H with experts; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1: on a CPU with vLLM 0.32, in bf16 on a GPU with "
+        "0.33, there also Nemotron-H with experts; with drafts of n-grams by one worker, without them and experts by "
+        "two, on a CPU also four, if these divide their groups; states in fp32",
     ),
     Feature(
         "Lightning attention, Kimi Delta Attention",
         "Ling 2.5 and Ring 2.5, whose decay is constant, and Ling 3.0, with a gate for each element of a key, on a CPU "
-        "with vLLM 0.32, by one worker, two or four, 3.0 by one also with drafts of n-grams; states in fp32",
+        "with vLLM 0.32, by one worker, two or four, 3.0 by one also with drafts of n-grams; in bf16 on a GPU with "
+        "0.33; states in fp32",
     ),
     Feature(
         "Quantised weights beside these",
@@ -1444,9 +1450,9 @@ COVERED = (
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3 and Qwen3.5, "
-        "suffixes, custom drafters, Medusa and MTP of Qwen3-Next on a CPU: the answers and logprobs are those of plain "
-        "decoding, greedy and with a seed",
+        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5 and "
+        "Qwen3-Next, suffixes, custom drafters, Medusa on a CPU: the answers and logprobs are those of plain decoding, "
+        "greedy and with a seed",
     ),
     Feature(
         "Tensor parallelism on GPUs",
@@ -1735,8 +1741,7 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}, qwen3_next's on a CPU alone; medusa on a "
-        "CPU, ngram_gpu on a GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),
@@ -1875,18 +1880,18 @@ REFUSED = (
         _states,
     ),
     Feature(
-        "Short convolutions (LFM2) elsewhere, over 4 workers or 1 GPU, several engines, drafts but n-grams, other "
-        "quantisation, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs drafts, "
-        "FP8 caches",
+        "Short convolutions (LFM2) elsewhere, over 4 workers or 2 GPUs, several engines, drafts but n-grams, other "
+        "quantisation, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs FP8 caches, "
+        "quantised with drafts",
         "these have not been run",
-        f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts drafts on a GPU",
+        f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts the last",
         _convolutions_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
         "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams and MTP, other "
         "quantisation, FP8 caches, embeddings, sleep on a CPU, states not in fp32; drafts and prefix "
-        "caches by several or on GPUs, there not bf16, drafts by 2",
+        "caches by several, n-grams beside one on GPUs, there not bf16, drafts by 2",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -1894,23 +1899,24 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, several workers, not bf16",
+        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised with drafts, "
+        "over 2, not bf16",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Linear attention of Ling 2.5 and 3.0 on other devices, over 4 workers, with drafts but n-grams of 3.0 by one, "
-        "quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32",
+        "Linear attention of Ling 2.5 and 3.0 elsewhere, over 4 workers or 1 GPU, with drafts but n-grams of 3.0 by "
+        "one on a CPU, quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32; on GPUs not bf16",
         "these have not been run",
-        f"serve it on a CPU; {envs.UNTRIED.name}=1 starts it on a GPU",
+        f"serve it by one worker in bf16; {envs.UNTRIED.name}=1 starts n-grams and two GPUs",
         _linear_attention_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Short convolutions and state spaces by several workers beside drafts, experts, quantisation or FP8 caches, or "
-        "with groups that they do not divide",
+        "Short convolutions and state spaces by several workers beside drafts, experts, quantisation or FP8 caches, on "
+        "GPUs a tree, or with groups that they do not divide",
         "these have not been run together",
         "serve them by one worker",
         _states_shared,
@@ -2009,8 +2015,8 @@ REFUSED = (
         ("cpu", "cuda"),
     ),
     Feature(
-        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers (quantised 2), 2 GPUs, whole "
-        "experts, engines, stages, other drafts and quantisation, on GPUs drafts and AWQ, FP8 caches, LoRA, prompt "
+        "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers or 2 GPUs (quantised 2 and 1), "
+        "whole experts, engines, stages, other drafts and quantisation, on GPUs AWQ, FP8 caches, LoRA, prompt "
         "embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",

@@ -221,17 +221,16 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
-        mtp_on_cpus_alone: those that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
+        expert_activations_by_two_gpus: the same of mixtures of experts.
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
-        drafts_beside_prefix_caches_on_gpus: layers with states beside which GPUs have run both.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
         large_heads_on_cpus_alone: those of them whose quantised weights no GPU has run.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
@@ -259,6 +258,7 @@ class Ran:
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
         short_convolution_drafters: methods of speculative decoding that have been run beside them, by device.
+        drafts_beside_prefix_caches_on_gpus: methods that GPUs have run beside layers with states and a prefix cache.
         delta_rules: versions whose engines have served gated delta rules, by device.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
@@ -301,17 +301,16 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
-    mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
+    expert_activations_by_two_gpus: tuple[str, ...]
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]
     lightning_models: tuple[str, ...]
-    drafts_beside_prefix_caches_on_gpus: tuple[str, ...]
     two_head_sizes: tuple[str, ...]
     large_heads_on_cpus_alone: tuple[str, ...]
     chunked_models: tuple[str, ...]
@@ -339,6 +338,7 @@ class Ran:
     short_convolution_quantised: Mapping[str, tuple[str, ...]]
     short_convolution_workers: Mapping[str, tuple[int, ...]]
     short_convolution_drafters: Mapping[str, tuple[str, ...]]
+    drafts_beside_prefix_caches_on_gpus: Mapping[str, tuple[str, ...]]
     delta_rules: Mapping[str, str]
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
