@@ -264,6 +264,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
+    if untried := set(schemes.kinds(model, of_weights)) & {*RAN.quantised_on_cpus_alone}:
+        return f"{where} of {min(untried)}"
     unshared = set(schemes.of_activations(model, of_weights)) - {*RAN.activations_by_two_gpus}
     found = {
         f"of {min(unshared, default='')} by several GPUs": unshared
@@ -1336,6 +1338,11 @@ COVERED = (
         "scale; on a CPU with vLLM 0.32, on one or two GPUs with 0.33",
     ),
     Feature(
+        "Weights and activations in ModelOpt's FP8 (nvidia/*-FP8)",
+        "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, also beside its KV cache in FP8, with the "
+        "checkpoint's own scales; on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "Weights quantised while they are loaded",
         "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
         "by tokens; on a CPU with vLLM 0.32, on a GPU with 0.33",
@@ -1348,8 +1355,8 @@ COVERED = (
     ),
     Feature(
         "KV cache in FP8",
-        "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
-        "layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
+        "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors or ModelOpt says: e4m3 with one scale for "
+        "the keys of a layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
         "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
@@ -1651,7 +1658,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic",
+        "by several engines, in exact arithmetic, ModelOpt's FP8",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
