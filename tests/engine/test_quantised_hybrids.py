@@ -13,11 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
+from tests import fp8_checkpoints
+from tests.engine import kept_states, multimodal, quantised_layers, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
-from tests.engine.quantised_layers import FORMS, write
+from tests.engine.quantised_layers import write
 from tests.engine.test_delta_rule import (
     DEFAULT,
     LENGTH,
@@ -25,6 +26,7 @@ from tests.engine.test_delta_rule import (
     UNCACHED,
     WITH_EXPERTS,
 )
+from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
@@ -43,6 +45,8 @@ NEAR = 0.25
 NEAR_IN_CODES = 1.5
 """The same where activations have codes of three bits behind the first."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
+MODELOPT = "ModelOpt's by tensors, given"
+FORMS: dict[str, Form | Stored] = quantised_layers.FORMS | {MODELOPT: fp8_checkpoints.FORMS[MODELOPT]}
 
 
 class Family(NamedTuple):
@@ -77,10 +81,11 @@ WIDE = FAMILIES["Qwen3.5"]._replace(
 )
 """Of which two workers have whole blocks."""
 CASES = [
-    *(("Qwen3.5", form) for form in FORMS),
-    *(("Qwen3.5-MoE", form) for form in FORMS if form != ROWS),
+    *(("Qwen3.5", form) for form in quantised_layers.FORMS),
+    *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if form != ROWS),
     *(("Qwen3-Next", form) for form in (BLOCKS, INTEGERS)),
     *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
+    ("Nemotron-H", MODELOPT),
 ]
 """Experts in FP8 with a scale a row are refused."""
 
