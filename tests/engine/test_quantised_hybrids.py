@@ -4,6 +4,7 @@ quantised those of the matrices that they stand for.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ CASES = [
     *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if form != ROWS),
     *(("Qwen3-Next", form) for form in (BLOCKS, INTEGERS)),
     *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
-    ("Nemotron-H", MODELOPT),
+    *((name, MODELOPT) for name in test_mamba.FAMILIES),
 ]
 """Experts in FP8 with a scale a row are refused."""
 
@@ -246,11 +247,15 @@ def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Pa
     assert before == back != changed == started(second, afterwards=kept_states.alone, **settings)
 
 
+OF_CODES = 370
+"""Of prompts that need a page of codes more than they begin with, beside state spaces."""
 LONG = request(tokens(600, 9, kept_states.VOCABULARY), max_tokens=6, logprobs=5)
 """Of more tokens than a page has."""
 
 
-@pytest.mark.parametrize(("name", "length"), [("LFM2", 242)])
+@pytest.mark.parametrize(
+    ("name", "length"), [("LFM2", 242), *((name, OF_CODES) for name in test_mamba.FAMILIES)], ids=lambda one: str(one)
+)
 def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path, name: str, length: int) -> None:
     """With prompts of a length that needs a page of codes more than they begin with."""
     family = FAMILIES[name]
@@ -271,4 +276,38 @@ def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path
     assert found["long"][0] == found["long"][1]
     assert found["cached"] > 0
     plain = started(folder, afterwards=kept_states.alone, **settings)
+    assert plain != found["alone"], "so the comparison sees what codes lose"
+
+
+def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
+    started: Callable[..., Any], tmp_path: Path
+) -> None:
+    """And the bits of a cache in bf16 of the codes' numbers."""
+    family = FAMILIES["Nemotron-H"]
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+    form = fp8_checkpoints.FORMS[MODELOPT]
+    folder = write(family.source(tmp_path / "source"), replace(form, config=form.config | scheme), tmp_path / "packed")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    [key] = [name.removesuffix(".weight") for name in tensors if name.endswith(".k_proj.weight")]
+    scales = {f"{key}.k_scale": 0.03125, f"{key.replace('k_proj', 'v_proj')}.v_scale": 0.015625}
+    save_file(tensors | {name: torch.tensor(one) for name, one in scales.items()}, file, metadata={"format": "pt"})
+
+    def asked(engine: Engine) -> dict[str, Any]:
+        found = kept_states.ask(engine, (), OF_CODES)
+        cold, warm = (engine.step(f"long {number}", [LONG], number == 0).requests[0] for number in range(2))
+        found |= {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
+        found["scales"] = engine.call("tests.engine.fp8_caches:in_numbers", True)
+        return found | {"numbers of the codes": kept_states.alone(engine, "numbers")}
+
+    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    found = started(folder, afterwards=asked, **settings)
+    assert found["preemptions"] > 0
+    assert [company for company in SAME if found[company] != found["alone"]] == []
+    assert decodes_as_it_prefills(found)
+    assert found["long"][0] == found["long"][1]
+    assert found["cached"] > 0
+    assert found["scales"] == [[*scales.values()]]
+    assert found["alone"] == found["numbers of the codes"]
+    plain = started(folder, afterwards=kept_states.alone, kv_cache_dtype="bfloat16", **settings)
     assert plain != found["alone"], "so the comparison sees what codes lose"

@@ -1405,7 +1405,8 @@ COVERED = (
     ),
     Feature(
         "Quantised weights beside these",
-        "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
+        "FP8 by rows and INT4 of compressed-tensors, beside state spaces on a CPU also ModelOpt's FP8 with a scale a "
+        "tensor, without experts; beside gated delta rules also INT4 of AWQ and "
         "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
         "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two",
     ),
@@ -1895,9 +1896,9 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, several workers, not bf16",
+        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs drafts, several workers, FP8 caches, not bf16",
         "these have not been run",
-        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last three",
+        f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts the last four",
         _state_spaces_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
