@@ -1405,10 +1405,14 @@ COVERED = (
     ),
     Feature(
         "Quantised weights beside these",
-        "FP8 by rows and INT4 of compressed-tensors, beside state spaces on a CPU also ModelOpt's FP8 with a scale a "
-        "tensor, without experts; beside gated delta rules also INT4 of AWQ and "
+        "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
         "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
         "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two",
+    ),
+    Feature(
+        "ModelOpt's FP8 and KV caches in FP8 beside state spaces",
+        "weights with a scale a tensor and given ones of activations, without experts; caches of any weights: by one "
+        "worker on a CPU with vLLM 0.32",
     ),
     Feature(
         "LoRA adapters",
