@@ -37,7 +37,10 @@ class Form:
         """What a checkpoint has of a linear layer, by names in it."""
         parts, _ = fp8(self.shared, weight)
         scale = parts["weight_scale"]
-        of_one = () if self.config["quant_method"] == "fp8" else (1,)
+        of_modelopt = self.config["quant_method"] == "modelopt"
+        of_one = () if of_modelopt or self.config["quant_method"] == "fp8" else (1,)
+        if of_modelopt and self.shared != "tensor":
+            scale = scale[:, None, :, None] if self.shared == "block" else scale[:, 0]
         if self.shared == "tensor":
             scale = scale.reshape(of_one)
         given = {self.given: torch.full(of_one, INPUT_SCALE)} if self.static else {}
@@ -49,6 +52,12 @@ def _fp8(shared: str, static: bool = False) -> Form:
     if shared == "block":
         return Form(shared, config | {"weight_block_size": [128, 128]}, "weight_scale_inv")
     return Form(shared, config, static=static)
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    """``quantization_config`` of ModelOpt."""
+    producer = {"name": "modelopt", "version": "0.37.0"}
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], "producer": producer} | more
 
 
 def compressed(shared: str, activations: dict[str, Any]) -> dict[str, Any]:
@@ -82,6 +91,9 @@ FORMS = {
     "compressed-tensors by rows, given": Form("channel", compressed("channel", GIVEN), static=True),
     "compressed-tensors by tensors": Form("tensor", compressed("tensor", TOKEN)),
     "compressed-tensors by tensors, given": Form("tensor", compressed("tensor", GIVEN), static=True),
+    "ModelOpt's by tensors, given": Form("tensor", modelopt("FP8"), static=True),
+    "ModelOpt's by rows": Form("channel", modelopt("FP8_PER_CHANNEL_PER_TOKEN")),
+    "ModelOpt's by blocks": Form("block", modelopt("FP8_PB_WO")),
 }
 """By a name."""
 

@@ -53,6 +53,8 @@ def config_of(form: Form | Stored, kept: Sequence[str]) -> dict[str, Any]:
             return config | {"ignore": list(kept), "config_groups": {"group_0": group}}
         case "gptq":
             return config | {"dynamic": {rf"-:.*\.(in_proj_ba|gate|{'|'.join(re.escape(one) for one in kept)})$": {}}}
+        case "modelopt":
+            return config | {"ignore": list(kept)}
     return config | {"modules_to_not_convert": list(kept)}
 
 

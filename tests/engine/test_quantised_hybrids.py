@@ -4,6 +4,7 @@ quantised those of the matrices that they stand for.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
+from tests import fp8_checkpoints
+from tests.engine import kept_states, multimodal, quantised_layers, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
-from tests.engine.quantised_layers import FORMS, write
+from tests.engine.quantised_layers import write
 from tests.engine.test_delta_rule import (
     DEFAULT,
     LENGTH,
@@ -25,6 +27,7 @@ from tests.engine.test_delta_rule import (
     UNCACHED,
     WITH_EXPERTS,
 )
+from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
@@ -43,6 +46,8 @@ NEAR = 0.25
 NEAR_IN_CODES = 1.5
 """The same where activations have codes of three bits behind the first."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
+MODELOPT = "ModelOpt's by tensors, given"
+FORMS: dict[str, Form | Stored] = quantised_layers.FORMS | {MODELOPT: fp8_checkpoints.FORMS[MODELOPT]}
 
 
 class Family(NamedTuple):
@@ -77,10 +82,11 @@ WIDE = FAMILIES["Qwen3.5"]._replace(
 )
 """Of which two workers have whole blocks."""
 CASES = [
-    *(("Qwen3.5", form) for form in FORMS),
-    *(("Qwen3.5-MoE", form) for form in FORMS if "Mistral" not in form),
+    *(("Qwen3.5", form) for form in quantised_layers.FORMS),
+    *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if "Mistral" not in form),
     *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS)),
     *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
+    *((name, MODELOPT) for name in test_mamba.FAMILIES),
 ]
 
 
@@ -240,11 +246,15 @@ def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Pa
     assert before == back != changed == started(second, afterwards=kept_states.alone, **settings)
 
 
+OF_CODES = 370
+"""Of prompts that need a page of codes more than they begin with, beside state spaces."""
 LONG = request(tokens(600, 9, kept_states.VOCABULARY), max_tokens=6, logprobs=5)
 """Of more tokens than a page has."""
 
 
-@pytest.mark.parametrize(("name", "length"), [("LFM2", 242)])
+@pytest.mark.parametrize(
+    ("name", "length"), [("LFM2", 242), *((name, OF_CODES) for name in test_mamba.FAMILIES)], ids=lambda one: str(one)
+)
 def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path, name: str, length: int) -> None:
     """With prompts of a length that needs a page of codes more than they begin with."""
     family = FAMILIES[name]
@@ -265,4 +275,38 @@ def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path
     assert found["long"][0] == found["long"][1]
     assert found["cached"] > 0
     plain = started(folder, afterwards=kept_states.alone, **settings)
+    assert plain != found["alone"], "so the comparison sees what codes lose"
+
+
+def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
+    started: Callable[..., Any], tmp_path: Path
+) -> None:
+    """And the bits of a cache in bf16 of the codes' numbers."""
+    family = FAMILIES["Nemotron-H"]
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
+    form = fp8_checkpoints.FORMS[MODELOPT]
+    folder = write(family.source(tmp_path / "source"), replace(form, config=form.config | scheme), tmp_path / "packed")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    [key] = [name.removesuffix(".weight") for name in tensors if name.endswith(".k_proj.weight")]
+    scales = {f"{key}.k_scale": 0.03125, f"{key.replace('k_proj', 'v_proj')}.v_scale": 0.015625}
+    save_file(tensors | {name: torch.tensor(one) for name, one in scales.items()}, file, metadata={"format": "pt"})
+
+    def asked(engine: Engine) -> dict[str, Any]:
+        found = kept_states.ask(engine, (), OF_CODES)
+        cold, warm = (engine.step(f"long {number}", [LONG], number == 0).requests[0] for number in range(2))
+        found |= {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
+        found["scales"] = engine.call("tests.engine.fp8_caches:in_numbers", True)
+        return found | {"numbers of the codes": kept_states.alone(engine, "numbers")}
+
+    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    found = started(folder, afterwards=asked, **settings)
+    assert found["preemptions"] > 0
+    assert [company for company in SAME if found[company] != found["alone"]] == []
+    assert decodes_as_it_prefills(found)
+    assert found["long"][0] == found["long"][1]
+    assert found["cached"] > 0
+    assert found["scales"] == [[*scales.values()]]
+    assert found["alone"] == found["numbers of the codes"]
+    plain = started(folder, afterwards=kept_states.alone, kv_cache_dtype="bfloat16", **settings)
     assert plain != found["alone"], "so the comparison sees what codes lose"

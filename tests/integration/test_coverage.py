@@ -967,8 +967,9 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(**asked) is None
     assert found_of_rules(**asked) == "gated delta rules with a KV cache in fp8"
-    assert found_of_spaces(**asked) == "state spaces of Mamba-2 with a KV cache in fp8"
+    assert found_of_spaces(**asked) is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_spaces(device="cuda", **asked) == "state spaces of Mamba-2 with a KV cache in fp8"
     assert found_of_convolutions(device="cuda", **asked) == "short convolutions with a KV cache in fp8"
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_convolutions(device="cuda", **asked) is None

@@ -106,7 +106,9 @@ def by_operations(x: torch.Tensor, parts: Tensors, form: Form) -> torch.Tensor:
     given = parts["input_scale"].reshape(1) if form.static else None
     codes, scales = quantise(x, given, codes=torch.float8_e4m3fn, group=128 if form.shared == "block" else None)
     of_weight = parts[form.scale]
-    if form.shared != "block":
+    if form.shared == "block":
+        of_weight = of_weight.flatten(1)
+    else:
         of_weight = of_weight.reshape(-1).expand(len(parts["weight"])).contiguous()
     return scaled_linear(codes, scales, parts["weight"], of_weight, parts.get("bias"), x.dtype)
 
@@ -158,7 +160,7 @@ def test_a_row_parallel_layer_quantises_what_each_worker_has(name: str, worker: 
         part = x.chunk(2, 1)[rank].contiguous()
         of_worker = parts | {"weight": parts["weight"].chunk(2, 1)[rank].contiguous()}
         if form.shared == "block":
-            of_worker[form.scale] = parts[form.scale].chunk(2, 1)[rank].contiguous()
+            of_worker[form.scale] = parts[form.scale].flatten(1).chunk(2, 1)[rank].contiguous()
         found = layer.quant_method.apply(layer, part.view(1, *part.shape))
         assert_same_bits(found[0], by_operations(part, of_worker, form))
         scale = torch.tensor([INPUT_SCALE]) if form.static else None
@@ -251,6 +253,16 @@ NAN = torch.tensor(torch.nan)
         ("compressed-tensors by rows", "q weight_scale", {}, "whose weight_scale is missing"),
         ("fp8 by tensors, given", "q input_scale", {}, "whose input_scale is missing"),
         ("fp8 by blocks", "v weight", {}, "whose weight is missing, negative or not finite"),
+        ("ModelOpt's by tensors, given", "v weight_scale", {}, "whose weight_scale is missing"),
+        ("ModelOpt's by tensors, given", "q input_scale", {}, "whose input_scale is missing"),
+        ("ModelOpt's by rows", "q weight_scale", {}, "whose weight_scale is missing"),
+        ("ModelOpt's by blocks", "k weight_scale", {}, "whose weight_scale is missing"),
+        (
+            "ModelOpt's by tensors, given",
+            "",
+            {"input_scale": torch.tensor(2 * INPUT_SCALE)},
+            rf"several scales for what {NAME} is given, \[0.0625, 0.125, 0.0625\]",
+        ),
         ("fp8 by tensors", "", {"weight_scale": NAN}, "whose weight_scale is missing, negative or not finite"),
         ("fp8 by tensors", "", {"weight_scale": -NAN.new_ones(())}, "whose weight_scale is missing, negative"),
         ("fp8 by tensors, given", "", {"input_scale": NAN.new_zeros(())}, "whose input_scale is missing"),
@@ -278,7 +290,7 @@ def test_a_trainer_that_sends_no_codes_is_refused(name: str) -> None:
         scale.weight_loader(scale, torch.ones(1, dtype=torch.uint8), "q")
 
 
-@pytest.mark.parametrize("form", [FORMS["fp8 by blocks"], FORMS["compressed-tensors by blocks"], "fp8_per_block"])
+@pytest.mark.parametrize("form", [*(form for form in FORMS.values() if form.shared == "block"), "fp8_per_block"])
 def test_parts_of_blocks_are_refused(form: Form | str, worker: Callable[..., None]) -> None:
     with pytest.raises(NotCovered, match=f"blocks of 128 x 128 of {NAME}, of which a part has 64"):
         build(linear.MergedColumnParallelLinear, HIDDEN, [64, 128], form=form)
@@ -347,6 +359,29 @@ def test_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_arithmetic", "exact")
     with pytest.raises(NotCovered, match="FP8 weights and activations in exact arithmetic"):
         build(linear.RowParallelLinear, HIDDEN, 128, form=FORMS["fp8 by blocks"])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith("ModelOpt")])
+def test_an_output_head_is_refused(name: str) -> None:
+    """Which ModelOpt leaves out."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    point = patch_points.EMBEDDING_CHOICE
+    form = FORMS[name]
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(point.module(), point.attribute, quantised._choosing(point.get()))
+        with pytest.raises(NotCovered, match="an output head in FP8, lm_head"):
+            build(ParallelLMHead, 192, HIDDEN, form=Form(form.shared, form.config | {"ignore": []}), prefix="lm_head")
+        build(ParallelLMHead, 192, HIDDEN, form=form, prefix="lm_head")
+
+
+def test_mxfp8_of_modelopt_is_refused_where_a_layer_is_built() -> None:
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
+
+    config = ModelOptMxFp8Config(True, None, ["lm_head"])
+    named = {"params_dtype": torch.bfloat16, "prefix": NAME, "bias": False}
+    with pytest.raises(NotCovered, match=f"weights of {NAME} by ModelOptLinearMethod: no format of the mode's"):
+        linear.RowParallelLinear(HIDDEN, 128, quant_config=config, **named)
 
 
 def test_blocks_that_nobody_has_tested_are_refused() -> None:

@@ -24,10 +24,18 @@ ROWS = {
     for feature in coverage.REFUSED
     if "uantised weights" in feature.name or "tokens of a step" in feature.name
 }
-NAMES = {"gptq": "auto_gptq", "awq": "auto_awq", "modelopt": "modelopt_fp4"}
+NAMES = {"gptq": "auto_gptq", "awq": "auto_awq"}
 CT = "quantisation compressed-tensors"
 W4A16 = FORMATS["w4a16 of 128"].config
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def named(config: dict[str, Any]) -> str:
+    """vLLM's name of the method of a ``quantization_config``."""
+    method = config["quant_method"]
+    if "FP4" in str(config.get("quant_algo")):
+        return f"{method}_fp4"
+    return NAMES.get(method, method)
 
 
 def found(
@@ -41,10 +49,9 @@ def found(
 ) -> list[str]:
     """What the rows find in a model of this ``quantization_config``."""
     config = json.loads(json.dumps(config))
-    method = config["quant_method"]
-    named = of_model.get("quantization") or NAMES.get(method, method)
-    read = get_quantization_config(named).from_config(config)
-    model = {"quantization": named, "is_moe": False} | of_model
+    name = of_model.get("quantization") or named(config)
+    read = get_quantization_config(name).from_config(config)
+    model = {"quantization": name, "is_moe": False} | of_model
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model),
@@ -80,11 +87,41 @@ def test_a_checkpoint_whose_layers_are_known_passes(config: dict[str, Any]) -> N
 @pytest.mark.parametrize("name", quantised_layers.FORMS)
 def test_what_has_run_beside_other_layers_is_what_checkpoints_are(name: str) -> None:
     config = quantised_layers.config_of(quantised_layers.FORMS[name], ["lm_head"])
-    named = NAMES.get(config["quant_method"], config["quant_method"])
-    read = get_quantization_config(named).from_config(config)
-    [kind] = schemes.kinds(SimpleNamespace(quantization=named), read)
+    read = get_quantization_config(named(config)).from_config(config)
+    [kind] = schemes.kinds(SimpleNamespace(quantization=named(config)), read)
     beside_images = (kinds for of in coverage.RAN.encoded_quantised.values() for kinds in of["cpu"])
     assert kind in {*coverage.RAN.delta_rule_quantised["cpu"], *beside_images}
+
+
+MODELOPT = {name: form.config for name, form in FORMS.items() if form.config["quant_method"] == "modelopt"}
+SERVED_BY_GPUS = {name: form for name, form in FORMS.items() if name not in MODELOPT}
+CACHE_OF_MODELOPT = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_modelopt_in_fp8_passes_in_both_files_with_a_cache_in_fp8_and_without(name: str) -> None:
+    """Also in lower case, as vLLM reads it."""
+    config = MODELOPT[name]
+    assert found(config | {"kv_cache_scheme": CACHE_OF_MODELOPT}) == []
+    for algorithm in (config["quant_algo"], config["quant_algo"].lower()):
+        of = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+        assert found({"quant_method": "modelopt", "quantization": of}) == []
+        assert found({"quant_method": "modelopt", "quantization": of | {"kv_cache_quant_algo": "FP8"}}) == []
+        for other in ("NVFP4", "INT8"):
+            said = ["quantisation modelopt with this scheme for the KV cache"]
+            assert found({"quant_method": "modelopt", "quantization": of | {"kv_cache_quant_algo": other}}) == said
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_no_gpu_and_no_other_layers_have_modelopt_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MODELOPT[name]
+    read = get_quantization_config("modelopt").from_config(json.loads(json.dumps(config)))
+    [kind] = schemes.kinds(SimpleNamespace(quantization="modelopt"), read)
+    assert found(config, is_moe=True) == [f"quantisation {kind} of a mixture of experts"]
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(config, "cuda") == [f"quantisation modelopt on a GPU of {kind}"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(config, "cuda") == []
 
 
 OTHER_CACHES = {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}, {"strategy": "token"}
@@ -246,7 +283,10 @@ def test_a_layer_that_gptq_leaves_alone_is_not_asked_for() -> None:
     assert found(FORMATS["gptq"].config | {"dynamic": {"-:.*down.*": {}}}) == []
 
 
-@pytest.mark.parametrize("name", ["torchao", "quark", "inc", "mxfp8", "fbgemm_fp8", "one of a later vLLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["torchao", "quark", "inc", "mxfp8", "fbgemm_fp8", "modelopt_mxfp8", "modelopt_mixed", "one of a later vLLM"],
+)
 def test_a_method_without_a_row_is_refused(name: str) -> None:
     model = SimpleNamespace(quantization=name)
     assert schemes.refused(model, SimpleNamespace()) == f"quantisation {name}"
@@ -350,7 +390,7 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
 def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(W4A16, "cuda") == []
-    for form in (*FORMATS.values(), *FORMS.values()):
+    for form in (*FORMATS.values(), *SERVED_BY_GPUS.values()):
         assert found(form.config, "cuda") == []
     assert found(W4A16, "cuda", is_moe=True) == found(W4A16, "cuda", workers=2) == []
     for more, what in (
@@ -371,7 +411,7 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
     asked = {"is_moe": True, "workers": 2, "whole_experts": True}
     assert {name for name in by_two if found(FORMS[name].config, "cuda", **asked)} == {"compressed-tensors by rows"}
     shared = {name for name, form in FORMS.items() if found(form.config, "cuda", workers=2) == []}
-    assert shared == {*FORMS}
+    assert shared == {*SERVED_BY_GPUS}
     monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, activations_by_two_gpus=()))
     [several] = found(FORMS["fp8 by blocks"].config, "cuda", workers=2)
     assert several.endswith(" float8 dynamic group 128 activations by several GPUs")

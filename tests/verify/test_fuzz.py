@@ -23,6 +23,7 @@ from vllm_batch_invariant.envs import ARITHMETIC, FLAG
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.serve import serve_command
 from vllm_batch_invariant.verify.bisect.command import _case_of
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.fuzz import command as fuzz_command
 from vllm_batch_invariant.verify.fuzz.command import (
     Fuzzer,
@@ -539,6 +540,18 @@ def test_trees_and_exact_arithmetic_are_drawn_where_activations_in_codes_allow_t
     in_blocks = name in FORMS and FORMS[name].shared == "block"
     for cut in ({"head_dim": 64}, {"intermediate_size": 384}):
         assert drawn_of("workers", model | cut) == ({1} if in_blocks else {1, 2})
+
+
+@pytest.mark.parametrize("name", ["w8a8-fp8-modelopt", "w8a8-fp8-modelopt-kv8", "w8a8-fp8-modelopt-file"])
+def test_what_modelopt_says_in_either_file_is_read_before_settings_are_drawn(name: str, tmp_path: Path) -> None:
+    """A cache in FP8 is drawn where the checkpoint does not say what it is."""
+    shape = Shape(hidden=256, intermediate=512, layers=1, heads=4, kv_heads=2, head_size=64, vocab=512)
+    place = place_of(str(make_checkpoint(tmp_path / "MODEL", shape, form=name)), (), "cpu")
+    assert place.is_quantised
+    assert place.activations == "tensor"
+    assert bool(place.cache_scheme) is (name != "w8a8-fp8-modelopt")
+    drawn = {draw_settings(0, number, 300, place).options.get("cache") for number in range(60)}
+    assert (drawn - {None} == set()) is (name != "w8a8-fp8-modelopt")
 
 
 @pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"])

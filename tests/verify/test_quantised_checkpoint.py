@@ -89,6 +89,30 @@ def test_layers_that_vllm_fuses_have_scales_of_their_own(tmp_path: Path) -> None
         assert len({packed[f"model.layers.0.mlp.{part}_proj.{scale}"].item() for part in ("gate", "up")}) == 2
 
 
+@pytest.mark.parametrize("name", ["w8a8-fp8-modelopt", "w8a8-fp8-modelopt-kv8", "w8a8-fp8-modelopt-file"])
+def test_modelopt_is_written_in_both_files_as_vllm_reads_it(tmp_path: Path, name: str) -> None:
+    """And the scales of the KV cache by the names of layers before it, scalars as all scales of tensors."""
+    pytest.importorskip("vllm")
+    from vllm.transformers_utils.config import get_config
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    folder = make_checkpoint(tmp_path, SMALL, form=name)
+    is_file = name.endswith("file")
+    assert ("quantization_config" in json.loads((folder / "config.json").read_text())) is not is_file
+    assert (folder / "hf_quant_config.json").exists() is is_file
+    config = get_config(folder, trust_remote_code=False)
+    read = ModelArchConfigConvertorBase(config, config).convert().quantization_config
+    assert read["quant_method"] == "modelopt"
+    has_cache = name != "w8a8-fp8-modelopt"
+    assert get_kv_cache_quant_algo_string(read) == ("fp8_e4m3" if has_cache else None)
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
+    assert {(tensor.shape, tensor.dtype) for tensor in scales.values()} == {((), torch.float32)}
+    of_cache = {f"model.layers.0.self_attn.{one}_proj.{one}_scale" for one in "kv"}
+    assert of_cache & {*scales} == (of_cache if has_cache else set())
+
+
 @pytest.mark.parametrize("name", ["w8a8-fp8-block", "w4a16-g128", "awq-g128", "gptq-g128"])
 def test_gates_and_convolutions_of_a_hybrid_keep_16_bits(tmp_path: Path, name: str) -> None:
     hybrid = replace(SMALL, layers=2, hybrid="delta")

@@ -264,6 +264,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
+    if untried := set(schemes.kinds(model, of_weights)) & {*RAN.quantised_on_cpus_alone}:
+        return f"{where} of {min(untried)}"
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
     unshared = of_activations - {*shared}
@@ -1347,6 +1349,11 @@ COVERED = (
         "scale; on a CPU with vLLM 0.32, on one or two GPUs with 0.33",
     ),
     Feature(
+        "Weights and activations in ModelOpt's FP8 (nvidia/*-FP8)",
+        "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, also beside its KV cache in FP8, with the "
+        "checkpoint's own scales; on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "Weights quantised while they are loaded",
         "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
         "by tokens; on a CPU with vLLM 0.32, on a GPU with 0.33",
@@ -1359,8 +1366,8 @@ COVERED = (
     ),
     Feature(
         "KV cache in FP8",
-        "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors says: e4m3 with one scale for the keys of a "
-        "layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
+        "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors or ModelOpt says: e4m3 with one scale for "
+        "the keys of a layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
         "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
@@ -1413,6 +1420,11 @@ COVERED = (
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
         "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
         "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two",
+    ),
+    Feature(
+        "ModelOpt's FP8 and KV caches in FP8 beside state spaces",
+        "weights with a scale a tensor and given ones of activations, without experts; caches of any weights: by one "
+        "worker on a CPU with vLLM 0.32",
     ),
     Feature(
         "LoRA adapters",
@@ -1663,7 +1675,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic",
+        "by several engines, in exact arithmetic, ModelOpt's FP8",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -1899,8 +1911,8 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "FP8 caches, prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised with drafts, "
-        "over 2, not bf16",
+        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised with drafts, over 2, FP8 caches, not "
+        "bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,

@@ -37,6 +37,8 @@ _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 _BLOCK = 128
 _INPUT_SCALE = 1 / 16
 """That static activations are given, which nobody has calibrated: up to 28."""
+_CACHE_SCALES = {".k_proj": (".k_scale", 1 / 32), ".v_proj": (".v_scale", 1 / 64)}
+"""That a KV cache in FP8 is given so, by the layers that ModelOpt stores them of: up to 14 and 7."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ class CheckpointFormat:
     """Every N is a whole number of them."""
     of_experts: bool = False
     """Whether gpt-oss's experts are quantised, and not linear layers."""
+    has_file: bool = False
+    """Whether ``config`` is in a file of its own, as of ModelOpt before 0.31, and not in config.json."""
+
+    @property
+    def cache_scales(self) -> Mapping[str, tuple[str, float]]:
+        """Scales of the KV cache by the ends of the names of layers: their own names and numbers."""
+        return _CACHE_SCALES if "kv_cache_scheme" in self.config else {}
 
     def layer_of(self, name: str) -> str | None:
         """The layer whose weight has that name; None: it is left as it is."""
@@ -197,10 +206,12 @@ def _eight(
     strategy: str,
     scale_name: str = ".weight_scale",
     static: bool = False,
+    has_file: bool = False,
 ) -> CheckpointFormat:
     """One code to a byte, with a scale of the tensor, of each row or of each block of 128 x 128. Activations that are
-    ``static`` have a given scale.
+    ``static`` have a given scale. ModelOpt stores scalars, rows of one dimension and blocks of four.
     """
+    of_modelopt = config["quant_method"] == "modelopt"
     dtype = form.storage[0]
     assert dtype is not None
     most = 127.0 if dtype == torch.int8 else _E4M3_MOST
@@ -220,14 +231,19 @@ def _eight(
             whole = scale.float()
         codes = (weight / whole).clamp(-most, most)
         given = {".input_scale": torch.tensor([_INPUT_SCALE])} if static else {}
+        if of_modelopt:
+            scale = scale.float()[:, None, :, None] if in_blocks else scale.float().squeeze()
+            given = {name: one.squeeze() for name, one in given.items()}
         return {".weight": (codes.round() if dtype == torch.int8 else codes).to(dtype), scale_name: scale} | given
 
     def stored(tensors: Tensors, _: torch.dtype) -> tuple[torch.Tensor, ...]:
         codes, scale = tensors[".weight"], tensors[scale_name].float()
-        return codes, layouts.per_row(scale, (len(codes),)) if strategy == "tensor" else scale
+        if strategy == "tensor":
+            return codes, layouts.per_row(scale.reshape(1), (len(codes),))
+        return codes, scale.flatten(1) if in_blocks else scale.view(-1, 1)
 
     unit = _BLOCK if in_blocks else 1
-    return CheckpointFormat(name, config, encode, stored, form, unit, unit)
+    return CheckpointFormat(name, config, encode, stored, form, unit, unit, has_file=has_file)
 
 
 def _nvfp4(
@@ -285,6 +301,8 @@ def _all() -> tuple[CheckpointFormat, ...]:
     floats = partial(_compressed_tensors, "float-quantized")
     fp4_group = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     modelopt = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    modelopt_fp8 = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    modelopt_cache = modelopt_fp8 | {"kv_cache_scheme": fp8 | {"dynamic": False}}
     own = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     own_block = own | {"weight_block_size": [_BLOCK, _BLOCK]}
     of_group = {"symmetric": True, "dynamic": True, "strategy": "group", "group_size": _BLOCK}
@@ -332,6 +350,11 @@ def _all() -> tuple[CheckpointFormat, ...]:
         _eight("w8a8-fp8-channel", floats(fp8 | {"strategy": "channel"}, fp8 | of_token), FP8, "channel"),
         _eight("w8a8-fp8-tensor", own, FP8, "tensor"),
         _eight("w8a8-fp8-tensor-static", own | {"activation_scheme": "static"}, FP8, "tensor", static=True),
+        _eight("w8a8-fp8-modelopt", modelopt_fp8, FP8, "tensor", static=True),
+        _eight("w8a8-fp8-modelopt-kv8", modelopt_cache, FP8, "tensor", static=True),
+        _eight("w8a8-fp8-modelopt-file", modelopt_cache, FP8, "tensor", static=True, has_file=True),
+        _eight("w8a8-fp8-channel-modelopt", modelopt_fp8 | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, FP8, "channel"),
+        _eight("w8a8-fp8-block-modelopt", modelopt_fp8 | {"quant_algo": "FP8_PB_WO"}, FP8_BLOCK, "block"),
     )
 
 
@@ -365,6 +388,9 @@ def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch
         plain[name] = matrix.transpose(-1, -2).contiguous() if form.of_experts else matrix
         for end, tensor in tensors.items():
             packed[layer + end] = tensor.unflatten(0, rows.shape[:-1]) if form.of_experts else tensor
+        for of_layer, (end, number) in form.cache_scales.items():
+            if layer.endswith(of_layer):
+                packed[layer + end] = torch.tensor(number)
     if packed.keys() == weights.keys():
         kind = "experts of gpt-oss" if form.of_experts else "linear layers"
         raise ValueError(f"{form.name} is a format of {kind}, of which the checkpoint has none")
@@ -380,6 +406,8 @@ def quantization_config(form: CheckpointFormat, names: Iterable[str]) -> dict[st
             return form.config | {"modules_to_not_convert": ["lm_head", *names]}
         case "compressed-tensors" if gates:
             return form.config | {"ignore": [*form.config["ignore"], *gates]}
+        case "modelopt" if names:
+            return form.config | {"ignore": [*form.config["ignore"], *names]}
         case "awq" if gates:
             return form.config | {"modules_to_not_convert": gates}
         case "gptq" if gates:  # by the name of the layer that vLLM fuses of both
@@ -410,5 +438,20 @@ def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:
     # not over the file, of which the tensors that are left as they were are views
     save_file(packed, str(folder / "packed.safetensors"), metadata={"format": "pt"})
     (folder / "packed.safetensors").replace(weights)
-    whole = json.loads(config.read_text()) | {"quantization_config": quantization_config(form, packed)}
+    said = quantization_config(form, packed)
+    if form.has_file:
+        file = folder / "hf_quant_config.json"
+        file.write_text(json.dumps(_of_file(said), indent=1) + "\n")
+        return
+    whole = json.loads(config.read_text()) | {"quantization_config": said}
     config.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _of_file(config: Mapping[str, Any]) -> dict[str, Any]:
+    """ModelOpt's ``quantization_config`` as it is in a file of its own."""
+    of = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": "FP8" if "kv_cache_scheme" in config else None,
+        "exclude_modules": config["ignore"],
+    }
+    return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": of}

@@ -95,19 +95,35 @@ def _are_sides(block: Any) -> bool:
     return list(block or ()) == [GROUP, GROUP]
 
 
+def _of_modelopt(method: Any) -> Source | None:
+    return _OF_MODELOPT.get((type(method.wkey).__name__, type(method.akey).__name__))
+
+
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 BY_SCHEME = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod"
 """vLLM's method that leaves all to a layer's scheme."""
 _SCHEME = f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
+_BY_KEYS = f"{_QUANTIZATION}.modelopt.ModelOptLinearMethod"
+"""ModelOpt's, which leaves all to how weights and activations are coded, also in FP4."""
+_OF_MODELOPT = {
+    ("KFp8StaticTensor", "KFp8StaticTensor"): Source("tensor", static=True),
+    ("KFp8StaticChannel", "KDynamicNoParam"): Source("channel"),
+    ("KFp8Block128", "KDynamicNoParam"): Source("block"),
+}
+"""By its classes of the codes of weights and of activations."""
 _SOURCES: dict[str, Callable[[Any], Source | None]] = {
     f"{_QUANTIZATION}.fp8.Fp8LinearMethod": _of_fp8,
+    _BY_KEYS: _of_modelopt,
     f"{_SCHEME}.CompressedTensorsW8A8Fp8": _of_scheme,
     f"{_QUANTIZATION}.online.fp8.Fp8PerTensorOnlineLinearMethod": _of_online("tensor"),
     f"{_QUANTIZATION}.online.fp8.Fp8PtpcOnlineLinearMethod": _of_online("channel"),
     f"{_QUANTIZATION}.online.fp8.Fp8PerBlockOnlineLinearMethod": _of_online("block", "weight_scale_inv"),
 }
 """By vLLM's methods of linear layers, and by schemes of compressed-tensors."""
-CHOICES = dict.fromkeys((f"{_QUANTIZATION}.fp8", _SCHEME, f"{_QUANTIZATION}.online.fp8"), ("init_fp8_linear_kernel",))
+CHOICES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((f"{_QUANTIZATION}.fp8", _SCHEME, f"{_QUANTIZATION}.online.fp8"), ("init_fp8_linear_kernel",)),
+    f"{_QUANTIZATION}.modelopt": ("init_fp8_linear_kernel", "init_nvfp4_linear_kernel"),
+}
 """Functions by which these choose one of vLLM's kernels."""
 
 
@@ -119,7 +135,7 @@ def source_of(method: Any, layer: Any) -> Source | None:
     """
     by = layer.scheme if _name(type(method)) == BY_SCHEME else method
     find = _SOURCES.get(_name(type(by)))
-    if find is None:
+    if find is None or (find is _of_modelopt and not type(method.wkey).__name__.startswith("KFp8")):
         return None
     source = find(by)
     name = layer_name(layer)
@@ -319,8 +335,8 @@ def _method() -> type[Any]:
             of_weight = getattr(layer, self.source.scale).data
             if self.source.shared == "tensor":
                 of_weight = of_weight.index_select(0, getattr(layer, _SHARDS))
-            elif self.source.shared == "channel":
-                of_weight = of_weight.view(-1)
+            else:
+                of_weight = of_weight.view(-1) if self.source.shared == "channel" else of_blocks(of_weight)
             weight = layer.weight.data  # which no kernel writes meanwhile: one quantises what it is multiplied with
             return multiply(x, weight, of_weight, bias, self.source, given, self.k_slices, weight_is_constant=True)
 
@@ -331,6 +347,11 @@ def _method() -> type[Any]:
 def _rows_of(config: Any) -> tuple[int, tuple[int, ...]]:
     sizes = config.compilation_config.cudagraph_capture_sizes
     return config.scheduler_config.max_num_batched_tokens, tuple(sizes or ())
+
+
+def of_blocks(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks as the operations have them, [N, K], of a layer's: ModelOpt stores [N, 1, K, 1]."""
+    return scales.flatten(1)
 
 
 def check_settings(source: Source, name: str) -> None:

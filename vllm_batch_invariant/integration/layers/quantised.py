@@ -151,7 +151,6 @@ _CHOICES = {
     f"{_SCHEMES}_w8a16_fp8": ("init_wfp8_a16_linear_kernel",),
     f"{_SCHEMES}_w4a4_nvfp4": ("init_nvfp4_linear_kernel",),
     f"{_SCHEMES}_w4a4_mxfp4": ("init_mxfp4_linear_kernel",),
-    f"{_QUANTIZATION}.modelopt": ("init_nvfp4_linear_kernel",),
     f"{_QUANTIZATION}.auto_gptq": ("choose_mp_linear_kernel", "verify_marlin_supported"),
     f"{_QUANTIZATION}.auto_awq": ("choose_mp_linear_kernel", "verify_marlin_supported"),
 }

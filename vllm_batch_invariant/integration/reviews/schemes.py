@@ -27,7 +27,7 @@ _METHODS = {
     **dict.fromkeys(
         ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "int8_per_channel_weight_only", "online"), "online"
     ),
-    "modelopt_fp4": "modelopt",
+    **dict.fromkeys(("modelopt", "modelopt_fp4"), "modelopt"),
     "moe_wna16": "moe_wna16",
 }
 """vLLM's names of methods."""
@@ -83,6 +83,12 @@ _ONLINE = {
 _OLDER_INT8 = Scheme("experts_int8", "int8", "channel")
 _INT8_EXPERTS = _ONLINE["int8_per_channel_static"], _OLDER_INT8
 """The last, and the same by its older name."""
+_MODELOPT = {
+    "FP8": Scheme("modelopt", "float8", "tensor", activations="float8 static tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("modelopt", "float8", "channel", activations="float8 dynamic token"),
+    "FP8_PB_WO": Scheme("modelopt", "float8", "block", (128, 128), activations="float8 dynamic group 128"),
+}
+"""By ModelOpt's name of an algorithm."""
 _GROUPS = 32, 64, 128
 _BY_TENSOR_GROUP = "float4 dynamic tensor_group"
 _WITHOUT_FP4 = frozenset(
@@ -148,6 +154,7 @@ COVERED = frozenset(
         ),
         *_FP8_OF_EXPERTS,
         *_ONLINE.values(),
+        *_MODELOPT.values(),
         _OLDER_INT8,
     ]
 )
@@ -182,7 +189,8 @@ def refused(model: Any, config: Any) -> str | None:
     if method == "moe_wna16" and config.full_config.get("dynamic"):
         return f"quantisation {name} with rules of layers"
     of_cache = getattr(config, "kv_cache_scheme", None)
-    if (of_cache and not _is_static_fp8(of_cache)) or getattr(config, "kv_cache_quant_algo", None):
+    of_fp8 = getattr(config, "kv_cache_quant_method", None) in (None, "FP8")  # that of FP4 has the other name
+    if (of_cache and not _is_static_fp8(of_cache)) or getattr(config, "kv_cache_quant_algo", None) or not of_fp8:
         return f"quantisation {name} with this scheme for the KV cache"
     schemes = list(_schemes(method, config))
     other = next((scheme for scheme in schemes if scheme not in COVERED and not _follows_batch(scheme)), None)
@@ -300,6 +308,8 @@ def _schemes(method: str, config: Any) -> Iterator[Scheme]:
         case "moe_wna16":
             of = f"moe_wna16 of {config.linear_quant_method}"
             yield Scheme(of, f"int{config.weight_bits}", *_rows_or(config.group_size), config.has_zp)
+        case "modelopt" if config.quant_method in _MODELOPT:
+            yield _MODELOPT[config.quant_method]
         case "modelopt":
             activations = _BY_TENSOR_GROUP if config.quant_method == "NVFP4" else PLAIN_ACTIVATIONS
             yield Scheme("modelopt", "float4", "tensor_group", config.group_size, False, activations)

@@ -537,12 +537,14 @@ def _gpu_certificate(like: torch.Tensor, layer: torch.nn.Module, bias: torch.Ten
 
 def _scaled_certificate(dtype: torch.dtype, layer: Any, bias: torch.Tensor | None) -> str:
     """The same of a layer whose weight and activations are FP8."""
+    from ...integration.layers import fp8
     from ...ops.scaled_linear import cuda
 
     method = layer.quant_method
     part = layer.weight.data[:, : layer.weight.shape[1] // method.k_slices]
     of_weight, in_blocks = getattr(layer, method.source.scale).data, method.source.shared == "block"
-    found = cuda.serving(part, of_weight if in_blocks else of_weight.view(-1), dtype, in_blocks, bias is not None)
+    scales = fp8.of_blocks(of_weight) if in_blocks else of_weight.view(-1)
+    found = cuda.serving(part, scales, dtype, in_blocks, bias is not None)
     rows = found.by_deep_gemm
     said = [describe_entries(found.tuned, found.tiles)] if found.tuned or not rows else []
     if rows:

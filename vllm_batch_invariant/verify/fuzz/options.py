@@ -83,6 +83,10 @@ def _json(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+_BLOCK_ALGORITHM, _BLOCK = "FP8_PB_WO", 128
+"""ModelOpt's name of FP8 in blocks, and their sides."""
+
+
 @dataclass(frozen=True)
 class Place:
     """What settings depend on beside each other: a machine, a vLLM, a model, and what somebody has chosen.
@@ -161,7 +165,9 @@ class Place:
     @property
     def cache_scheme(self) -> Mapping[str, Any] | None:
         """What a checkpoint says of its KV cache; None: nothing."""
-        return (self.model.get("quantization_config") or {}).get("kv_cache_scheme")
+        config = self.model.get("quantization_config") or {}
+        by_name = {"num_bits": 8, "type": "float"} if config.get("kv_cache_quant_algo") else None
+        return config.get("kv_cache_scheme") or by_name
 
     def is_divisible(self, workers: int = 2) -> bool:
         """Whether so many workers can share the model's heads, of keys and values also so that several have one."""
@@ -219,6 +225,8 @@ class Place:
         if config.get("quant_method") == "fp8":
             is_given = config.get("activation_scheme") == "static"
             return "tensor" if is_given else "group" if config.get("weight_block_size") else "token"
+        if config.get("quant_method") == "modelopt" and "FP8" in str(config.get("quant_algo")):
+            return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(config["quant_algo"], "token")
         given = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
         found = [one["strategy"] if one["type"] == "float" else "token" for one in given if one]
         return max(found, default="")  # "token" allows least
@@ -293,6 +301,8 @@ def _sides(config: Mapping[str, Any]) -> Iterator[int]:
             yield from _sides(value)
         elif name in ("block_structure", "weight_block_size") and value:
             yield value[0]
+        elif name == "quant_algo" and value == _BLOCK_ALGORITHM:
+            yield _BLOCK
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[int]:
@@ -304,6 +314,8 @@ def _groups(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
         elif name in ("block_structure", "weight_block_size") and value:
             yield value[1]
+        elif name == "quant_algo" and value == _BLOCK_ALGORITHM:
+            yield _BLOCK
 
 
 def starts(settings: Any, place: Place, *names: str) -> bool:

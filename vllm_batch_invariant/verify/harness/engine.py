@@ -112,12 +112,23 @@ def text_config(model: str) -> dict[str, Any]:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """The configuration in a model's folder; empty if there is none."""
+    """The configuration in a model's folder; empty if there is none. ModelOpt's of a file of its own is that of its
+    quantised weights.
+    """
+    folder = Path(model).expanduser()
+    config, beside = (_read(folder / name) for name in ("config.json", "hf_quant_config.json"))
+    if config and "quantization_config" not in config and isinstance(beside.get("quantization"), dict):
+        config["quantization_config"] = {"quant_method": "modelopt"} | beside["quantization"]
+    return config
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """An object in a file; empty if there is none."""
     try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def pages_of_states(config: Mapping[str, Any]) -> int:
