@@ -253,9 +253,17 @@ LONG = request(tokens(600, 9, kept_states.VOCABULARY), max_tokens=6, logprobs=5)
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("LFM2", 242), *((name, OF_CODES) for name in test_mamba.FAMILIES)], ids=lambda one: str(one)
+    ("name", "length", "few"),
+    [
+        ("LFM2", 242, {}),
+        *((name, OF_CODES, {}) for name in test_mamba.FAMILIES),
+        *((name, 500, {"num_gpu_blocks_override": 12}) for name in ("Qwen3.5", *WITH_EXPERTS)),
+    ],
+    ids=["LFM2", *test_mamba.FAMILIES, "Qwen3.5", *WITH_EXPERTS],
 )
-def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path, name: str, length: int) -> None:
+def test_a_cache_in_fp8_moves_no_bit(
+    started: Callable[..., Any], tmp_path: Path, name: str, length: int, few: dict[str, int]
+) -> None:
     """With prompts of a length that needs a page of codes more than they begin with."""
     family = FAMILIES[name]
     folder = family.source(tmp_path / "source")
@@ -266,7 +274,7 @@ def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path
         cold, warm = (engine.step(f"long {number}", [LONG], number == 0).requests[0] for number in range(2))
         return found | {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
 
-    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE} | few
     found = started(folder, afterwards=asked, kv_cache_dtype="fp8", **settings)
     assert {dtype for dtype, _ in found["bytes"]} == {"torch.uint8"}
     assert found["preemptions"] > 0
@@ -276,6 +284,22 @@ def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path
     assert found["cached"] > 0
     plain = started(folder, afterwards=kept_states.alone, **settings)
     assert plain != found["alone"], "so the comparison sees what codes lose"
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
+    started: Callable[..., Any], tmp_path: Path, method: str
+) -> None:
+    """Also those of a layer for more tokens, whose cache is in FP8, too; beside a prefix cache."""
+    source = FAMILIES["Qwen3.5"].source(tmp_path / "source")
+    folder = add_mtp(source) if method == "mtp" else source
+    drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
+    asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
+    settings = UNCACHED | {"kv_cache_dtype": "fp8", "variables": UNTRIED_THERE}
+    cached = {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings, **cached)
+    assert differing == []
+    assert counted["drafts"] > 0
 
 
 def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(

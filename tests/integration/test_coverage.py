@@ -965,10 +965,16 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
 ) -> None:
     """Also one that a checkpoint asks for."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found_of_convolutions(**asked) is None
-    assert found_of_rules(**asked) == "gated delta rules with a KV cache in fp8"
-    assert found_of_spaces(**asked) is None
+    named = {
+        "short convolutions": found_of_convolutions,
+        "gated delta rules": found_of_rules,
+        "state spaces of Mamba-2": found_of_spaces,
+    }
+    for kind, found_of in named.items():
+        assert found_of(**asked) is None
+        assert found_of(**asked, tensor_parallel_size=2) == f"{kind} with a KV cache in fp8 by 2 workers"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found_of_rules(device="cuda", **asked) == "gated delta rules with a KV cache in fp8"
     assert found_of_spaces(device="cuda", **asked) == "state spaces of Mamba-2 with a KV cache in fp8"
     assert found_of_convolutions(device="cuda", **asked) == "short convolutions with a KV cache in fp8"
     monkeypatch.setenv(UNTRIED.name, "1")

@@ -753,6 +753,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"quantised weights by {most} workers": model.quantization and most > 2,
         "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
+        f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
@@ -1385,7 +1386,7 @@ COVERED = (
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
         "experts: on a CPU with vLLM 0.32, with audio, FP8 by blocks or rows, INT4 or drafts of n-grams by one worker, "
-        "with images and videos by one or two, as text by four; on a GPU with 0.33, also n-grams, as text two",
+        "with images and videos by one or two, as text by four; on a GPU with 0.33, n-grams, as text two",
     ),
     Feature(
         "Attention in chunks",
@@ -1901,9 +1902,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, embeddings, sleep on a CPU, states not in fp32; drafts and prefix "
-        "caches by several, n-grams on GPUs; there not bf16",
+        "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
+        "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, drafts with a prefix "
+        "cache; on GPUs FP8 caches, n-grams so; not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
