@@ -146,13 +146,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
 
     @cache
-    def serve(name: str, dtype: str = "float32", budget: int = BUDGET) -> Served:
+    def serve(name: str, dtype: str = "float32", budget: int = BUDGET, keys: str = "auto") -> Served:
         config, folder = MODELS[name](), tmp_path_factory.mktemp("model")
         model = images.save(config, torch.float32, folder)
-        asked = {"dtype": dtype, "max_num_batched_tokens": budget} | FURTHER.get(name, {})
+        asked = {"dtype": dtype, "max_num_batched_tokens": budget, "kv_cache_dtype": keys} | FURTHER.get(name, {})
         arguments = arguments_of(LIMITS | OF_DEVICE | asked)
         patch = config.vision_config.patch_size
-        variables = SETTINGS | {"PYTHONPATH": path} | (UNTRIED_THERE if name in FURTHER else {})
+        variables = SETTINGS | {"PYTHONPATH": path} | (UNTRIED_THERE if name in FURTHER or keys != "auto" else {})
         with Engine(str(folder), arguments, "1", variables, patience=400) as engine:
             runs = {
                 run: engine.call("tests.engine.images:answers", requests, patch, reset)
@@ -247,6 +247,15 @@ def test_tools_draw_films_of_several_frames_and_sizes(name: str, served: Callabl
     films = [size for size, _ in served(name).drawn["video"]["sizes"]]
     assert {frames for frames, *_ in films} == {*FRAMES}
     assert len({tuple(size) for _, *size in films}) > 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_a_request_with_images_has_the_same_bits_from_a_cache_in_fp8(name: str, served: Callable[..., Served]) -> None:
+    """Which are others than from one in 16 bits."""
+    found, in_16_bits = served(name, "bfloat16", keys="fp8"), served(name, "bfloat16")
+    assert {run: differing for run in RUNS if "alone" not in run and (differing := found.differing(run))} == {}
+    assert found.given("alone 0") != in_16_bits.given("alone 0")
 
 
 @pytest.mark.parametrize("name", some_exhaustive(MODELS, QUICK))

@@ -206,7 +206,9 @@ def test_two_workers_share_no_quantised_text_models_and_no_sounds_but_what_has_r
     monkeypatch.setattr(coverage, "RAN", ran)
     [row] = [row for row in coverage.REFUSED if row.used is coverage._encoded_by_several]
 
-    def said(architecture: str, workers: int, quantisation: str | None = None, audio: int = 0) -> str | None:
+    def said(
+        architecture: str, workers: int, quantisation: str | None = None, audio: int = 0, keys: str = "auto"
+    ) -> str | None:
         limits = {"image": 1, "audio": audio}
         items = SimpleNamespace(get_limit_per_prompt=lambda kind: limits.get(kind, 0), mm_encoder_tp_mode="weights")
         model = SimpleNamespace(architecture=architecture, quantization=quantisation, multimodal_config=items)
@@ -214,10 +216,15 @@ def test_two_workers_share_no_quantised_text_models_and_no_sounds_but_what_has_r
         parallel = SimpleNamespace(tensor_parallel_size=workers)
         return row.used(
             SimpleNamespace(
-                model_config=model, parallel_config=parallel, device_config=SimpleNamespace(device_type="cpu")
+                model_config=model,
+                parallel_config=parallel,
+                device_config=SimpleNamespace(device_type="cpu"),
+                cache_config=SimpleNamespace(cache_dtype=keys),
             )
         )
 
+    assert said(qwen, 1, keys="fp8") is None
+    assert said(qwen, 2, keys="fp8") == f"image inputs of {qwen} with a KV cache in fp8 by several workers"
     assert [said(qwen, 2, "fp8"), said(gemma, 1, "fp8"), said(gemma, 2)] == [None] * 3
     assert said(gemma, 2, "fp8") == f"image inputs of {gemma} with quantised weights by several workers"
     hears = "Gemma4ForConditionalGeneration"
@@ -288,7 +295,11 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
         ({"data_parallel_size": 2}, "data parallelism 2"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"quantization": "awq"}, "quantisation awq"),
-        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "a KV cache in fp8"),
+        (
+            {"architecture": "Gemma3ForConditionalGeneration", "cache_config": SimpleNamespace(cache_dtype="fp8")},
+            "a KV cache in fp8",
+        ),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8_per_token_head")}, "a KV cache in fp8_per_token_head"),
         (
             {"dtype": "torch.float16", "architecture": "Qwen2_5_VLForConditionalGeneration"},
             "dtype float16 of Qwen2_5_VLForConditionalGeneration",

@@ -1042,6 +1042,7 @@ def _encoded_by_several(config: Config) -> str | None:
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         "quantised weights by several workers": several and model.quantization and not shares_quantised,
+        f"a KV cache in {_cache_dtype(config)} by several workers": several and _cache_dtype(config) in FP8_CACHES,
     }
     first = _first(found)
     return _when(first, f"{named} of {model.architecture} with {first}")
@@ -1060,6 +1061,8 @@ def _beside_encoded(config: Config) -> str | None:
         "speculative decoding": config.speculative_config is not None,
         f"quantisation {other}": other,
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
+        f"quantised weights and a KV cache in {_cache_dtype(config)}": model.quantization
+        and _cache_dtype(config) in FP8_CACHES,
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         "the first model runner": on == "cuda" and not config.use_v2_model_runner,
@@ -1858,11 +1861,10 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
-        "Images, videos and audio with stages or engines, speculative decoding, other quantisation, a KV cache in fp8, "
-        "exact arithmetic, FlexAttention; on a GPU vLLM's first model runner, or quantised",
+        "Images, videos and audio with stages or engines, drafts, other quantisation, FP8 caches but of Qwens in 16 "
+        "bits by one CPU worker, exact arithmetic, FlexAttention; on GPUs vLLM's first model runner, or quantised",
         "these have not been run together",
-        "leave one of the two out, or serve text only, with --language-model-only; "
-        f"{envs.UNTRIED.name}=1 starts the last",
+        f"leave one out, or serve text, by --language-model-only; {envs.UNTRIED.name}=1 starts the last",
         _beside_encoded,
         arguments=(PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name),
     ),
