@@ -380,7 +380,7 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
     apart = [name for name in FORMS if found(FORMS[name].config, is_moe=True)]
-    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors"]
+    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *MODELOPT]
     [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
     assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")
