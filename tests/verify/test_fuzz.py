@@ -567,6 +567,30 @@ def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_grou
     assert (drawn_of("workers", model), drawn_of("workers", cut)) == ({1, 2}, {1, 2} if "rows" in name else {1})
 
 
+@pytest.mark.parametrize(
+    ("name", "whole_on_a_cpu", "on_gpus"),
+    [
+        ("fp8 by blocks", True, {(1, False), (2, False), (2, True)}),
+        ("compressed-tensors by rows", True, {(1, False), (2, False)}),
+        ("fp8 by tensors", True, {(1, False)}),
+        ("fp8 by tensors, given", False, {(1, False)}),
+        ("compressed-tensors by tensors, given", False, {(1, False)}),
+    ],
+)
+def test_experts_in_fp8_are_shared_as_they_have_run(
+    name: str, whole_on_a_cpu: bool, on_gpus: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how many workers, and whether these have whole ones, which have no given scales."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 512}
+    sizes |= {"intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 8, "dtype": "bfloat16"}
+    model = sizes | {"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": FORMS[name].config}
+    on_a_cpu = {(1, False), (2, False), *([(2, True)] if whole_on_a_cpu else [])}
+    for device, version, expected in (("cpu", "0.32.0", on_a_cpu), ("cuda", "0.33.0", on_gpus)):
+        monkeypatch.setattr(patch_points, "installed_version", lambda said=version: said)
+        drawn = [draw_settings(0, number, 300, Place(device, 4, 2, model)) for number in range(80)]
+        assert {(one.workers, "experts" in one.options) for one in drawn if one.tree == 1} == expected
+
+
 def test_two_stages_are_drawn_for_a_model_of_several_layers() -> None:
     assert drawn_of("stages", {"num_hidden_layers": 2}) == {1, 2}
     assert drawn_of("stages", {"num_hidden_layers": 2}, cores=1) == drawn_of("stages", {"num_hidden_layers": 1}) == {1}
