@@ -2,6 +2,7 @@
 in chunks and from a warm prefix cache; and when weights are replaced, those of an engine that was started with them.
 """
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.engine.engines import EngineFailed, untried_on_gpu
 from tests.engine.test_experts import OF_TWO_WORKERS
@@ -144,6 +145,17 @@ def test_a_given_scale_is_that_of_all_experts_and_refused_where_workers_have_who
     assert alone == warm == among_others
     with pytest.raises(EngineFailed, match=r"given scales of what the experts of .* by workers with whole experts"):
         asked_of(checkpoints.of(form), {}, parallel | {"enable_expert_parallel": True}, FAULT, **OF_TWO_WORKERS)
+
+
+@pytest.mark.exhaustive
+def test_gate_and_up_that_are_given_two_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Which vLLM writes to one number, in the order of a checkpoint or of a trainer."""
+    folder = shutil.copytree(checkpoints.of(GIVEN[0]), tmp_path / "two")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.2.up_proj.input_scale"] *= 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineFailed, match=r"several scales for what the experts of .*layers\.1.* are given"):
+        asked_of(str(folder), {}, {}, FAULT)
 
 
 @pytest.mark.exhaustive
