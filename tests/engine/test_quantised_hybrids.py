@@ -278,6 +278,19 @@ def test_a_cache_in_fp8_moves_no_bit(started: Callable[..., Any], tmp_path: Path
     assert plain != found["alone"], "so the comparison sees what codes lose"
 
 
+@pytest.mark.parametrize("name", test_mamba.FAMILIES)
+def test_n_grams_beside_a_cache_in_fp8_leave_answers_alone(
+    started: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    """Beside a prefix cache, which plain decoding has not."""
+    folder = FAMILIES[name].source(tmp_path / "source")
+    settings = UNCACHED | {"kv_cache_dtype": "fp8", "variables": UNTRIED_THERE}
+    cached = {"enable_prefix_caching": True}
+    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, kept_states.REPEATING, settings, **cached)
+    assert differing == []
+    assert counted["accepted"] > 0
+
+
 def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
     started: Callable[..., Any], tmp_path: Path
 ) -> None:
