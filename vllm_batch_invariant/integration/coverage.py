@@ -1400,7 +1400,7 @@ COVERED = (
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
         "experts: on a CPU with vLLM 0.32, with audio, FP8 by blocks or rows, INT4 or drafts of n-grams by one worker, "
-        "with images and videos by one or two, as text by four; on a GPU with 0.33, also n-grams, as text two",
+        "with images and videos by one or two, as text by four; on a GPU with 0.33, n-grams, as text two",
     ),
     Feature(
         "Attention in chunks",
@@ -1917,8 +1917,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams and MTP, other "
-        "quantisation, FP8 caches, embeddings, sleep on a CPU, states not in fp32; drafts and prefix "
-        "caches by several, on GPUs quantised or n-grams; there not bf16",
+        "quantisation, FP8 caches, embeddings, sleep on a CPU, states not in fp32; cached drafts by "
+        "several, on GPUs quantised or n-grams; there not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
