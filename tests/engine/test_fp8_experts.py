@@ -148,6 +148,19 @@ def test_a_given_scale_is_that_of_all_experts_and_refused_where_workers_have_who
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("form", GIVEN)
+def test_other_given_scales_serve(checkpoints: Checkpoints, tmp_path: Path, form: str) -> None:
+    """As those of an engine that was started with them."""
+    folder = shutil.copytree(checkpoints.of(form), tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: scale * 2 for name, scale in tensors.items() if name.endswith("input_scale")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    calls = {"other": ("by_hand", str(folder)), "back": ("by_hand", checkpoints.of(form))}
+    answers, fresh = asked_of(checkpoints.of(form), calls, {}, FAULT), asked_of(str(folder), {}, {}, FAULT)
+    assert answers["other"][0] == fresh["fresh"][0] != answers["fresh"][0] == answers["back"][0]
+
+
+@pytest.mark.exhaustive
 def test_gate_and_up_that_are_given_two_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Which vLLM writes to one number, in the order of a checkpoint or of a trainer."""
     folder = shutil.copytree(checkpoints.of(GIVEN[0]), tmp_path / "two")

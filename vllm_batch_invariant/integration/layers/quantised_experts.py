@@ -529,16 +529,18 @@ def _leave_out_unloaded_biases(layer: Any) -> None:
 
 def noting_given_scales(load: Callable[..., Any], noted: dict[tuple[int, str], float]) -> Callable[..., Any]:
     """A loader of tensors of experts that notes given scales of gate and up, by experts and vLLM's names of the two:
-    both are written to one number.
+    both are written to one number. Scales may come again.
     """
     signature = inspect.signature(load)
 
     @wraps(load)
     def loading(*arguments: Any, **named: Any) -> Any:
         given = signature.bind(*arguments, **named).arguments
-        scale = given["loaded_weight"]
-        if given["shard_id"] in _PARTS and given["weight_name"].endswith(GIVEN) and not scale.is_meta:
-            noted[given["expert_id"], given["shard_id"]] = scale.item()
+        scale, there, expert = (given[name] for name in ("loaded_weight", "param", "expert_id"))
+        if given["weight_name"].endswith(GIVEN) and not (scale.is_meta or there.is_meta):
+            there.data[expert] = torch.nan  # vLLM's of compressed-tensors refuses another than the one that is there
+            if given["shard_id"] in _PARTS:
+                noted[expert, given["shard_id"]] = scale.item()
         return load(*arguments, **named)
 
     return loading
