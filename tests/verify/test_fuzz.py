@@ -552,6 +552,10 @@ def test_what_modelopt_says_in_either_file_is_read_before_settings_are_drawn(nam
     assert bool(place.cache_scheme) is (name != "w8a8-fp8-modelopt")
     drawn = {draw_settings(0, number, 300, place).options.get("cache") for number in range(60)}
     assert (drawn - {None} == set()) is (name != "w8a8-fp8-modelopt")
+    for algorithm, scaled in (("FP8", "tensor"), ("FP8_PB_WO", "group"), ("FP8_PER_CHANNEL_PER_TOKEN", "token")):
+        for written in (algorithm, algorithm.lower()):
+            config = place.model["quantization_config"] | {"quant_algo": written}
+            assert Place("cpu", 4, model={"quantization_config": config}).activations == scaled
 
 
 @pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"])

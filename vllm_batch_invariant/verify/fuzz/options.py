@@ -245,8 +245,9 @@ class Place:
         if config.get("quant_method") == "fp8":
             is_given = config.get("activation_scheme") == "static"
             return "tensor" if is_given else "group" if config.get("weight_block_size") else "token"
-        if config.get("quant_method") == "modelopt" and "FP8" in str(config.get("quant_algo")):
-            return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(config["quant_algo"], "token")
+        algorithm = str(config.get("quant_algo")).upper()
+        if config.get("quant_method") == "modelopt" and "FP8" in algorithm:
+            return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(algorithm, "token")
         given = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
         found = [one["strategy"] if one["type"] == "float" else "token" for one in given if one]
         return max(found, default="")  # "token" allows least
@@ -331,7 +332,7 @@ def _sides(config: Mapping[str, Any]) -> Iterator[int]:
             yield from _sides(value)
         elif name in ("block_structure", "weight_block_size") and value:
             yield value[0]
-        elif name == "quant_algo" and value == _BLOCK_ALGORITHM:
+        elif name == "quant_algo" and str(value).upper() == _BLOCK_ALGORITHM:
             yield _BLOCK
 
 
@@ -344,7 +345,7 @@ def _groups(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
         elif name in ("block_structure", "weight_block_size") and value:
             yield value[1]
-        elif name == "quant_algo" and value == _BLOCK_ALGORITHM:
+        elif name == "quant_algo" and str(value).upper() == _BLOCK_ALGORITHM:
             yield _BLOCK
 
 
