@@ -387,10 +387,10 @@ class QuantisedExperts(BatchInvariantExperts):
     ) -> None:
         """As vLLM's method, for sizes that have whole groups."""
         group = self.layout.format(self, layer).group
+        if self.layout.is_given(self):
+            others["weight_loader"] = taking_given_scales(others["weight_loader"], self.given_of_parts)
         if self.layout.quantises:
             others["weight_loader"] = fp8.checking(others["weight_loader"], layer.layer_name)
-        if self.layout.is_given(self):
-            others["weight_loader"] = noting_given_scales(others["weight_loader"], self.given_of_parts)
         for what, size in {"inputs": hidden_size, "columns of a worker": intermediate_size_per_partition}.items():
             if size % group:
                 raise NotCovered(
@@ -527,21 +527,23 @@ def _leave_out_unloaded_biases(layer: Any) -> None:
                 layer.register_parameter(name, None)
 
 
-def noting_given_scales(load: Callable[..., Any], noted: dict[tuple[int, str], float]) -> Callable[..., Any]:
-    """A loader of tensors of experts that notes given scales of gate and up, by experts and vLLM's names of the two:
-    both are written to one number. Scales may come again.
+def taking_given_scales(load: Callable[..., Any], noted: dict[tuple[int, str], float]) -> Callable[..., Any]:
+    """A loader of tensors of experts that are all here, which writes given scales itself: vLLM's of compressed-tensors
+    refuses another than the one that is there. Those of gate and up, which are one number, it notes by experts and
+    vLLM's names of the two.
     """
     signature = inspect.signature(load)
 
     @wraps(load)
     def loading(*arguments: Any, **named: Any) -> Any:
         given = signature.bind(*arguments, **named).arguments
-        scale, there, expert = (given[name] for name in ("loaded_weight", "param", "expert_id"))
-        if given["weight_name"].endswith(GIVEN) and not (scale.is_meta or there.is_meta):
-            there.data[expert] = torch.nan  # vLLM's of compressed-tensors refuses another than the one that is there
-            if given["shard_id"] in _PARTS:
-                noted[expert, given["shard_id"]] = scale.item()
-        return load(*arguments, **named)
+        if not given["weight_name"].endswith(GIVEN):
+            return load(*arguments, **named)
+        scale, expert, part = (given[name] for name in ("loaded_weight", "expert_id", "shard_id"))
+        given["param"].data[expert] = scale
+        if part in _PARTS and not scale.is_meta:
+            noted[expert, part] = scale.item()
+        return given.get("return_success") or None
 
     return loading
 
