@@ -2,6 +2,7 @@
 in chunks and from a warm prefix cache; and when weights are replaced, those of an engine that was started with them.
 """
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.engine.engines import EngineFailed, untried_on_gpu
 from tests.engine.test_experts import OF_TWO_WORKERS
@@ -30,11 +31,6 @@ GIVEN = "fp8 by tensors, given", "compressed-tensors by tensors, given"
 OTHERS = [ROWS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp8 by tensors", *GIVEN))]
 WAYS = ("by_reload_weights", "by_hand")
 FAULT = "one_scale_of_experts"
-
-
-def ways_of(form: str) -> tuple[str, ...]:
-    """vLLM's own loader of given scales of compressed-tensors asks for numbers that ``reload_weights`` has none of."""
-    return WAYS[1:] if form == GIVEN[1] else WAYS
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,7 @@ def other_form(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> tupl
     """An engine of experts whose scales are of no blocks, which prefills in chunks."""
     form = request.param
     calls: dict[str, tuple[Any, ...]] = {}
-    for way in ways_of(form):
+    for way in WAYS:
         calls |= {f"{way} other": (way, checkpoints.of(form, 1)), f"{way} back": (way, checkpoints.of(form))}
     return form, asked_of(checkpoints.of(form), calls, {"max_num_batched_tokens": CHUNK}, FAULT)
 
@@ -78,10 +74,10 @@ def test_a_request_has_the_same_bits_alone_among_others_in_chunks_and_from_the_c
 
 def test_experts_with_scales_of_rows_or_matrices_keep_the_bits_of_a_request(other_form: tuple[str, Answers]) -> None:
     """And where weights come again."""
-    form, answers = other_form
+    _, answers = other_form
     alone, warm, among_others = answers["fresh"]
     assert alone == warm == among_others
-    for way in ways_of(form):
+    for way in WAYS:
         assert answers[f"{way} other"][0] != alone == answers[f"{way} back"][0]
 
 
@@ -92,7 +88,7 @@ def test_new_scales_of_rows_or_matrices_give_the_bits_of_a_new_engine(
     """Which does not prefill in chunks."""
     form, answers = other_form
     other = asked_of(checkpoints.of(form, 1), {}, {"max_num_batched_tokens": 512}, FAULT)
-    assert {str(answers[f"{way} other"][0]) for way in ways_of(form)} == {str(other["fresh"][0])}
+    assert {str(answers[f"{way} other"][0]) for way in WAYS} == {str(other["fresh"][0])}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs keep what they captured")
@@ -144,6 +140,34 @@ def test_a_given_scale_is_that_of_all_experts_and_refused_where_workers_have_who
     assert alone == warm == among_others
     with pytest.raises(EngineFailed, match=r"given scales of what the experts of .* by workers with whole experts"):
         asked_of(checkpoints.of(form), {}, parallel | {"enable_expert_parallel": True}, FAULT, **OF_TWO_WORKERS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", GIVEN)
+def test_other_given_scales_serve(checkpoints: Checkpoints, tmp_path: Path, form: str) -> None:
+    """As those of an engine that was started with them."""
+    folder = shutil.copytree(checkpoints.of(form), tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: scale * 2 for name, scale in tensors.items() if name.endswith("input_scale")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    calls: dict[str, tuple[Any, ...]] = {}
+    for way in WAYS:
+        calls |= {f"{way} other": (way, str(folder)), f"{way} back": (way, checkpoints.of(form))}
+    answers, fresh = asked_of(checkpoints.of(form), calls, {}, FAULT), asked_of(str(folder), {}, {}, FAULT)
+    assert answers["fresh"][0] != fresh["fresh"][0]
+    for way in WAYS:
+        assert (answers[f"{way} other"][0], answers[f"{way} back"][0]) == (fresh["fresh"][0], answers["fresh"][0])
+
+
+@pytest.mark.exhaustive
+def test_gate_and_up_that_are_given_two_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Which vLLM writes to one number, in the order of a checkpoint or of a trainer."""
+    folder = shutil.copytree(checkpoints.of(GIVEN[0]), tmp_path / "two")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.2.up_proj.input_scale"] *= 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineFailed, match=r"several scales for what the experts of .*layers\.1.* are given"):
+        asked_of(str(folder), {}, {}, FAULT)
 
 
 @pytest.mark.exhaustive

@@ -923,7 +923,11 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     assert found_of_convolutions(**cached) is found_of_spaces(**cached) is None
     said = "gated delta rules with speculative decoding with ngram and a prefix cache on a GPU"
     assert found_of_rules(**cached) == said
+    said = "state spaces of Mamba-2 with speculative decoding and experts on a GPU"
+    assert found_of_spaces(**cached, is_moe=True) == found_of_spaces(**uncached, is_moe=True) == said
+    assert found_of_spaces(device="cuda", is_moe=True) is found_of_convolutions(**cached, is_moe=True) is None
     monkeypatch.setenv(UNTRIED.name, "1")
+    assert found_of_spaces(**cached, is_moe=True) is None
     for kind, found_of in kinds.items():
         assert found_of(**uncached) is None
         assert found_of(**uncached | {"enable_prefix_caching": True}) is None
@@ -958,6 +962,9 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     on_a_gpu = partial(rules, device="cuda")
     assert on_a_gpu() is on_a_gpu(tensor_parallel_size=2) is on_a_gpu(is_moe=True) is None
     assert on_a_gpu(is_moe=True, tensor_parallel_size=2) == f"gated delta rules with quantisation {BLOCKS}"
+    drafting = partial(on_a_gpu, speculative_config=SimpleNamespace(method="mtp"))
+    assert drafting(enable_prefix_caching=False) is None
+    assert drafting() == ("gated delta rules with speculative decoding, quantised weights and a prefix cache on a GPU")
     by[0] = "awq with int4 weights"
     assert on_a_gpu() is None
     assert on_a_gpu(is_moe=True) == on_a_gpu(tensor_parallel_size=2) == f"gated delta rules with quantisation {by[0]}"

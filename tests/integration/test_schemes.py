@@ -45,17 +45,20 @@ def found(
     stages: int = 1,
     engines: int = 1,
     whole_experts: bool = False,
+    draft: str | None = None,
     **of_model: Any,
 ) -> list[str]:
     """What the rows find in a model of this ``quantization_config``."""
     config = json.loads(json.dumps(config))
     name = of_model.get("quantization") or named(config)
+    drafts = SimpleNamespace(draft_model_config=SimpleNamespace(quantization=draft)) if draft else None
     read = get_quantization_config(name).from_config(config)
     model = {"quantization": name, "is_moe": False} | of_model
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model),
         quant_config=read,
+        speculative_config=drafts,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=workers,
             pipeline_parallel_size=stages,
@@ -122,6 +125,19 @@ def test_no_gpu_and_no_other_layers_have_modelopt_in_fp8(name: str, monkeypatch:
     assert found(config, "cuda") == [f"quantisation modelopt on a GPU of {kind}"]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found(config, "cuda") == []
+
+
+@pytest.mark.parametrize("target", [{"quantization": None}, {}], ids=["plain", "INT4"])
+def test_no_gpu_has_a_draft_model_of_modelopt_in_fp8(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    asked = {"draft": "modelopt", **target}
+    assert found(W4A16, "cuda", **asked) == ["a draft model in quantisation modelopt on a GPU"]
+    assert found(W4A16, "cuda", **asked | {"draft": "compressed-tensors"}) == []
+    with monkeypatch.context() as untried:
+        untried.setenv(UNTRIED.name, "1")
+        assert found(W4A16, "cuda", **asked) == []
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found(W4A16, **asked) == []
 
 
 OTHER_CACHES = {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}, {"strategy": "token"}
@@ -379,9 +395,8 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
-    apart = {name for name in FORMS if found(FORMS[name].config, is_moe=True)}
-    of_modelopt = {name for name in FORMS if name.startswith("ModelOpt")}
-    assert apart == {"compressed-tensors by rows, given", "compressed-tensors by tensors", *of_modelopt}
+    apart = [name for name in FORMS if found(FORMS[name].config, is_moe=True)]
+    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *MODELOPT]
     [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
     assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")

@@ -552,6 +552,10 @@ def test_what_modelopt_says_in_either_file_is_read_before_settings_are_drawn(nam
     assert bool(place.cache_scheme) is (name != "w8a8-fp8-modelopt")
     drawn = {draw_settings(0, number, 300, place).options.get("cache") for number in range(60)}
     assert (drawn - {None} == set()) is (name != "w8a8-fp8-modelopt")
+    for algorithm, scaled in (("FP8", "tensor"), ("FP8_PB_WO", "group"), ("FP8_PER_CHANNEL_PER_TOKEN", "token")):
+        for written in (algorithm, algorithm.lower()):
+            config = place.model["quantization_config"] | {"quant_algo": written}
+            assert Place("cpu", 4, model={"quantization_config": config}).activations == scaled
 
 
 @pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"])
@@ -565,6 +569,30 @@ def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_grou
     trees, of_cut = ({1, 2} if "rows" not in name else {1}), ({1, 2} if "w4a16" in name else {1})
     assert (drawn_of("tree", model), drawn_of("tree", cut)) == (trees, of_cut)
     assert (drawn_of("workers", model), drawn_of("workers", cut)) == ({1, 2}, {1, 2} if "rows" in name else {1})
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_on_a_cpu", "on_gpus"),
+    [
+        ("fp8 by blocks", True, {(1, False), (2, False), (2, True)}),
+        ("compressed-tensors by rows", True, {(1, False), (2, False)}),
+        ("fp8 by tensors", True, {(1, False)}),
+        ("fp8 by tensors, given", False, {(1, False)}),
+        ("compressed-tensors by tensors, given", False, {(1, False)}),
+    ],
+)
+def test_experts_in_fp8_are_shared_as_they_have_run(
+    name: str, whole_on_a_cpu: bool, on_gpus: set[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how many workers, and whether these have whole ones, which have no given scales."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 512}
+    sizes |= {"intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 8, "dtype": "bfloat16"}
+    model = sizes | {"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": FORMS[name].config}
+    on_a_cpu = {(1, False), (2, False), *([(2, True)] if whole_on_a_cpu else [])}
+    for device, version, expected in (("cpu", "0.32.0", on_a_cpu), ("cuda", "0.33.0", on_gpus)):
+        monkeypatch.setattr(patch_points, "installed_version", lambda said=version: said)
+        drawn = [draw_settings(0, number, 300, Place(device, 4, 2, model)) for number in range(80)]
+        assert {(one.workers, "experts" in one.options) for one in drawn if one.tree == 1} == expected
 
 
 def test_two_stages_are_drawn_for_a_model_of_several_layers() -> None:

@@ -598,6 +598,29 @@ def test_a_model_with_states_is_drawn_on_a_gpu_with_the_runner_that_serves_it(
     assert {one.options.get("sleep", NONE) for one in drawn} == ({NONE, "on"} if ran else {NONE})
 
 
+@pytest.mark.parametrize("architecture", ["Lfm2", "NemotronH", "Gemma4", "Qwen3_5"])
+@pytest.mark.parametrize(("device", "version"), [("cpu", "0.32.0"), ("cuda", "0.33.0")])
+def test_quantised_weights_are_drawn_with_the_workers_and_drafts_that_have_run(
+    architecture: str, device: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside states, and with heads of two sizes: on a GPU Qwen3.5 alone with drafts, without a prefix cache."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: version)
+    model = {"architectures": [f"{architecture}ForCausalLM"], "torch_dtype": "bfloat16", "head_dim": 128}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
+    if architecture == "Qwen3_5":
+        model |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    plain, quantised = (
+        [draw_settings("quantised", number, 256, Place(device, 4, 2, model=model | more)) for number in range(60)]
+        for more in ({}, {"quantization_config": {"bits": 4, "group_size": 32}})
+    )
+    by_several = architecture == "Qwen3_5" or (architecture, device) == ("Gemma4", "cpu")
+    assert {2} <= {one.workers for one in plain}
+    assert {max(one.workers, one.tree) for one in quantised} == ({1, 2} if by_several else {1})
+    drafting = {one.prefix_cache for one in quantised if one.drafts}
+    assert {True} <= {one.prefix_cache for one in plain if one.drafts} or (device, architecture) == ("cuda", "Qwen3_5")
+    assert drafting == ({True, False} if device == "cpu" else {False} if architecture == "Qwen3_5" else set())
+
+
 def test_a_small_cache_holds_what_windows_and_the_states_of_cuda_graphs_take_beside_keys() -> None:
     config = {"layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 2, "sliding_window": 128}
     assert pages_of_windows(config, 16, 300) == 3 * 28

@@ -81,7 +81,7 @@ def install(model: torch.nn.Module, quantization: str | None, unquantised: Seque
             f"{quantization} in a trainer whose layers keep states", "no engine has it", "train another model"
         )
     if experts and source.shared != "block":
-        raise NotCovered(f"{quantization} in a trainer with experts", "no engine has it", "pass fp8_per_block")
+        raise NotCovered(f"{quantization} in a trainer with experts", "nobody has compared it", "pass fp8_per_block")
     device = next(model.parameters()).device.type
     if experts and device != "cpu" and not envs.starts_untried():
         raise NotCovered(

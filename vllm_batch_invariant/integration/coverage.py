@@ -250,7 +250,7 @@ def _scale_of_the_batch(config: Config) -> str | None:
 def _quantisation_elsewhere(config: Config) -> str | None:
     name = getattr(config.model_config, "quantization", None)
     if not name or _quantisation(config) or _scale_of_the_batch(config):
-        return None
+        return _quantised_draft_elsewhere(config)
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
     where = f"quantisation {name} on {ops.name}"
     if ops.type not in RAN.quantised:
@@ -281,7 +281,15 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         "in exact arithmetic": devices.of_config(config).is_exact,
     }
     first = _first(found)
-    return _when(first, f"{where} {first}")
+    return _when(first, f"{where} {first}") or _quantised_draft_elsewhere(config)
+
+
+def _quantised_draft_elsewhere(config: Config) -> str | None:
+    """A draft model in a format that no GPU has served: what a target is refused there for does not see it."""
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    name = getattr(draft, "quantization", None)
+    refused = name == "modelopt" and devices.of_config(config).ops.type == "cuda" and not envs.starts_untried()
+    return _when(refused, f"a draft model in quantisation {name} on a GPU")
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -745,6 +753,13 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and model.quantization
         and ran_on == "cuda"
         and kept is not _DELTA_RULES,
+        "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
+        and model.quantization
+        and ran_on == "cuda",
+        "speculative decoding and experts on a GPU": method
+        and ran_on == "cuda"
+        and kept is _STATE_SPACES
+        and schemes.has_experts(model),
         f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
@@ -1905,8 +1920,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
-        "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, drafts with a prefix "
-        "cache; on GPUs FP8 caches, n-grams so; not bf16",
+        "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
+        "quantised or n-grams so, FP8 caches, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -1914,8 +1929,8 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised with drafts, over 2, FP8 caches, not "
-        "bf16",
+        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised or experts with drafts, over 2, FP8 "
+        "caches, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,

@@ -6,10 +6,11 @@ checkpoint as ever: their parameters stay the only weights that a trainer writes
 multiplies is made of them, or reads them where they lie.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,8 @@ PRODUCTS = ("w13", "w2")
 """What names of parameters begin with: of gate and up, and of down."""
 GIVEN = "input_scale"
 """What they end with of a given scale of what a product is given."""
+_PARTS = "w1", "w3"
+"""vLLM's names of gate and up."""
 MOE = "vllm.model_executor.layers.quantization"
 
 Stored = tuple[torch.Tensor, ...]
@@ -369,6 +372,8 @@ class QuantisedExperts(BatchInvariantExperts):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         make_without_kernel(self, self.layout.method, self.layout.asleep, *arguments, **named)
+        self.given_of_parts: dict[tuple[int, str], float] = {}
+        """Given scales of what gate and up of each expert are given, as they were loaded."""
         if problem := self.layout.problem(self):
             raise NotCovered(f"experts {problem[0]}", "no format of the mode stores them", problem[1])
 
@@ -382,6 +387,8 @@ class QuantisedExperts(BatchInvariantExperts):
     ) -> None:
         """As vLLM's method, for sizes that have whole groups."""
         group = self.layout.format(self, layer).group
+        if self.layout.is_given(self):
+            others["weight_loader"] = taking_given_scales(others["weight_loader"], self.given_of_parts)
         if self.layout.quantises:
             others["weight_loader"] = fp8.checking(others["weight_loader"], layer.layer_name)
         for what, size in {"inputs": hidden_size, "columns of a worker": intermediate_size_per_partition}.items():
@@ -446,6 +453,12 @@ class QuantisedExperts(BatchInvariantExperts):
                     f"{product}_{GIVEN} of {layer.layer_name} that is no positive number",
                     "what is divided by it has no codes",
                     "download the checkpoint again",
+                )
+            if product == PRODUCTS[0] and (odd := odd_scales(self.given_of_parts)):
+                raise NotCovered(
+                    f"several scales for what the experts of {layer.layer_name} are given, {odd}",
+                    "gate and up are given the same codes, and vLLM keeps the scale that came last",
+                    "serve a checkpoint whose gate and up have one input scale",
                 )
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -512,6 +525,34 @@ def _leave_out_unloaded_biases(layer: Any) -> None:
         for product in PRODUCTS:
             if hasattr(layer, name := f"{product}_bias") and name not in layer._loaded_expert_biases:
                 layer.register_parameter(name, None)
+
+
+def taking_given_scales(load: Callable[..., Any], noted: dict[tuple[int, str], float]) -> Callable[..., Any]:
+    """A loader of tensors of experts that are all here, which writes given scales itself: vLLM's of compressed-tensors
+    refuses another than the one that is there. Those of gate and up, which are one number, it notes by experts and
+    vLLM's names of the two.
+    """
+    signature = inspect.signature(load)
+
+    @wraps(load)
+    def loading(*arguments: Any, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named).arguments
+        if not given["weight_name"].endswith(GIVEN):
+            return load(*arguments, **named)
+        scale, expert, part = (given[name] for name in ("loaded_weight", "expert_id", "shard_id"))
+        given["param"].data[expert] = scale
+        if part in _PARTS and not scale.is_meta:
+            noted[expert, part] = scale.item()
+        return given.get("return_success") or None
+
+    return loading
+
+
+def odd_scales(noted: Mapping[tuple[int, str], float]) -> tuple[float, float] | None:
+    """Those of gate and up of the first expert of which they differ."""
+    gate, up = _PARTS
+    pairs = ((noted[expert, gate], noted.get((expert, up))) for expert, part in noted if part == gate)
+    return next(((of_gate, of_up) for of_gate, of_up in pairs if of_up is not None and of_gate != of_up), None)
 
 
 def refuse_flaw(made: StoredExperts, name: str) -> None:

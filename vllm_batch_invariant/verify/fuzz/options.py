@@ -158,9 +158,29 @@ class Place:
         return not {*coverage.RAN.with_encoder_alone} & {*(self.model.get("architectures") or ())}
 
     @property
-    def is_alone_on_a_gpu(self) -> bool:
-        """Whether nothing but one GPU without drafts has served it: quantised weights with latent attention."""
-        return self.device == "cuda" and self.is_quantised and bool(self._of_latent)
+    def is_alone(self) -> bool:
+        """Whether nothing but one worker has served it: quantised weights beside short convolutions and state spaces,
+        and on a GPU, there without drafts, with latent attention and with heads of two sizes.
+        """
+        ran, on_a_gpu = coverage.RAN, self.device == "cuda"
+        models = {*ran.convolution_models, *ran.mamba2_models, *(ran.two_head_sizes if on_a_gpu else ())}
+        found = models & {*(self.model.get("architectures") or ())} or (on_a_gpu and self._of_latent)
+        return self.is_quantised and bool(found)
+
+    def takes_drafts(self, cached: bool) -> bool:
+        """Whether drafts have run, also beside a prefix cache: on a GPU of few quantised models."""
+        if self.device != "cuda" or not self.is_quantised:
+            return True
+        return not self.is_alone and not (cached and self._of_rules)
+
+    def shares_experts(self, whole: bool) -> bool:
+        """Whether two workers may share a model's experts, as a whole or by columns: of those in FP8 whole ones have no
+        given scales, and GPUs have shared blocks, and rows by columns.
+        """
+        if not (self.has_experts and self.activations):
+            return True
+        by_gpus = "tensor" not in self._scales_of_weights and not (whole and self.activations == "token")
+        return (by_gpus or self.device != "cuda") and not (whole and self.activations == "tensor")
 
     @property
     def cache_scheme(self) -> Mapping[str, Any] | None:
@@ -225,11 +245,22 @@ class Place:
         if config.get("quant_method") == "fp8":
             is_given = config.get("activation_scheme") == "static"
             return "tensor" if is_given else "group" if config.get("weight_block_size") else "token"
-        if config.get("quant_method") == "modelopt" and "FP8" in str(config.get("quant_algo")):
-            return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(config["quant_algo"], "token")
+        algorithm = str(config.get("quant_algo")).upper()
+        if config.get("quant_method") == "modelopt" and "FP8" in algorithm:
+            return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(algorithm, "token")
         given = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
         found = [one["strategy"] if one["type"] == "float" else "token" for one in given if one]
         return max(found, default="")  # "token" allows least
+
+    @property
+    def _scales_of_weights(self) -> tuple[str, ...]:
+        """What has one scale of the weights in FP8 that are multiplied with codes: a "block", a row, which is a
+        "channel", or a "tensor".
+        """
+        config = self.model.get("quantization_config") or {}
+        if config.get("quant_method") == "fp8":
+            return ("block" if config.get("weight_block_size") else "tensor",)
+        return tuple(group["weights"]["strategy"] for group in config.get("config_groups", {}).values())
 
     @property
     def has_trees(self) -> bool:
@@ -301,7 +332,7 @@ def _sides(config: Mapping[str, Any]) -> Iterator[int]:
             yield from _sides(value)
         elif name in ("block_structure", "weight_block_size") and value:
             yield value[0]
-        elif name == "quant_algo" and value == _BLOCK_ALGORITHM:
+        elif name == "quant_algo" and str(value).upper() == _BLOCK_ALGORITHM:
             yield _BLOCK
 
 
@@ -314,7 +345,7 @@ def _groups(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
         elif name in ("block_structure", "weight_block_size") and value:
             yield value[1]
-        elif name == "quant_algo" and value == _BLOCK_ALGORITHM:
+        elif name == "quant_algo" and str(value).upper() == _BLOCK_ALGORITHM:
             yield _BLOCK
 
 
@@ -411,7 +442,7 @@ FIELDS = (
     Field(
         "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
     ),
-    Field("drafts", coverage.SPECULATION, lambda _: DRAFTS, lambda place, _: not place.is_alone_on_a_gpu),
+    Field("drafts", coverage.SPECULATION, lambda _: DRAFTS, lambda place, one: place.takes_drafts(one.prefix_cache)),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
         "workers",
@@ -420,7 +451,8 @@ FIELDS = (
         lambda place, one: (
             place.is_shared_by(2)
             and place.is_shared_beside(one.text)
-            and not place.is_alone_on_a_gpu
+            and not place.is_alone
+            and place.shares_experts(whole=False)
             and (place.has_segments or not one.exact)
             and not (place.pools and place.device == "cuda")
         ),
@@ -431,7 +463,11 @@ FIELDS = (
         TP_TREE.name,
         lambda _: (1, 2),
         lambda place, one: (
-            place.is_divisible() and place.holds(1) and place.has_trees and place.is_shared_beside(one.text)
+            place.is_divisible()
+            and place.holds(1)
+            and place.has_trees
+            and place.is_shared_beside(one.text)
+            and not place.is_alone
         ),
     ),
     # two cores are too few for stages of several workers
@@ -628,7 +664,7 @@ OPTIONS = (
         {"whole": (coverage.WHOLE_EXPERTS,)},
         (NONE, "whole"),
         lambda place: place.has_experts,
-        lambda settings, _: settings.workers > 1,
+        lambda settings, place: settings.workers > 1 and place.shares_experts(whole=True),
     ),
 )
 
