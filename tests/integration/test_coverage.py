@@ -1094,10 +1094,30 @@ def test_short_convolutions_pass_where_they_have_run(monkeypatch: pytest.MonkeyP
     assert found_of_convolutions() == "short convolutions with vLLM 0.33.0"
     assert found_of_convolutions(device="cuda") is None
     assert found_of_convolutions(device="cuda", tensor_parallel_size=2) is None
+    drafts = {"speculative_config": SimpleNamespace(method="ngram"), "device": "cuda"}
+    assert found_of_convolutions(device="cuda", dtype="torch.float16") is found_of_convolutions(**drafts) is None
+    in_fp16 = found_of_convolutions(**drafts, dtype="torch.float16")
+    assert in_fp16 == "short convolutions with float16 on a GPU"
     first_runner = found_of_convolutions(device="cuda", use_v2_model_runner=False)
     assert first_runner == "short convolutions with the first model runner"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found_of_convolutions(device="cuda") == "short convolutions with vLLM 0.32.0"
+
+
+def test_two_gpus_and_drafts_beside_heads_of_two_sizes_are_those_that_have_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpus = partial(two_head_sizes, device="cuda", version="0.33.0")
+    drafts = {"speculative_config": SimpleNamespace(method="ngram", draft_model_config=None)}
+    unified = {"architecture": "Gemma4UnifiedForConditionalGeneration"}
+    of_unified, said = "of Gemma4UnifiedForConditionalGeneration", "heads of two sizes with"
+    for asked, what in ((drafts, "speculative decoding"), ({"tensor_parallel_size": 2}, "tensor parallelism 2")):
+        assert on_gpus(**asked) is on_gpus(**unified) is None
+        assert on_gpus(**asked, **unified) == f"{said} {what} {of_unified} on a GPU"
+        assert on_gpus(**asked, dtype="torch.float16") == f"{said} {what} in float16 on a GPU"
+    assert on_gpus(dtype="torch.float16") is None
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_gpus(**drafts, **unified) is None
 
 
 def test_a_model_with_another_state_stays_refused() -> None:

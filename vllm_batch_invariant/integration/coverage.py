@@ -773,7 +773,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
-        f"{of_model} on a GPU": kept.of_rules and ran_on == "cuda" and of_model != "bfloat16",
+        f"{of_model} on a GPU": (kept.of_rules or method) and ran_on == "cuda" and of_model != "bfloat16",
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
@@ -891,13 +891,17 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     if found := _beside_layers(config, named, *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised):
         return found
     model = config.model_config
-    if not (_by_gpus_alone(config) and model.quantization and _has_heads_of_two_sizes(config)):
+    if not (_by_gpus_alone(config) and _has_heads_of_two_sizes(config)):
         return None
-    dtype = _dtype_of(model)
-    beside = {
-        f"quantised weights of {model.architecture} on a GPU": model.architecture in RAN.large_heads_on_cpus_alone,
-        f"quantised weights in {dtype} on a GPU": dtype != "bfloat16",
+    dtype, workers = _dtype_of(model), config.parallel_config.tensor_parallel_size
+    asked = {
+        "quantised weights": model.quantization,
+        "speculative decoding": config.speculative_config is not None,
+        f"tensor parallelism {workers}": workers > 1,
     }
+    by_one = model.architecture in RAN.large_heads_on_cpus_alone
+    beside = {f"{what} of {model.architecture} on a GPU": is_so and by_one for what, is_so in asked.items()}
+    beside |= {f"{what} in {dtype} on a GPU": is_so and dtype != "bfloat16" for what, is_so in asked.items()}
     first = _first(beside)
     return _when(first, f"{named} with {first}")
 

@@ -233,7 +233,7 @@ class Ran:
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
-        large_heads_on_cpus_alone: those of them whose quantised weights no GPU has run.
+        large_heads_on_cpus_alone: those of them that no GPU has run but by one worker, without drafts, in 16 bits.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
         latent_on_cpus_alone: those of them that no GPU has run.
