@@ -77,16 +77,14 @@ def _trace(plan: dict[str, Any]) -> None:
         llm.stop_profile()
 
 
-def print_kernels(found: dict[tuple[str, int], list[Kernel]], most: int, console: Console) -> None:
-    """Print a table for each provider and batch."""
-    for (provider, batch), kernels in found.items():
-        total = sum(kernel.time for kernel in kernels)
-        launches = sum(kernel.launches for kernel in kernels)
-        title = f"{provider}, batch {batch}: {total:.0f} us a step in {launches:.0f} launches"
-        table = Table("us a step", "launches", "kernel", title=title, title_justify="left")
-        for kernel in kernels[:most]:
-            table.add_row(f"{kernel.time:.1f}", f"{kernel.launches:.1f}", kernel.name[:110])
-        console.print(table)
+def print_kernels(provider: str, batch: int, kernels: Sequence[Kernel], most: int, console: Console) -> None:
+    """Print a table of those of a provider with so many requests."""
+    total, launches = sum(kernel.time for kernel in kernels), sum(kernel.launches for kernel in kernels)
+    console.print(f"{provider}, batch {batch}: {total:.0f} us a step in {launches:.0f} launches")
+    table = Table("us a step", "launches", "kernel")
+    for kernel in kernels[:most]:
+        table.add_row(f"{kernel.time:.1f}", f"{kernel.launches:.1f}", kernel.name[:110])
+    console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,20 +103,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--theirs", type=json.loads, default={}, metavar="JSON", help="more arguments of plain vLLM's")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of each engine")
     options = parser.parse_args(arguments)
-    found: dict[tuple[str, int], list[Kernel]] = {}
+    console, missing = Console(width=150), 0
     for provider in options.providers:
         theirs = options.theirs if provider == "stock" else {}
         engine = {"model": options.model, "load_format": options.load_format, "skip_tokenizer_init": True}
         with tempfile.TemporaryDirectory() as folder:
             plan = {"engine": engine | options.engine | theirs, "batches": options.batches, "steps": options.steps}
             command = [sys.executable, "-m", "benchmarks.kernels", json.dumps(plan | {"folder": folder})]
-            done = subprocess.run(command, env=environment_of(provider), check=False)
-            if done.returncode == 0:
-                for number, batch in enumerate(options.batches):
-                    # the first of all tokens comes of prefill, which counts as a step of decode
-                    found[provider, batch] = kernels_of(read(Path(folder), number), options.steps + 1)
-    print_kernels(found, options.most, Console(width=150))
-    return int(len(found) < len(options.providers) * len(options.batches))
+            # an engine that ends badly may have written traces
+            subprocess.run(command, env=environment_of(provider), check=False)
+            for number, batch in enumerate(options.batches):
+                try:
+                    events = read(Path(folder), number)
+                except FileNotFoundError as error:
+                    print(f"FAILED: {provider}, batch {batch}: {error}", file=sys.stderr)
+                    missing += 1
+                    continue
+                # the first of all tokens comes of prefill, which counts as a step of decode
+                print_kernels(provider, batch, kernels_of(events, options.steps + 1), options.most, console)
+    return int(missing > 0)
 
 
 if __name__ == "__main__":

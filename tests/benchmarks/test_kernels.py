@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,22 @@ def test_the_trace_of_the_first_worker_is_read(tmp_path: Path, name: str) -> Non
         read(tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="no trace 0 in"):
         read(tmp_path / "other")
+
+
+def test_traces_of_an_engine_that_ends_badly_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And batches that it has not come to are failures."""
+
+    def run(command: list[str], **_: object) -> None:
+        folder = Path(json.loads(command[-1])["folder"])
+        (folder / "dp0_pp0_tp0.1.pt.trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["model", "--providers", "ours", "--batches", "1", "8", "--steps", "1"]) == 1
+    captured = capsys.readouterr()
+    assert "ours, batch 1: 4 us a step in 2 launches\n" in captured.out
+    assert "FAILED: ours, batch 8: no trace 1" in captured.err
 
 
 def test_an_engine_that_does_not_start_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
