@@ -59,11 +59,12 @@ PROBLEM = {
         *("PAIRS_OF_A_ROW", "LENGTH", "IS_PART", "AXIS", "COUNTS", "GATED"),
         *("HALF", "LAYOUT"),  # a warpgroup's half of a tile, and where its threads have it
         *("GROUP", "WHICH"),  # of the format, and a partition's number
+        "ROWS_OF_A_SCALE",  # of the weight
     },
     "norm": {"VARIANCE_SIZE", "HAS_RESIDUAL", "HAS_WEIGHT", "ADDS_ONE", "GROUPS"},
     "norm_backward": {"LENGTH", "HAS_RESIDUAL", "HAS_GRAD_OF_SUM"},
     "norm_rotary": {"NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "HOLDS_CODES", "HAS_NORMS", "SECTIONS"},
-    "quantise": {"LENGTH", "STATIC", "DTYPE", "OF_16_BITS"},
+    "quantise": {"LENGTH", "STATIC", "PADDED_STATIC", "DTYPE", "OF_16_BITS"},
     "reduce": {"DIVIDE"},
     "scaled_linear": {
         *("HAS_BIAS", "EVEN_K", "DTYPE", "SCALED_N"),

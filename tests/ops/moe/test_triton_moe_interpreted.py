@@ -265,7 +265,7 @@ def test_tiles_are_certified_and_another_product_is_not(gpu, monkeypatch):
     with pytest.raises(NotCovered, match=r"schedule \d \(.*\) of 19 rows has other bits than a dense layer"):
         cuda.certify(40, 96, torch.float16, torch.device("cpu"))
     monkeypatch.setattr(cuda.triton_gemm, "accumulate", lambda a, b: a.float() @ b.float())
-    monkeypatch.setattr(cuda, "_activated", lambda hidden, _: hidden.chunk(2, 1)[0])
+    monkeypatch.setattr(cuda, "_activated", lambda hidden, *_: hidden.chunk(2, 1)[0])
     with pytest.raises(NotCovered, match="silu"):
         cuda.certify(40, 96, torch.float16, torch.device("cpu"))
 
