@@ -91,6 +91,17 @@ def test_new_scales_of_rows_or_matrices_give_the_bits_of_a_new_engine(
     assert {str(answers[f"{way} other"][0]) for way in WAYS} == {str(other["fresh"][0])}
 
 
+@pytest.mark.exhaustive
+def test_negative_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    shutil.copytree(checkpoints.of(ROWS), tmp_path / "negative")
+    file = tmp_path / "negative" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("experts.1.down_proj.weight_scale"))
+    save_file(tensors | {name: -tensors[name]}, file, metadata={"format": "pt"})
+    with pytest.raises(EngineFailed, match=r"negative scales of w2 of model\.layers\.\d\.mlp\.experts"):
+        asked_of(str(tmp_path / "negative"), {}, {}, FAULT)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs keep what they captured")
 def test_one_scale_of_all_tokens_is_found_where_rows_have_scales(other_form: tuple[str, Answers]) -> None:
     _, answers = other_form

@@ -446,6 +446,12 @@ class QuantisedExperts(BatchInvariantExperts):
     def check(self, layer: Any, product: str, made: StoredExperts) -> None:
         """Refuse numbers that stand for none."""
         refuse_flaw(made, f"{product} of {layer.layer_name}")
+        if self.layout.quantises and bool((made.tensors[1] < 0).any()):
+            raise NotCovered(
+                f"negative scales of {product} of {layer.layer_name}",
+                "no tool writes them, and layers that are no experts refuse them",
+                "download the checkpoint again",
+            )
         if self.layout.is_given(self):
             scales = getattr(layer, f"{product}_{GIVEN}").data
             if not bool(((scales > 0) & scales.isfinite()).all()):
