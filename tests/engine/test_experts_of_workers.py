@@ -76,10 +76,9 @@ def of_mla_in(form: str) -> Callable[[Path], Path]:
     return written
 
 
-def in_fp8(folder: Path) -> Path:
-    """Writes dense layers and experts in FP8 by blocks."""
-    source = of_config(GLM_OF_SIX)(folder)
-    return fp8_checkpoints.write(source, folder / "fp8", fp8_checkpoints.FORMS["fp8 by blocks"])
+def in_fp8(folder: Path, form: str = "fp8 by blocks") -> Path:
+    """Writes dense layers and experts in FP8."""
+    return fp8_checkpoints.write(of_config(GLM_OF_SIX)(folder), folder / "fp8", fp8_checkpoints.FORMS[form])
 
 
 def in_int4(folder: Path) -> Path:

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.engines import EngineFailed, untried_on_gpu
+from tests.engine.kept_states import needs_two
 from tests.engine.test_experts import OF_TWO_WORKERS
+from tests.engine.test_experts_of_workers import in_fp8
 from tests.engine.test_fp8 import BLOCKS, CHUNK, SHAPE, Answers, Checkpoints, asked_of, compare_with_a_trainer
 from vllm_batch_invariant.hf import engine_weights
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -89,6 +91,20 @@ def test_new_scales_of_rows_or_matrices_give_the_bits_of_a_new_engine(
     form, answers = other_form
     other = asked_of(checkpoints.of(form, 1), {}, {"max_num_batched_tokens": 512}, FAULT)
     assert {str(answers[f"{way} other"][0]) for way in WAYS} == {str(other["fresh"][0])}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=needs_two)])
+def test_a_glm_of_rows_keeps_the_bits_of_a_request(tmp_path: Path, workers: int) -> None:
+    """As GLM-4.5 in FP8: with groups of experts, shared ones, and a dense layer."""
+    of_workers = OF_TWO_WORKERS if workers > 1 else {}
+    settings = {"tensor_parallel_size": workers, "max_num_batched_tokens": CHUNK, "dtype": "bfloat16"}
+    answers = asked_of(str(in_fp8(tmp_path, ROWS)), {}, settings, FAULT, **of_workers)
+    alone, warm, among_others = answers["fresh"]
+    assert alone == warm == among_others
+    if workers == 1 and not torch.cuda.is_available():  # where the fault is planted
+        alone, _, among_others = answers["one scale"]
+        assert alone != among_others
 
 
 @pytest.mark.exhaustive
