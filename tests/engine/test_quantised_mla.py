@@ -161,7 +161,7 @@ def test_half_precision_keeps_its_bits_and_is_near_transformers_in_float64(form:
         assert kept_states.distance_from_float64(unpacked, found["alone"], mla.code_inputs) < NEAR_IN_CODES
 
 
-@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+@pytest.mark.parametrize("form", [BLOCKS, ROWS, INTEGERS])
 def test_replaced_weights_give_the_bits_of_a_fresh_engine(
     form: str, case: Callable[[str, str], Case], tmp_path: Path
 ) -> None:
@@ -177,7 +177,7 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
 
 
 @untried_on_gpu
-@pytest.mark.parametrize(("name", "form"), [("V3", BLOCKS), ("GLM-4.7-Flash", INTEGERS)])
+@pytest.mark.parametrize(("name", "form"), [("V3", BLOCKS), ("V3", ROWS), ("GLM-4.7-Flash", INTEGERS)])
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path: Path) -> None:
     """Also those of a layer for more tokens that is quantised, too; beside a prefix cache."""
@@ -192,7 +192,7 @@ def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path:
 
 
 @untried_on_gpu
-@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+@pytest.mark.parametrize("form", [BLOCKS, ROWS, INTEGERS])
 def test_two_workers_leave_a_request_its_bits(form: str, case: Callable[[str, str], Case]) -> None:
     """They share heads and experts; each has all of the latent cache."""
     settings = {"variables": kept_states.cores_of(2), "tensor_parallel_size": 2} | DEFAULT | kept_states.IN_GRAPHS
