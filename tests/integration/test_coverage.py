@@ -92,6 +92,16 @@ def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.Mo
     assert of_first_runner == ["image inputs with the first model runner"]
 
 
+def test_quantised_experts_of_gemma_4_have_not_run_beside_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: ("compressed-tensors with int4 weights",))
+    gemma = {"architecture": "Gemma4ForConditionalGeneration", "quantization": "compressed-tensors"}
+    with_experts = gemma | {"hf_text_config": SimpleNamespace()}
+    assert found(**IMAGES, **gemma, is_moe=False) == found(**with_experts, is_moe=True) == []
+    said = "image inputs with quantised experts of Gemma4ForConditionalGeneration"
+    assert found(**IMAGES, **with_experts, is_moe=True) == [said]
+
+
 def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     heard = {"architecture": "Qwen3ASRForConditionalGeneration", "limits": {"audio": 8}}

@@ -1079,6 +1079,9 @@ def _beside_encoded(config: Config) -> str | None:
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         "speculative decoding": config.speculative_config is not None,
         f"quantisation {other}": other,
+        f"quantised experts of {model.architecture}": model.quantization
+        and _has_heads_of_two_sizes(config)
+        and schemes.has_experts(model),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
         f"quantised weights and a KV cache in {_cache_dtype(config)}": model.quantization
         and _cache_dtype(config) in FP8_CACHES,
