@@ -794,7 +794,7 @@ def _states_shared(config: Config) -> str | None:
         "experts": schemes.has_experts(model),
         "quantised weights": model.quantization,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
-        "a tree on GPUs": tensor_tree.k_slices() > 1 and _ran_on(devices.of_config(config).ops.type) == "cuda",
+        "a tree on GPUs": tensor_tree.k_slices() > 1 and _by_gpus_alone(config),
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first} by {workers} workers")

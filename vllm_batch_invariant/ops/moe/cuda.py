@@ -420,7 +420,7 @@ def grouped_gemm(
     fuses, rows_of_a_scale = _fuses(x, reduction), 1
     if isinstance(x, Codes):
         (weight, scales), in_blocks = weight.tensors, x.scales.dim() == 2
-        rows_of_a_scale = rows // scales.shape[1]
+        rows_of_a_scale = 1 if in_blocks else rows // scales.shape[1]
         strides_of_x = (*x.scales.stride(), 0)[:2]
         x, of_x, group_k = aligned(x.codes), x.scales, GROUP
     elif isinstance(weight, StoredExperts):
@@ -488,7 +488,7 @@ def grouped_gemm(
         FORMAT=form,
         GROUP=group_k,
         IN_BLOCKS=in_blocks,
-        ROWS_OF_A_SCALE=1 if in_blocks else rows_of_a_scale,
+        ROWS_OF_A_SCALE=rows_of_a_scale,
         num_warps=schedule.num_warps,
         num_stages=schedule.num_stages,
         enable_fp_fusion=fuses,
