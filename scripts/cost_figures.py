@@ -520,6 +520,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "fp8-h200": lambda: _engine_table(engine(gpu="H200", format="w8a8-fp8-block")),
     "fp8-experts": lambda: _engine_table(engine(model="30b-a3b", format="w8a8-fp8-block")),
     "delta-rule-engine": lambda: _engine_table(engine(model="qwen3.5-9b")),
+    "delta-rule-experts": lambda: _engine_table(engine(model="qwen3.5-35b-a3b")),
     "state-space-engine": lambda: _engine_table(engine(model="nemotron-h-8b")),
     "images-qwen": lambda: _engine_table(engine(model="qwen2.5-vl-7b")),
     "images-gemma": lambda: _engine_table(engine(model="gemma-3-4b")),

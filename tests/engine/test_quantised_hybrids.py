@@ -274,7 +274,7 @@ def test_a_cache_in_fp8_moves_no_bit(
         cold, warm = (engine.step(f"long {number}", [LONG], number == 0).requests[0] for number in range(2))
         return found | {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
 
-    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE} | few
+    settings = family.settings | kept_states.IN_GRAPHS | {"max_model_len": 1024, "variables": UNTRIED_THERE} | few
     found = started(folder, afterwards=asked, kv_cache_dtype="fp8", **settings)
     assert {dtype for dtype, _ in found["bytes"]} == {"torch.uint8"}
     assert found["preemptions"] > 0
@@ -298,7 +298,7 @@ def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
     settings = UNCACHED | {"kv_cache_dtype": "fp8", "variables": UNTRIED_THERE}
-    cached = {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+    cached = {"enable_prefix_caching": True, "num_gpu_blocks_override": 18} | kept_states.IN_GRAPHS
     differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings, **cached)
     assert differing == []
     assert counted["accepted" if method == "ngram" else "drafts"] > 0
@@ -325,7 +325,7 @@ def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
         found["scales"] = engine.call("tests.engine.fp8_caches:in_numbers", True)
         return found | {"numbers of the codes": kept_states.alone(engine, "numbers")}
 
-    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    settings = family.settings | kept_states.IN_GRAPHS | {"max_model_len": 1024, "variables": UNTRIED_THERE}
     found = started(folder, afterwards=asked, **settings)
     assert found["preemptions"] > 0
     assert [company for company in SAME if found[company] != found["alone"]] == []

@@ -17,7 +17,6 @@ from tests.integration.test_norm_fusion import (  # noqa: F401 - fixtures
     ours,
     with_experts,
 )
-from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.integration.layers import code_fusion, norm_fusion
 from vllm_batch_invariant.integration.layers.decoders import DECODERS, Decoder
 from vllm_batch_invariant.integration.layers.fp8 import Source
@@ -106,21 +105,18 @@ def test_a_model_computes_the_same_and_its_norms_and_activations_write_codes(kin
     assert code_fusion.fuse(decoder) == 0, "once is enough"
 
 
-@pytest.mark.parametrize(("untried", "writes_codes"), [("1", True), ("1", False), ("0", True)])
-def test_attention_writes_codes_where_its_kernels_can_and_the_user_starts_what_is_untried(
-    kernels: Kernels, untried: str, writes_codes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(UNTRIED.name, untried)
+@pytest.mark.parametrize("writes_codes", [True, False])
+def test_attention_writes_codes_where_its_kernels_can(kernels: Kernels, writes_codes: bool) -> None:
     decoder, readers = quantising(DECODERS[0], Source("block"))
     written: list[QuantiseReduction | None] = []
     for layer in decoder.layers:
         del layer.self_attn.attn
         layer.self_attn.attn = Attention(written, writes_codes)
-    apart, expected = hidden_states(decoder), untried == "1" and writes_codes
+    apart = hidden_states(decoder)
     written.clear()
-    assert code_fusion.fuse(decoder) == readers + len(decoder.layers) * expected
+    assert code_fusion.fuse(decoder) == readers + len(decoder.layers) * writes_codes
     assert_same_bits(hidden_states(decoder), apart)
-    assert written == [IN_GROUPS if expected else None] * len(decoder.layers)
+    assert written == [IN_GROUPS if writes_codes else None] * len(decoder.layers)
     written.clear()
     handle = decoder.layers[0].self_attn.attn.register_forward_hook(lambda *_: None)
     hidden_states(decoder)

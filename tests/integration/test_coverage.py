@@ -194,6 +194,10 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
     assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
     assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
     assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
+    layers_alone = {**images, "architecture": "Qwen3_5ForConditionalGeneration"}
+    assert found(**layers_alone, **two) == []
+    by_gpus = ["image inputs of Qwen3_5ForConditionalGeneration with --mm-encoder-tp-mode data"]
+    assert found(**layers_alone, **two, **data) == (by_gpus if device == "cuda" else [])
 
 
 def test_workers_that_share_the_images_of_a_llama_4_add_by_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -854,7 +858,11 @@ def test_linear_attention_is_served_where_it_has_run(monkeypatch: pytest.MonkeyP
         assert on_gpus() is None
         assert on_gpus(tensor_parallel_size=2) == f"{kind} with tensor parallelism 2"
         assert on_gpus(dtype="torch.float16") == f"{kind} with float16 on a GPU"
-        assert on_gpus(**by_n_grams) == f"{kind} with speculative decoding"
+        cached = on_gpus(**by_n_grams, enable_prefix_caching=True)
+        if found_of is found_of_channels:
+            assert on_gpus(**by_n_grams) is cached is None
+        else:
+            assert on_gpus(**by_n_grams) == cached == f"{kind} with speculative decoding"
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_channels(device="cuda", **by_n_grams) is None
 
@@ -1126,8 +1134,12 @@ def test_two_gpus_and_drafts_beside_heads_of_two_sizes_are_those_that_have_run(
         assert on_gpus(**asked, **unified) == f"{said} {what} {of_unified} on a GPU"
         assert on_gpus(**asked, dtype="torch.float16") == f"{said} {what} in float16 on a GPU"
     assert on_gpus(dtype="torch.float16") is None
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: (BLOCKS,))
+    for asked, what in ((drafts, "speculative decoding"), ({"tensor_parallel_size": 2}, "tensor parallelism 2")):
+        assert on_gpus(quantization="fp8") is None
+        assert on_gpus(**asked, quantization="fp8") == f"{said} quantised weights and {what} on a GPU"
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert on_gpus(**drafts, **unified) is None
+    assert on_gpus(**drafts, **unified) is on_gpus(**drafts, quantization="fp8") is None
 
 
 def test_a_model_with_another_state_stays_refused() -> None:
@@ -1348,11 +1360,12 @@ def test_quantised_weights_with_latent_attention_are_those_that_have_run(monkeyp
     assert of_fp8(**four, tree="4", enable_expert_parallel=True) is None
     on_gpus = partial(of_fp8, device="cuda", version="0.33.0")
     assert on_gpus() is None
-    assert on_gpus(tensor_parallel_size=2) == "latent attention with quantised weights by 2 workers"
-    assert on_gpus(tensor_parallel_size=2, untried=True) is None
+    assert on_gpus(tensor_parallel_size=2) is None
+    assert on_gpus(**four) == "latent attention with tensor parallelism 4"
     drafted = {"speculative_config": SimpleNamespace(method="ngram")}
-    assert of_fp8(**drafted) is on_gpus(**drafted, untried=True) is None
-    assert on_gpus(**drafted) == "latent attention with speculative decoding and quantised weights on a GPU"
+    assert of_fp8(**drafted) is on_gpus(**drafted) is None
+    by_two = on_gpus(**drafted, tensor_parallel_size=2)
+    assert by_two == "latent attention with speculative decoding by 2 workers"
     of_images = "KimiVLForConditionalGeneration"
     assert of_fp8(architecture=of_images) == f"latent attention with quantised weights of {of_images}"
     for kind in ("compressed-tensors with int4 weights", "awq with int4 weights", "experts_int8 with int8 weights"):

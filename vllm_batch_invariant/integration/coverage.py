@@ -269,13 +269,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
     unshared = of_activations - {*shared}
-    of_rows = {kind for kind in of_activations if "block" not in kind}
     found = {
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
-        f"of {min(of_rows, default='')} by several GPUs with whole experts": of_rows
-        and several
-        and model.is_moe
-        and parallel.enable_expert_parallel,
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
@@ -902,6 +897,8 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     by_one = model.architecture in RAN.large_heads_on_cpus_alone
     beside = {f"{what} of {model.architecture} on a GPU": is_so and by_one for what, is_so in asked.items()}
     beside |= {f"{what} in {dtype} on a GPU": is_so and dtype != "bfloat16" for what, is_so in asked.items()}
+    quantised, *others = asked
+    beside |= {f"{quantised} and {what} on a GPU": asked[quantised] and asked[what] for what in others}
     first = _first(beside)
     return _when(first, f"{named} with {first}")
 
@@ -954,7 +951,7 @@ def _beside_layers(
     has_tree = slices in of_trees
     other = _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
-    shares_quantised = has_tree or workers <= (1 if by_gpus else 2)
+    shares_quantised = has_tree or workers <= 2
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -963,7 +960,6 @@ def _beside_layers(
         f"speculative decoding with {method}": method not in (None, *drafters.get(ran_on, ())),
         f"speculative decoding by {workers} workers": method is not None and workers > 1,
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
-        "speculative decoding and quantised weights on a GPU": method and model.quantization and by_gpus,
         f"quantisation {other}": other,
         f"quantised weights by {workers} workers": model.quantization and not shares_quantised,
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
@@ -1053,11 +1049,12 @@ def _encoded_by_several(config: Config) -> str | None:
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
     shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
+    of_gpus = ran_on == "cuda" and model.architecture not in RAN.images_by_two_gpus
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": shares_images and not shared,
+        f"{SHARED_IMAGES} data": shares_images and (of_gpus or not shared),
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         "quantised weights by several workers": several and model.quantization and not shares_quantised,
@@ -1322,9 +1319,9 @@ COVERED = (
     ),
     Feature(
         "Images by two workers",
-        "which share layers or images, also by a tree: of Qwen3-VL and Gemma 3; on a CPU alone of Qwen3.5, Qwen2.5-VL, "
-        "GLM-4.1V, GLM-4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of "
-        "Gemma 4; also Qwen3.5 and Qwen3-VL with experts, and both in FP8 by blocks",
+        "which share layers or images, also by a tree: of Qwen3-VL, Gemma 3; Qwen3.5, also with experts or in FP8 by "
+        "blocks, on GPUs layers alone; on a CPU of Qwen2.5-VL, GLM-4.1V, GLM-4.5V, Llama 4, Kimi-VL, Mistral 3, "
+        "Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4; Qwen3-VL with experts or in FP8",
     ),
     Feature(
         "Images on a CPU",
@@ -1361,7 +1358,7 @@ COVERED = (
         "Experts whose weights and activations are FP8",
         "blocks of 128 x 128 with activations by groups of 128 (fp8, compressed-tensors), rows with activations by "
         "tokens (compressed-tensors), matrices with given ones (both) or by tokens (fp8); on a CPU with vLLM 0.32, on "
-        "a GPU with 0.33, blocks and rows on two",
+        "one or two GPUs with 0.33, matrices with given ones on one",
     ),
     Feature(
         "Weights and activations in int8",
@@ -1405,7 +1402,7 @@ COVERED = (
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
         "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with drafts of n-grams and "
-        "MTP by 1, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33, quantised by 1",
+        "MTP by 1, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1438,8 +1435,8 @@ COVERED = (
     Feature(
         "Lightning attention, Kimi Delta Attention",
         "Ling 2.5 and Ring 2.5, whose decay is constant, and Ling 3.0, with a gate for each element of a key, on a CPU "
-        "with vLLM 0.32, by one worker, two or four, 3.0 by one also with drafts of n-grams; in bf16 on a GPU with "
-        "0.33; states in fp32",
+        "with vLLM 0.32, by one worker, two or four, in bf16 on a GPU with 0.33, 3.0 by one also with drafts of "
+        "n-grams; states in fp32",
     ),
     Feature(
         "Quantised weights beside these",
@@ -1884,9 +1881,10 @@ REFUSED = (
     ),
     Feature(
         "Images, videos and audio with stages or engines, drafts, other quantisation, FP8 caches but of Qwens in 16 "
-        "bits by one CPU worker, exact arithmetic, FlexAttention; on GPUs vLLM's first model runner, or quantised",
-        "these have not been run together",
-        f"leave one out, or serve text, by --language-model-only; {envs.UNTRIED.name}=1 starts the last",
+        "bits by one worker, on GPUs of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs vLLM's first "
+        "model runner, or quantised",
+        "nobody ran them",
+        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts the last",
         _beside_encoded,
         arguments=(PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name),
     ),
@@ -1945,9 +1943,9 @@ REFUSED = (
     ),
     Feature(
         "Linear attention of Ling 2.5 and 3.0 elsewhere, over 4 workers or 1 GPU, with drafts but n-grams of 3.0 by "
-        "one on a CPU, quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32; on GPUs not bf16",
+        "one, quantisation, FP8 caches, prompt embeddings, sleep, states not in fp32; on GPUs not bf16",
         "these have not been run",
-        f"serve it by one worker in bf16; {envs.UNTRIED.name}=1 starts n-grams and two GPUs",
+        f"serve it by one worker in bf16; {envs.UNTRIED.name}=1 starts two GPUs",
         _linear_attention_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
@@ -1979,7 +1977,7 @@ REFUSED = (
         _latent_without_its_weights,
     ),
     Feature(
-        "MLA elsewhere, with indexers, not 512 + 64, over 4 workers or 2 GPUs (quantised 2 or 1), engines, whole "
+        "MLA elsewhere, with indexers, not 512 + 64, over 4 workers or 2 GPUs (quantised 2), engines, whole "
         "experts but by a CPU's tree, drafts but n-grams and MTP by one, other quantisation, FP8 caches, LoRA, "
         "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
@@ -2053,8 +2051,8 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers or 2 GPUs (quantised 2 and 1), "
-        "whole experts, engines, stages, other drafts and quantisation, on GPUs AWQ, FP8 caches, LoRA, prompt "
-        "embeddings, poolers, exact arithmetic, FlexAttention",
+        "whole experts, engines, stages, other drafts and quantisation, FP8 caches, LoRA, prompt embeddings, "
+        "poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,

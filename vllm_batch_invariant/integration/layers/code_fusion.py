@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import envs
 from ...ops.dispatch import module_for
 from ...ops.quantise import QuantiseReduction
 from ..reviews import patch_points
@@ -97,10 +96,8 @@ def _reduction_of(reader: Any) -> QuantiseReduction | None:
 
 
 def _is_attention(layer: Any) -> bool:
-    """Whether a layer of attention looks itself for what it writes. No GPU has run an engine with it: it does where
-    :data:`...envs.UNTRIED` says so.
-    """
-    return envs.starts_untried() and getattr(getattr(layer, "impl", None), "writes_codes", False)
+    """Whether a layer of attention looks itself for what it writes."""
+    return getattr(getattr(layer, "impl", None), "writes_codes", False)
 
 
 def _forward_of(layer: Any) -> Callable[..., Any] | None:

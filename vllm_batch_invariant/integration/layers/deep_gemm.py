@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ... import envs
 from ...provenance import installed
 from ..reviews import patch_points
 
@@ -24,12 +23,10 @@ def use() -> None:
 
 @functools.cache
 def use_for_experts() -> None:
-    """The same of experts. No engine has started with it: it is used where :data:`...envs.UNTRIED` says so."""
+    """The same of experts."""
     from ...ops.moe.deep_gemm import grouped_deep_gemm  # Triton is needed for it
 
     is_used = patch_points.ENVIRONMENT.get().get(_SWITCH_OF_EXPERTS)
-    if not envs.starts_untried():
-        return
     if patch_points.GROUPED_DEEP_GEMM.is_there() and is_used is not None and is_used():
         _use(grouped_deep_gemm, patch_points.GROUPED_DEEP_GEMM.get)
 
