@@ -534,7 +534,7 @@ def answers_about(
     """Send requests together, and wait for all of them.
 
     Args:
-        requests: each with ``params``.
+        requests: each with ``params``, and some with name, number and folder of an ``adapter``.
         prompt_of: a request's tokens, images and the like, as vLLM takes them.
         reset: "cache" lets go of the prefix cache and of what was encoded first, "prefix" of the first alone, "encoder"
             of the second; "running" also of what runs after so many steps.
@@ -544,6 +544,7 @@ def answers_about(
         ``calls``: how often items were encoded, and how many.
     """
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from vllm_batch_invariant.verify.harness.drive import describe
 
@@ -553,7 +554,11 @@ def answers_about(
         (number, prompt_of(request), SamplingParams(**request["params"])) for number, request in enumerate(requests)
     ]
     before = dict(encoded(llm))
-    found, counts = sent_together(llm, asked, reset if reset in ("cache", "prefix", "running") else "", preempted_after)
+    adapters = {
+        number: LoRARequest(*request["adapter"]) for number, request in enumerate(requests) if request.get("adapter")
+    }
+    reset = reset if reset in ("cache", "prefix", "running") else ""
+    found, counts = sent_together(llm, asked, reset, preempted_after, adapters)
     calls = {name: count - before.get(name, 0) for name, count in encoded(llm).items()}
     given = [describe(output) | {"prompt": output.prompt_token_ids} for output in found]
     return {"given": given, "calls": calls} | counts

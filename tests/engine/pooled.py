@@ -1,6 +1,7 @@
 """What pooling models give: runs in the engine's process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,17 +34,22 @@ def pooled(llm: Any, requests: Sequence[dict[str, Any]], reset: str = "") -> dic
 
 
 def sent_together(
-    llm: Any, asked: Sequence[tuple[int, dict[str, Any], Any]], reset: str, preempted_after: int
+    llm: Any,
+    asked: Sequence[tuple[int, dict[str, Any], Any]],
+    reset: str,
+    preempted_after: int,
+    adapters: Mapping[int, Any] = MappingProxyType({}),
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The outputs of requests (number, request, vLLM's parameters) by their numbers; and ``cached`` tokens of each, the
-    ``largest`` step, and ``preemptions``, of which some are made after so many steps if ``reset`` is "running".
+    """The outputs of requests (number, request, vLLM's parameters) by their numbers, some with ``adapters``; and
+    ``cached`` tokens of each, the ``largest`` step, and ``preemptions``, of which some are made after so many steps if
+    ``reset`` is "running".
     """
     engine, before = llm.llm_engine, preemptions(llm)
     if reset:
         llm.reset_prefix_cache()
     for number, request, params in asked:
         prompt = {"prompt_token_ids": request["prompt"]} if "prompt" in request else request
-        engine.add_request(str(number), prompt, params)
+        engine.add_request(str(number), prompt, params, lora_request=adapters.get(number))
     steps: list[list[Any]] = []
     for outputs in drive(engine):
         steps.append(outputs)

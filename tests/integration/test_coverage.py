@@ -605,6 +605,7 @@ def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes
             "runner_type": "generate",
             **dict.fromkeys(("is_moe", "is_multimodal_model", "is_hybrid", "is_attention_free"), False),
             **dict.fromkeys(("has_inner_state", "enable_prompt_embeds", "enable_sleep_mode"), False),
+            "hf_text_config": None,
         },
         "parallel_config": {
             "tensor_parallel_size": 1,
@@ -646,6 +647,21 @@ def test_adapters_pass_where_they_have_run() -> None:
     on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda")
     assert on_a_gpu(tensor_parallel_size=2) == on_a_gpu(speculative_config=ngrams) == []
     assert on_a_gpu(quantization="fp8", kind=BLOCKS) == []
+
+
+SEEING = {"is_multimodal_model": True, "architecture": "Qwen3VLForConditionalGeneration"}
+KEEPING = {"is_hybrid": True, "architecture": "Qwen3_5ForCausalLM"}
+
+
+def test_adapters_beside_states_and_images_pass_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_experts = SimpleNamespace(hybrid_override_pattern="M*-")
+    nemotron = {"architecture": "NemotronHForCausalLM", "is_moe": True, "hf_text_config": without_experts}
+    for changes in (SEEING, KEEPING, KEEPING | nemotron):
+        assert refusals_of_adapters(**changes) == []
+        assert refusals_of_adapters("0.33.0", "cuda", **changes) != []
+        with monkeypatch.context() as untried:
+            untried.setenv(UNTRIED.name, "1")
+            assert refusals_of_adapters("0.33.0", "cuda", **changes) == []
 
 
 def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -695,8 +711,16 @@ def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.Monkey
             "of GptOssForCausalLM with --enable-mixed-moe-lora-format",
         ),
         ({"runner_type": "pooling"}, "with pooling"),
-        ({"is_multimodal_model": True}, "with a multimodal model"),
-        ({"is_hybrid": True}, "with layers that keep states"),
+        (
+            SEEING | {"architecture": "Gemma4ForConditionalGeneration"},
+            "with the multimodal model Gemma4ForConditionalGeneration",
+        ),
+        ({"is_hybrid": True, "architecture": "BambaForCausalLM"}, "with layers that keep states"),
+        (KEEPING | {"architecture": "BailingMoeV3ForCausalLM"}, "with layers that keep states, Kimi Delta Attention"),
+        (SEEING | {"tensor_parallel_size": 2}, "beside images and tensor parallelism 2"),
+        (KEEPING | {"tensor_parallel_size": 2}, "beside states and tensor parallelism 2"),
+        (KEEPING | {"speculative_config": SimpleNamespace(method="ngram")}, "beside states and speculative decoding"),
+        (KEEPING | {"quantization": "fp8", "kind": BLOCKS}, "beside states and quantised weights"),
         ({"enable_prompt_embeds": True}, "beside embeddings as prompts"),
         ({"kv_connector": "ExampleConnector"}, "beside a KV connector"),
         ({"fully_sharded_loras": True}, "with --fully-sharded-loras"),

@@ -47,11 +47,17 @@ def written(folder: Path, *modules: str, suffix: str = "safetensors", layer: int
     return str(folder)
 
 
-def config_of(architecture: str = "Qwen3MoeForCausalLM", is_moe: bool = True, **of_lora: Any) -> Any:
+def config_of(
+    architecture: str = "Qwen3MoeForCausalLM", is_moe: bool = True, sees: bool = False, **of_lora: Any
+) -> Any:
     lora_config = {"target_modules": None, "enable_mixed_moe_lora_format": False, "max_lora_rank": 4} | of_lora
     text = SimpleNamespace(num_hidden_layers=3, mlp_only_layers=[0])
     model = SimpleNamespace(
-        architecture=architecture, is_moe=is_moe, get_num_experts=lambda: EXPERTS, hf_text_config=text
+        architecture=architecture,
+        is_moe=is_moe,
+        is_multimodal_model=sees,
+        get_num_experts=lambda: EXPERTS,
+        hf_text_config=text,
     )
     return SimpleNamespace(model_config=model, lora_config=SimpleNamespace(**lora_config))
 
@@ -105,6 +111,8 @@ CASES: dict[str, tuple[tuple[str, ...], Any, bool, str]] = {
         False,
         "ranks 2, 3",
     ),
+    "an encoder's": (("mlp.up_proj",), config_of(is_moe=False, sees=True), False, ""),
+    "a convolution's": (("conv.conv",), config_of(is_moe=False), False, "conv.conv, which vLLM leaves out"),
     "too high a rank": (("5:self_attn.q_proj",), config_of(is_moe=False), False, "rank 5, above --max-lora-rank 4"),
     "one matrix": (("B:self_attn.q_proj",), config_of(is_moe=False), False, "one of the two matrices"),
     "a whole weight": (("own:self_attn.q_proj",), config_of(is_moe=False), False, "no weight of a LoRA adapter"),
@@ -119,6 +127,18 @@ def test_what_is_served_follows_from_names(
 ) -> None:
     found = expert_adapters.problem_of(written(tmp_path, *modules, suffix=suffix), is_stacked, config)
     assert (said in found) if said else not found
+
+
+def test_weights_of_an_encoder_are_refused(tmp_path: Path) -> None:
+    """Which vLLM leaves out with a warning."""
+    found = {}
+    for name in ("visual.blocks.0.attn.qkv", "language_model.layers.0.mlp.up_proj"):
+        tensors = {f"base_model.model.model.{name}.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
+        save_file(tensors, Path(written(tmp_path / name)) / "adapter_model.safetensors")
+        found[name] = expert_adapters.problem_of(str(tmp_path / name), False, config_of(is_moe=False, sees=True))
+    of_encoder, of_text = found.values()
+    assert of_text == ""
+    assert "model.visual.blocks.0.attn.qkv, which vLLM leaves out" in of_encoder
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -348,6 +348,18 @@ def test_weights_of_a_model_whose_layers_are_not_found_beneath_adapters_are_refu
         core.collective_rpc(method)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3VLForConditionalGeneration"])
+def test_weights_beneath_adapters_beside_states_and_images_are_refused(
+    core_class: type[Core], architecture: str
+) -> None:
+    core = core_class("cpu")
+    core.vllm_config.model_config.architecture = architecture
+    assert core.collective_rpc("reload_weights") == ["done"]
+    core.vllm_config.lora_config = object()
+    with pytest.raises(NotCovered, match=f"new weights of {architecture} with LoRA adapters"):
+        core.collective_rpc("reload_weights")
+
+
 def test_weights_beneath_adapters_of_experts_are_refused_where_nobody_has_replaced_them(
     core_class: type[Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -444,11 +444,13 @@ def _other_adapters(config: Config) -> str | None:
     )
     setting = next((name for name in _LAYERS_WITH_ADAPTERS if getattr(lora, name, None)), "")
     other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
+    beside = RAN.lora_beside.get(_ran_on(device.ops.type), ())
+    states = _kept_by(config)
     found = {
         f"quantisation {other}": other,
         "pooling": _pools(config),
-        "a multimodal model": model.is_multimodal_model,
-        "layers that keep states": _has_states(model),
+        f"the multimodal model {model.architecture}": model.is_multimodal_model and model.architecture not in beside,
+        f"layers that keep states{f', {states}' if states else ''}": _has_states(model) and states not in beside,
         f"--{setting.replace('_', '-')}": bool(setting),
         f"--lora-dtype {dtype} of a model in {of_model}": dtype not in ("auto", of_model),
         f"logits in {of_head} of a model in {of_model}": of_head != of_model,
@@ -461,7 +463,7 @@ def _other_adapters(config: Config) -> str | None:
 def _adapters_of_experts(config: Config) -> str | None:
     """A mixture of experts that has not been run with adapters."""
     model, lora = config.model_config, config.lora_config
-    if lora is None or not model.is_moe or _adapters_elsewhere(config):
+    if lora is None or not schemes.has_experts(model) or _adapters_elsewhere(config):
         return None
     ops, workers = devices.of_config(config).ops, config.parallel_config.tensor_parallel_size
     ran, shared = (of.get(_ran_on(ops.type), ()) for of in (RAN.lora_experts, RAN.lora_expert_workers))
@@ -499,6 +501,13 @@ def _beside_adapters(config: Config) -> str | None:
         "embeddings as prompts": model.enable_prompt_embeds,
         "a KV connector": bool(connectors.name(config)),
     }
+    if model.is_multimodal_model or _has_states(model):
+        of_model = "images" if model.is_multimodal_model else "states"
+        found |= {
+            f"{of_model} and tensor parallelism {workers}": workers > 1,
+            f"{of_model} and speculative decoding": method is not None,
+            f"{of_model} and quantised weights": model.quantization is not None,
+        }
     first = _first(found)
     return _when(first, f"LoRA adapters beside {first}")
 
@@ -681,9 +690,14 @@ def _has_states(model: Any) -> bool:
     return model.is_attention_free or model.is_hybrid or model.has_inner_state
 
 
+def _kept_by(config: Config) -> str:
+    """The name of the states that a model's layers keep, if they are known."""
+    every = _CONVOLUTIONS, _DELTA_RULES, _STATE_SPACES, _KDA, _LIGHTNING
+    return next((kept.name for kept in every if _keeps(config, kept)), "")
+
+
 def _states(config: Config) -> str | None:
-    known = any(_keeps(config, kept) for kept in (_CONVOLUTIONS, _DELTA_RULES, _STATE_SPACES, _KDA, _LIGHTNING))
-    return _when(_has_states(config.model_config) and not known, "Mamba or linear attention")
+    return _when(_has_states(config.model_config) and not _kept_by(config), "Mamba or linear attention")
 
 
 _OF_STATES = (
@@ -1456,6 +1470,12 @@ COVERED = (
         "where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
     ),
     Feature(
+        "LoRA adapters beside states and images",
+        "of models without experts, not quantised: LFM2, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, and the text "
+        "models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3 and SmolVLM, by "
+        "one worker on a CPU with vLLM 0.32",
+    ),
+    Feature(
         "LoRA adapters of mixtures of experts",
         "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
         "quantised, on a CPU with vLLM 0.32 by one worker or two, on a GPU with 0.33 by one, with drafts of n-grams, "
@@ -1731,10 +1751,11 @@ REFUSED = (
         arguments=(ADAPTERS,),
     ),
     Feature(
-        "LoRA adapters of models that pool, take images, keep states, or are quantised but in INT4 and INT8 by weights "
-        "alone or FP8 by blocks or rows; in another dtype than the model, fully sharded, or by two streams",
+        "LoRA adapters of models that pool, of others with images or states than those above, or quantised but in "
+        "INT4 and INT8 by weights alone or FP8 by blocks or rows; of encoders; in another dtype than the model, fully "
+        "sharded, or by two streams",
         "these have not been run",
-        "leave --enable-lora out, or merge the adapter into the weights",
+        f"merge the adapter; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
         _other_adapters,
         arguments=(ADAPTERS,),
     ),
@@ -1748,7 +1769,8 @@ REFUSED = (
     ),
     Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
-        "FlexAttention, FP8 caches, offloading and embeddings as prompts",
+        "FlexAttention, FP8 caches, offloading and embeddings as prompts; with states or images several workers, "
+        "drafts, quantised weights, and new weights",
         "these have not been run together",
         "leave one out, or merge the adapter",
         _beside_adapters,

@@ -367,6 +367,14 @@ def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: 
             "vLLM finds no layer for them once others are around its layers",
             "load new adapters, or start another engine",
         )
+    ran = reviews.ran()
+    kept = ran.convolution_models, ran.delta_rule_models, ran.mamba2_models
+    if has_adapters and architecture in (*ran.text_of, *(name for names in kept for name in names)):
+        raise NotCovered(
+            f"new weights of {architecture} with LoRA adapters",
+            "beside states and images nobody has replaced them",
+            "load new adapters, or start another engine",
+        )
     of_experts = any(architecture in models for models in reviews.ran().lora_experts.values())
     elsewhere = of_experts and device_type not in reviews.ran().lora_expert_updates
     if has_adapters and elsewhere and not envs.starts_untried():

@@ -275,6 +275,7 @@ class Ran:
         lightning_workers: numbers of workers above 1 that have shared it, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
+        lora_beside: states, and models that take images, beside which they have been served, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
         lora_experts: mixtures of experts that have been served with them, by device.
@@ -357,6 +358,7 @@ class Ran:
     lightning_workers: Mapping[str, tuple[int, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]
+    lora_beside: Mapping[str, tuple[str, ...]]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_expert_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]

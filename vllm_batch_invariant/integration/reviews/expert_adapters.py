@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a mixture of experts, by the names in their files.
+"""Adapters (LoRA) by the names in their files, of a mixture of experts above all.
 
 What vLLM would leave out of such an adapter it leaves out without a word, and what it cannot put together ends a
 worker, and with it all requests. So an engine looks at the names before a request has the adapter.
@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import schemes
+
 STACKED = ("GptOssForCausalLM",)
 """Models of which vLLM takes adapters of experts in one tensor a layer alone."""
 _BLOCKS = {"MixtralForCausalLM": ("block_sparse_moe", ("w1", "w2", "w3"))}
@@ -20,6 +22,10 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 _TENSORS = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
 _IGNORED = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight$|__metadata__$")
 """What vLLM leaves out, as it belongs to the model."""
+_CONVOLUTION = re.compile(r".*\.conv(1d|\.conv)$")
+"""Layers that vLLM takes for linear ones, and whose adapters it does not add."""
+_OF_TEXT = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens)\.|lm_head$|model\.embed_tokens$")
+"""Of a model that takes images, whose encoder's adapters vLLM leaves out unless it is told otherwise."""
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)$")
 _ALL_EXPERTS = re.compile(r"(.+)\.experts(\.base_layer)?$")
 
@@ -44,14 +50,17 @@ def problem_of(path: str, is_stacked: bool, config: Any) -> str:
         return f"its tensors cannot be read: {error}"
     if others:
         return f"it has {others[0]}, which is no weight of a LoRA adapter"
-    experts = model.get_num_experts() if model.is_moe else 1
+    is_mixture = schemes.has_experts(model)
+    experts = model.get_num_experts() if is_mixture else 1
     for name, sides in found.items():
         if len(sides) != 2:
             return f"it has one of the two matrices of {name}"
         rank = sides["A"][0] // (experts if _ALL_EXPERTS.match(name) else 1)
         if rank > lora.max_lora_rank:
             return f"{name} has rank {rank}, above --max-lora-rank {lora.max_lora_rank}"
-    return _of_experts(found, is_stacked, config, experts) if model.is_moe else ""
+        if _CONVOLUTION.match(name) or (model.is_multimodal_model and not _OF_TEXT.match(name)):
+            return f"it has weights of {name}, which vLLM leaves out: train it without"
+    return _of_experts(found, is_stacked, config, experts) if is_mixture else ""
 
 
 def _of_experts(found: Mapping[str, Mapping[str, Any]], is_stacked: bool, config: Any, experts: int) -> str:

@@ -550,12 +550,15 @@ def _takes_adapters(place: Place) -> bool:
     architecture = next(iter(place.model.get("architectures") or ()), "")
     has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
     has_run &= _has_run(coverage.RAN.lora, place)
-    return has_run and architecture in adapters.MODELS and not place.is_quantised
+    others = adapters.OTHERS if place.device in coverage.RAN.lora_beside else ()
+    return has_run and architecture in (*adapters.MODELS, *others) and not place.is_quantised
 
 
 def _replaces_beneath_adapters(place: Place) -> bool:
     """Whether weights have been replaced beneath adapters on such a device."""
-    return not place.has_experts or place.device in coverage.RAN.lora_expert_updates
+    architecture = next(iter(place.model.get("architectures") or ()), "")
+    is_other = architecture in adapters.OTHERS
+    return not is_other and (not place.has_experts or place.device in coverage.RAN.lora_expert_updates)
 
 
 def _has_run(versions: Mapping[str, str], place: Place) -> bool:

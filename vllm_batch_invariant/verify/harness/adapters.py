@@ -1,8 +1,9 @@
 """LoRA adapters of random weights, in the files that PEFT writes (huggingface.co/docs/peft)."""
 
 import json
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,21 @@ DRAWN = (
 """Rank and layers of the adapters that requests of a fuzzer have: some parts of fused layers have none."""
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures that have these layers."""
+LINEAR = (
+    (8, ""),
+    (MOST_RANK, r"\.(q_proj|v_proj|up_proj|in_proj\w*|w1|input_linear)$"),
+    (MOST_RANK, r"\.(o_proj|out_proj|down_proj)$"),
+)
+"""Instead of :data:`DRAWN` a rank, and a pattern of the names of linear layers, of other models."""
+OTHERS = (
+    *("Lfm2ForCausalLM", "NemotronHForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"),
+    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+    *("Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("InternVLForConditionalGeneration", "Glm4vForConditionalGeneration"),
+    *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+)
+"""Architectures of these."""
+_OF_TEXT = re.compile(r"(model\.)?(language_model|text_model|layers)\.")
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,6 @@ def write(
         The folder.
     """
     import torch
-    from safetensors.torch import save_file
 
     hidden, inner, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -139,10 +154,50 @@ def write(
         path = "base_model.model.model.embed_tokens"
         tensors |= {f"{path}.lora_embedding_A": draw(rank, vocabulary) * vocabulary**0.5}
         tensors |= {f"{path}.lora_embedding_B": draw(hidden, rank) * 0.02}
-    names = sorted({*targets} - {STACKED_EXPERTS, SHARED_EXPERT})
+    return _save(folder, tensors, rank, alpha, {*targets} - {STACKED_EXPERTS, SHARED_EXPERT})
+
+
+def write_for(folder: Path, config: Any, rank: int, seed: int, layers: str, alpha: int = 16) -> Path:
+    """The same for the linear layers of the text model that Transformers builds of a configuration, whatever it is.
+
+    Args:
+        folder: to be written.
+        config: Transformers', with ``architectures``.
+        layers: a regular expression, found in names of layers.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: no layer has such a name.
+    """
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    found = {
+        name: layer.weight.shape
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and _OF_TEXT.match(name) and re.search(layers, name)
+    }
+    if not found:
+        raise ValueError(f"no linear layer of {config.architectures[0]} has a name with {layers!r}")
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, (n, k) in found.items():
+        for side, shape in (("A", (rank, k)), ("B", (n, rank))):
+            drawn = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+            tensors[f"base_model.model.{name}.lora_{side}.weight"] = drawn.bfloat16()
+    return _save(folder, tensors, rank, alpha, {name.rpartition(".")[2] for name in found})
+
+
+def _save(folder: Path, tensors: dict[str, Any], rank: int, alpha: int, layers: Collection[str]) -> Path:
+    """PEFT's two files."""
+    from safetensors.torch import save_file
+
     said: Mapping[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": rank,
-        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": names,
+        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(layers),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -166,6 +221,19 @@ def folder_of(config: str, rank: int, seed: int, targets: tuple[str, ...] = (*AT
     ends.
     """
     return _kept(config, rank, seed, targets).name
+
+
+def folder_for(config: Any, number: int) -> str:
+    """The same of one of :data:`LINEAR`, counted from 1, for a model with a configuration of Transformers'."""
+    named = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if (named, number) not in _made:
+        rank, layers = LINEAR[number - 1]
+        _made[named, number] = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
+        write_for(Path(_made[named, number].name), config, rank, number, layers)
+    return _made[named, number].name
+
+
+_made: dict[tuple[str, int], Any] = {}
 
 
 @cache

@@ -249,10 +249,15 @@ def lora_request_of(folder: str, number: int = 1) -> Any:
 
 
 def adapter_request(llm: Any, number: int) -> Any:
-    """vLLM's request for an adapter of :data:`.adapters.DRAWN`, counted from 1, of an engine in this process."""
+    """vLLM's request for an adapter of :data:`.adapters.DRAWN`, or of :data:`.adapters.LINEAR`, counted from 1, of an
+    engine in this process.
+    """
     from vllm.lora.request import LoRARequest
 
-    config = llm.llm_engine.model_config.hf_text_config.to_dict()
+    model = llm.llm_engine.model_config
+    if model.architecture in adapters.OTHERS:
+        return LoRARequest(f"adapter {number}", number, adapters.folder_for(model.hf_config, number))
+    config = model.hf_text_config.to_dict()
     rank, targets = adapters.DRAWN[number - 1]
     folder = adapters.folder_of(json.dumps(config, sort_keys=True, default=str), rank, number, targets)
     return LoRARequest(f"adapter {number}", number, folder)
