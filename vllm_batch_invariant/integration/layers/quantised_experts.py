@@ -446,26 +446,13 @@ class QuantisedExperts(BatchInvariantExperts):
     def check(self, layer: Any, product: str, made: StoredExperts) -> None:
         """Refuse numbers that stand for none."""
         refuse_flaw(made, f"{product} of {layer.layer_name}")
-        if self.layout.quantises and bool((made.tensors[1] < 0).any()):
-            raise NotCovered(
-                f"negative scales of {product} of {layer.layer_name}",
-                "no tool writes them, and layers that are no experts refuse them",
-                "download the checkpoint again",
-            )
+        if self.layout.quantises:
+            scale = f"{product}_{self.layout.names_of(self)[1]}"
+            fp8.check(layer.layer_name, scale, bool((made.tensors[1] >= 0).all()))
         if self.layout.is_given(self):
-            scales = getattr(layer, f"{product}_{GIVEN}").data
-            if not bool(((scales > 0) & scales.isfinite()).all()):
-                raise NotCovered(
-                    f"{product}_{GIVEN} of {layer.layer_name} that is no positive number",
-                    "what is divided by it has no codes",
-                    "download the checkpoint again",
-                )
-            if product == PRODUCTS[0] and (odd := odd_scales(self.given_of_parts)):
-                raise NotCovered(
-                    f"several scales for what the experts of {layer.layer_name} are given, {odd}",
-                    "gate and up are given the same codes, and vLLM keeps the scale that came last",
-                    "serve a checkpoint whose gate and up have one input scale",
-                )
+            fp8.check_given(layer.layer_name, name := f"{product}_{GIVEN}", getattr(layer, name).data)
+            if product == PRODUCTS[0]:
+                fp8.check_shared(f"an expert of {layer.layer_name}", odd_scales(self.given_of_parts))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As that of experts that are not quantised."""
@@ -554,11 +541,11 @@ def taking_given_scales(load: Callable[..., Any], noted: dict[tuple[int, str], f
     return loading
 
 
-def odd_scales(noted: Mapping[tuple[int, str], float]) -> tuple[float, float] | None:
-    """Those of gate and up of the first expert of which they differ."""
+def odd_scales(noted: Mapping[tuple[int, str], float]) -> tuple[float, ...]:
+    """Those of gate and up of the first expert of which they differ; none if they are equal."""
     gate, up = _PARTS
     pairs = ((noted[expert, gate], noted.get((expert, up))) for expert, part in noted if part == gate)
-    return next(((of_gate, of_up) for of_gate, of_up in pairs if of_up is not None and of_gate != of_up), None)
+    return next(((of_gate, of_up) for of_gate, of_up in pairs if of_up is not None and of_gate != of_up), ())
 
 
 def refuse_flaw(made: StoredExperts, name: str) -> None:
