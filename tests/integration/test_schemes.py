@@ -45,19 +45,20 @@ def found(
     stages: int = 1,
     engines: int = 1,
     whole_experts: bool = False,
-    draft: str | None = None,
+    draft: dict[str, Any] | None = None,
     **of_model: Any,
 ) -> list[str]:
-    """What the rows find in a model of this ``quantization_config``."""
+    """What the rows find in a model of this ``quantization_config``, with a draft model of another."""
     config = json.loads(json.dumps(config))
     name = of_model.get("quantization") or named(config)
-    drafts = SimpleNamespace(draft_model_config=SimpleNamespace(quantization=draft)) if draft else None
+    drafts = SimpleNamespace(draft_model_config=SimpleNamespace(quantization=named(draft))) if draft else None
     read = get_quantization_config(name).from_config(config)
     model = {"quantization": name, "is_moe": False} | of_model
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model),
         quant_config=read,
+        load_config=draft,
         speculative_config=drafts,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=workers,
@@ -129,15 +130,20 @@ def test_no_gpu_and_no_other_layers_have_modelopt_in_fp8(name: str, monkeypatch:
 
 @pytest.mark.parametrize("target", [{"quantization": None}, {}], ids=["plain", "INT4"])
 def test_no_gpu_has_a_draft_model_of_modelopt_in_fp8(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own configuration says: in FP4 it has."""
+    read = staticmethod(lambda draft, of: get_quantization_config(draft.quantization).from_config(dict(of)))
+    monkeypatch.setattr(patch_points.CONFIG.get(), "get_quantization_config", read)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    asked = {"draft": "modelopt", **target}
-    assert found(W4A16, "cuda", **asked) == ["a draft model in quantisation modelopt on a GPU"]
-    assert found(W4A16, "cuda", **asked | {"draft": "compressed-tensors"}) == []
+    refused = ["a draft model in quantisation modelopt on a GPU"]
+    for draft in MODELOPT.values():
+        assert found(W4A16, "cuda", draft=draft, **target) == refused
+    for other in (W4A16, FORMS["fp8 by blocks"].config, FORMATS["nvfp4 of ModelOpt"].config):
+        assert found(W4A16, "cuda", draft=other, **target) == []
     with monkeypatch.context() as untried:
         untried.setenv(UNTRIED.name, "1")
-        assert found(W4A16, "cuda", **asked) == []
+        assert found(W4A16, "cuda", draft=draft, **target) == []
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found(W4A16, **asked) == []
+    assert found(W4A16, draft=draft, **target) == []
 
 
 OTHER_CACHES = {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}, {"strategy": "token"}
