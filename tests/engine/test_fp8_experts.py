@@ -29,8 +29,12 @@ OF_EXPERTS = replace(SHAPE, experts=6, top_k=2, expert_intermediate=256, dense_l
 """Experts of the first layer decide keys of the second, which are made beside other requests."""
 COMPRESSED = "compressed-tensors by blocks"
 ROWS = "compressed-tensors by rows"
-GIVEN = "fp8 by tensors, given", "compressed-tensors by tensors, given"
-OTHERS = [ROWS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp8 by tensors", *GIVEN))]
+GIVEN = [
+    pytest.param("fp8 by tensors, given", marks=pytest.mark.exhaustive),
+    pytest.param("compressed-tensors by tensors, given", marks=pytest.mark.exhaustive),
+    pytest.param("ModelOpt's by tensors, given", marks=[pytest.mark.exhaustive, untried_on_gpu]),
+]
+OTHERS = [ROWS, pytest.param("fp8 by tensors", marks=pytest.mark.exhaustive), *GIVEN]
 WAYS = ("by_reload_weights", "by_hand")
 FAULT = "one_scale_of_experts"
 

@@ -117,15 +117,18 @@ def test_modelopt_in_fp8_passes_in_both_files_with_a_cache_in_fp8_and_without(na
 
 
 @pytest.mark.parametrize("name", MODELOPT)
-def test_no_gpu_and_no_other_layers_have_modelopt_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_has_modelopt_in_fp8_and_experts_have_one_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MODELOPT[name]
     read = get_quantization_config("modelopt").from_config(json.loads(json.dumps(config)))
     [kind] = schemes.kinds(SimpleNamespace(quantization="modelopt"), read)
-    assert found(config, is_moe=True) == [f"quantisation {kind} of a mixture of experts"]
+    has_experts = config["quant_algo"] == "FP8"
+    assert found(config, is_moe=True) == ([] if has_experts else [f"quantisation {kind} of a mixture of experts"])
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found(config, "cuda") == [f"quantisation modelopt on a GPU of {kind}"]
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert found(config, "cuda") == []
+    for is_moe in (False, True)[: 1 + has_experts]:
+        with monkeypatch.context() as untried:
+            assert found(config, "cuda", is_moe=is_moe) == [f"quantisation modelopt on a GPU of {kind}"]
+            untried.setenv(UNTRIED.name, "1")
+            assert found(config, "cuda", is_moe=is_moe) == []
 
 
 @pytest.mark.parametrize("target", [{"quantization": None}, {}], ids=["plain", "INT4"])
@@ -402,7 +405,8 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
     apart = [name for name in FORMS if found(FORMS[name].config, is_moe=True)]
-    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *MODELOPT]
+    of_modelopt = [name for name, config in MODELOPT.items() if config["quant_algo"] != "FP8"]
+    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *of_modelopt]
     [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
     assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")

@@ -579,6 +579,7 @@ def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_grou
         ("fp8 by tensors", True, {(1, False)}),
         ("fp8 by tensors, given", False, {(1, False)}),
         ("compressed-tensors by tensors, given", False, {(1, False)}),
+        ("ModelOpt's by tensors, given", False, {(1, False)}),
     ],
 )
 def test_experts_in_fp8_are_shared_as_they_have_run(

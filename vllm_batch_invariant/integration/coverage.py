@@ -1376,8 +1376,8 @@ COVERED = (
     ),
     Feature(
         "Weights and activations in ModelOpt's FP8 (nvidia/*-FP8)",
-        "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, also beside its KV cache in FP8, with the "
-        "checkpoint's own scales; on a CPU with vLLM 0.32",
+        "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, of experts FP8, also beside its KV cache in "
+        "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32",
     ),
     Feature(
         "Weights quantised while they are loaded",

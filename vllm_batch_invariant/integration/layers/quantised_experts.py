@@ -37,6 +37,8 @@ GIVEN = "input_scale"
 """What they end with of a given scale of what a product is given."""
 _PARTS = "w1", "w3"
 """vLLM's names of gate and up."""
+_CHOSEN = "FusedMoEMethodCls"
+"""Where configurations of ModelOpt's keep the class of their method."""
 MOE = "vllm.model_executor.layers.quantization"
 
 Stored = tuple[torch.Tensor, ...]
@@ -167,6 +169,11 @@ def _of_compressed_fp8(method: Any) -> tuple[str, str] | None:
     return None
 
 
+def _of_modelopt_fp8(method: Any) -> tuple[str, str] | None:
+    algorithm = method.quant_config.quant_method
+    return None if algorithm == "FP8" else (f"in ModelOpt's {algorithm}", "quantise them with its FP8")
+
+
 def _fp8(method: Any, _: Any) -> Format:
     return FP8 if method.weight_block_size is None else FP8_BLOCK
 
@@ -259,6 +266,16 @@ LAYOUTS = (
         _FP8,
         quantises=True,
         is_given=lambda method: method.static_input_scales,
+    ),
+    Layout(
+        PatchPoint((f"{MOE}.modelopt",), "ModelOptFp8MoEMethod"),
+        ("weight", "weight_scale", ""),
+        lambda method, layer: FP8,
+        _in_fp8,
+        _of_modelopt_fp8,
+        _FP8,
+        quantises=True,
+        is_given=lambda _: True,
     ),
 )
 """Every one that is served; what other methods load is refused where their layers are looked at."""
@@ -589,4 +606,8 @@ def _install(kind: type[QuantisedExperts]) -> None:
         if not layout.method.is_there() or issubclass(method := layout.method.get(), QuantisedExperts):
             continue
         bases, named = (kind, method, torch.nn.Module), {"__module__": __name__, "layout": layout}
-        layout.method.put(type(method.__name__, bases, named))
+        ours = type(method.__name__, bases, named)
+        layout.method.put(ours)
+        for config in vars(layout.method.module()).values():
+            if getattr(getattr(config, _CHOSEN, None), "__name__", "") == method.__name__:
+                setattr(config, _CHOSEN, ours)
