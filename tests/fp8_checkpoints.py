@@ -114,7 +114,8 @@ def write(source: Path, folder: Path, form: Form) -> Path:
     shutil.copytree(source, folder)
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
     kept = [name.removesuffix(".weight") for name in made if name.endswith(".mlp.gate.weight")]  # routers
-    skipped = {"modules_to_not_convert": ["lm_head", *kept]} if kept and form.config["quant_method"] == "fp8" else {}
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config | skipped}
+    skipped = {"fp8": "modules_to_not_convert", "modelopt": "ignore"}.get(form.config["quant_method"])
+    said = form.config | ({skipped: ["lm_head", *kept]} if kept and skipped else {})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -29,8 +29,12 @@ OF_EXPERTS = replace(SHAPE, experts=6, top_k=2, expert_intermediate=256, dense_l
 """Experts of the first layer decide keys of the second, which are made beside other requests."""
 COMPRESSED = "compressed-tensors by blocks"
 ROWS = "compressed-tensors by rows"
-GIVEN = "fp8 by tensors, given", "compressed-tensors by tensors, given"
-OTHERS = [ROWS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp8 by tensors", *GIVEN))]
+GIVEN = [
+    pytest.param("fp8 by tensors, given", marks=pytest.mark.exhaustive),
+    pytest.param("compressed-tensors by tensors, given", marks=pytest.mark.exhaustive),
+    pytest.param("ModelOpt's by tensors, given", marks=[pytest.mark.exhaustive, untried_on_gpu]),
+]
+OTHERS = [ROWS, pytest.param("fp8 by tensors", marks=pytest.mark.exhaustive), *GIVEN]
 WAYS = ("by_reload_weights", "by_hand")
 FAULT = "one_scale_of_experts"
 
@@ -114,7 +118,7 @@ def test_negative_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path) -
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("experts.1.down_proj.weight_scale"))
     save_file(tensors | {name: -tensors[name]}, file, metadata={"format": "pt"})
-    with pytest.raises(EngineFailed, match=r"negative scales of w2 of model\.layers\.\d\.mlp\.experts"):
+    with pytest.raises(EngineFailed, match=r"layers\.\d\.mlp\.experts whose w2_weight_scale is missing, negative"):
         asked_of(str(tmp_path / "negative"), {}, {}, FAULT)
 
 
@@ -187,13 +191,14 @@ def test_other_given_scales_serve(checkpoints: Checkpoints, tmp_path: Path, form
 
 
 @pytest.mark.exhaustive
-def test_gate_and_up_that_are_given_two_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", GIVEN[::2])
+def test_gate_and_up_that_are_given_two_scales_are_refused(checkpoints: Checkpoints, tmp_path: Path, form: str) -> None:
     """Which vLLM writes to one number, in the order of a checkpoint or of a trainer."""
-    folder = shutil.copytree(checkpoints.of(GIVEN[0]), tmp_path / "two")
+    folder = shutil.copytree(checkpoints.of(form), tmp_path / "two")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.experts.2.up_proj.input_scale"] *= 2
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EngineFailed, match=r"several scales for what the experts of .*layers\.1.* are given"):
+    with pytest.raises(EngineFailed, match=r"several scales for what an expert of .*layers\.1.* is given"):
         asked_of(str(folder), {}, {}, FAULT)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.assertions import assert_same_bits
 from tests.engine.quantised_experts import Integers, awq, compressed_tensors, gptq, words
+from tests.fakes.workers import be_worker
 from tests.integration.test_experts import routed
 from tests.ops.moe.layers import EXPERTS, HIDDEN, INTERMEDIATE, Layer, layer, tokens, uniform
 from vllm_batch_invariant.errors import NotCovered
@@ -43,7 +44,9 @@ def made(name: str, *arguments: Any) -> Any:
 
 
 def moe_config() -> Any:
-    return SimpleNamespace(max_capture_size=0, w13_num_shards=2, has_bias=False)
+    parallel = SimpleNamespace(use_ep=False, ep_size=1)
+    of_method = {"w13_num_shards": 2, "is_act_and_mul": True, "moe_parallel_config": parallel}
+    return SimpleNamespace(max_capture_size=0, has_bias=False, **of_method)
 
 
 def quant_config(**fields: Any) -> Any:
@@ -201,6 +204,52 @@ def test_what_no_format_stores_is_refused_in_one_line(name: str, arguments: tupl
     with pytest.raises(NotCovered, match=said) as refused:
         made(name, *arguments, moe_config())
     assert "\n" not in str(refused.value)
+
+
+def given_in_fp8(name: str, *arguments: Any) -> tuple[Any, Any]:
+    """A method of experts in FP8 by matrices whose input scales are given, and a layer with codes and scales."""
+    method, of = made(name, *arguments), layer()
+    held = routed(of, params_dtype=torch.bfloat16, moe_config=moe_config())
+    del held.w13_weight, held.w2_weight
+    sizes = HIDDEN, INTERMEDIATE
+    method.create_weights(held, EXPERTS, *sizes, params_dtype=torch.bfloat16, weight_loader=lambda param, loaded: None)
+    draw = torch.Generator().manual_seed(3)
+    for parameter in held.parameters():
+        assert parameter.isnan().all(), "what is never loaded shows"
+        parameter.data.copy_(torch.rand(parameter.shape, generator=draw) + 0.5)
+    return method, held
+
+
+def test_modelopts_experts_have_the_bits_of_vllms_format_of_the_same_codes_and_scales(
+    ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate and its up keep theirs, and its configuration makes them of one algorithm alone."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
+
+    if ours == "cuda":
+        pytest.skip("a CPU has no products of a GPU's")
+    be_worker(monkeypatch, 0, 1)
+    configs = {name: ModelOptFp8Config(name, True, None, []) for name in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")}
+    [chosen] = {config.FusedMoEMethodCls for config in configs.values()}
+    assert chosen is BY_NAME["ModelOptFp8MoEMethod"].method.get()
+    with pytest.raises(NotCovered, match="experts in ModelOpt's FP8_PER_CHANNEL_PER_TOKEN"):
+        chosen(configs["FP8_PER_CHANNEL_PER_TOKEN"], moe_config())
+    own = SimpleNamespace(weight_block_size=None, activation_scheme="static", is_scale_e8m0=False)
+    found = {}
+    x, logits = tokens(9), uniform(tokens(9), layer())
+    for name, arguments in {
+        "ModelOptFp8MoEMethod": (configs["FP8"], moe_config()),
+        "Fp8MoEMethod": (own, SimpleNamespace(moe_config=moe_config())),
+    }.items():
+        method, held = given_in_fp8(name, *arguments)
+        method.process_weights_after_loading(held)
+        found[name] = method.apply_monolithic(held, x, logits)
+        held.w13_weight_scale.data[:, 1] = held.w13_weight_scale.data[:, 0]
+        assert not torch.equal(method.apply_monolithic(held, x, logits), found[name])
+        held.w13_input_scale.data[2] = 0
+        with pytest.raises(NotCovered, match=r"mlp.experts whose w13_input_scale is missing, negative or not finite"):
+            method.process_weights_after_loading(held)
+    assert_same_bits(*found.values())
 
 
 def test_exact_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

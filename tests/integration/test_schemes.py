@@ -45,19 +45,20 @@ def found(
     stages: int = 1,
     engines: int = 1,
     whole_experts: bool = False,
-    draft: str | None = None,
+    draft: dict[str, Any] | None = None,
     **of_model: Any,
 ) -> list[str]:
-    """What the rows find in a model of this ``quantization_config``."""
+    """What the rows find in a model of this ``quantization_config``, with a draft model of another."""
     config = json.loads(json.dumps(config))
     name = of_model.get("quantization") or named(config)
-    drafts = SimpleNamespace(draft_model_config=SimpleNamespace(quantization=draft)) if draft else None
+    drafts = SimpleNamespace(draft_model_config=SimpleNamespace(quantization=named(draft))) if draft else None
     read = get_quantization_config(name).from_config(config)
     model = {"quantization": name, "is_moe": False} | of_model
     given = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(**model),
         quant_config=read,
+        load_config=draft,
         speculative_config=drafts,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=workers,
@@ -116,28 +117,36 @@ def test_modelopt_in_fp8_passes_in_both_files_with_a_cache_in_fp8_and_without(na
 
 
 @pytest.mark.parametrize("name", MODELOPT)
-def test_no_gpu_and_no_other_layers_have_modelopt_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_has_modelopt_in_fp8_and_experts_have_one_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MODELOPT[name]
     read = get_quantization_config("modelopt").from_config(json.loads(json.dumps(config)))
     [kind] = schemes.kinds(SimpleNamespace(quantization="modelopt"), read)
-    assert found(config, is_moe=True) == [f"quantisation {kind} of a mixture of experts"]
+    has_experts = config["quant_algo"] == "FP8"
+    assert found(config, is_moe=True) == ([] if has_experts else [f"quantisation {kind} of a mixture of experts"])
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found(config, "cuda") == [f"quantisation modelopt on a GPU of {kind}"]
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert found(config, "cuda") == []
+    for is_moe in (False, True)[: 1 + has_experts]:
+        with monkeypatch.context() as untried:
+            assert found(config, "cuda", is_moe=is_moe) == [f"quantisation modelopt on a GPU of {kind}"]
+            untried.setenv(UNTRIED.name, "1")
+            assert found(config, "cuda", is_moe=is_moe) == []
 
 
 @pytest.mark.parametrize("target", [{"quantization": None}, {}], ids=["plain", "INT4"])
 def test_no_gpu_has_a_draft_model_of_modelopt_in_fp8(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own configuration says: in FP4 it has."""
+    read = staticmethod(lambda draft, of: get_quantization_config(draft.quantization).from_config(dict(of)))
+    monkeypatch.setattr(patch_points.CONFIG.get(), "get_quantization_config", read)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    asked = {"draft": "modelopt", **target}
-    assert found(W4A16, "cuda", **asked) == ["a draft model in quantisation modelopt on a GPU"]
-    assert found(W4A16, "cuda", **asked | {"draft": "compressed-tensors"}) == []
+    refused = ["a draft model in quantisation modelopt on a GPU"]
+    for draft in MODELOPT.values():
+        assert found(W4A16, "cuda", draft=draft, **target) == refused
+    for other in (W4A16, FORMS["fp8 by blocks"].config, FORMATS["nvfp4 of ModelOpt"].config):
+        assert found(W4A16, "cuda", draft=other, **target) == []
     with monkeypatch.context() as untried:
         untried.setenv(UNTRIED.name, "1")
-        assert found(W4A16, "cuda", **asked) == []
+        assert found(W4A16, "cuda", draft=draft, **target) == []
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    assert found(W4A16, **asked) == []
+    assert found(W4A16, draft=draft, **target) == []
 
 
 OTHER_CACHES = {"num_bits": 4}, {"dynamic": True}, {"type": "int"}, {"symmetric": False}, {"strategy": "token"}
@@ -396,7 +405,8 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
     apart = [name for name in FORMS if found(FORMS[name].config, is_moe=True)]
-    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *MODELOPT]
+    of_modelopt = [name for name, config in MODELOPT.items() if config["quant_algo"] != "FP8"]
+    assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *of_modelopt]
     [of_experts] = found(FORMATS["fp8 by channel"].config, is_moe=True)
     assert of_experts.endswith(" of a mixture of experts")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.31.0")

@@ -579,6 +579,7 @@ def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_grou
         ("fp8 by tensors", True, {(1, False)}),
         ("fp8 by tensors, given", False, {(1, False)}),
         ("compressed-tensors by tensors, given", False, {(1, False)}),
+        ("ModelOpt's by tensors, given", False, {(1, False)}),
     ],
 )
 def test_experts_in_fp8_are_shared_as_they_have_run(
@@ -592,7 +593,7 @@ def test_experts_in_fp8_are_shared_as_they_have_run(
     for device, version, expected in (("cpu", "0.32.0", on_a_cpu), ("cuda", "0.33.0", on_gpus)):
         monkeypatch.setattr(patch_points, "installed_version", lambda said=version: said)
         drawn = [draw_settings(0, number, 300, Place(device, 4, 2, model)) for number in range(80)]
-        assert {(one.workers, "experts" in one.options) for one in drawn if one.tree == 1} == expected
+        assert {(one.workers, "experts" in one.options) for one in drawn} == expected
 
 
 def test_two_stages_are_drawn_for_a_model_of_several_layers() -> None:

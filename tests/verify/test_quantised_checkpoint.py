@@ -89,15 +89,20 @@ def test_layers_that_vllm_fuses_have_scales_of_their_own(tmp_path: Path) -> None
         assert len({packed[f"model.layers.0.mlp.{part}_proj.{scale}"].item() for part in ("gate", "up")}) == 2
 
 
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("name", ["w8a8-fp8-modelopt", "w8a8-fp8-modelopt-kv8", "w8a8-fp8-modelopt-file"])
-def test_modelopt_is_written_in_both_files_as_vllm_reads_it(tmp_path: Path, name: str) -> None:
-    """And the scales of the KV cache by the names of layers before it, scalars as all scales of tensors."""
+def test_modelopt_is_written_in_both_files_as_vllm_reads_it(tmp_path: Path, name: str, experts: int) -> None:
+    """And the scales of the KV cache by the names of layers before it, scalars as all scales of tensors. Routers keep
+    16 bits.
+    """
     pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.transformers_utils.config import get_config
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
     from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
-    folder = make_checkpoint(tmp_path, SMALL, form=name)
+    shape = replace(SMALL, layers=1, dense_layers=0, experts=experts, expert_intermediate=64, top_k=2)
+    folder = make_checkpoint(tmp_path, shape, form=name)
     is_file = name.endswith("file")
     assert ("quantization_config" in json.loads((folder / "config.json").read_text())) is not is_file
     assert (folder / "hf_quant_config.json").exists() is is_file
@@ -109,6 +114,11 @@ def test_modelopt_is_written_in_both_files_as_vllm_reads_it(tmp_path: Path, name
     tensors = load_file(folder / "model.safetensors")
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
     assert {(tensor.shape, tensor.dtype) for tensor in scales.values()} == {((), torch.float32)}
+    excluded = get_quantization_config("modelopt").from_config(read).is_layer_excluded
+    assert excluded("model.layers.0.mlp.gate") is bool(experts)
+    assert not excluded("model.layers.0.mlp.experts")
+    of_experts = {name for name in scales if ".experts.3." in name}
+    assert len(of_experts) == (6 if experts else 0)
     of_cache = {f"model.layers.0.self_attn.{one}_proj.{one}_scale" for one in "kv"}
     assert of_cache & {*scales} == (of_cache if has_cache else set())
 

@@ -283,8 +283,11 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     """A draft model in a format that no GPU has served: what a target is refused there for does not see it."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     name = getattr(draft, "quantization", None)
-    refused = name == "modelopt" and devices.of_config(config).ops.type == "cuda" and not envs.starts_untried()
-    return _when(refused, f"a draft model in quantisation {name} on a GPU")
+    if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
+        return None
+    read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
+    untried = set(schemes.kinds(draft, read)) & {*RAN.quantised_on_cpus_alone}
+    return _when(untried, f"a draft model in quantisation {name} on a GPU")
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -1387,8 +1390,8 @@ COVERED = (
     ),
     Feature(
         "Weights and activations in ModelOpt's FP8 (nvidia/*-FP8)",
-        "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, also beside its KV cache in FP8, with the "
-        "checkpoint's own scales; on a CPU with vLLM 0.32",
+        "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, of experts FP8, also beside its KV cache in "
+        "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32",
     ),
     Feature(
         "Weights quantised while they are loaded",

@@ -7,7 +7,7 @@ while it loads them, ours does, each shard by itself.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -295,19 +295,14 @@ def _method() -> type[Any]:
             if layer.weight.dtype != E4M3:
                 self._quantise(layer)
             weight, scale = layer.weight.data, getattr(layer, self.source.scale).data
-            _check(layer, self.source.scale, bool((scale.isfinite() & (scale >= 0)).all()))
-            _check(layer, "weight", not _has_nan(weight))
+            name = layer_name(layer)
+            check(name, self.source.scale, bool((scale.isfinite() & (scale >= 0)).all()))
+            check(name, "weight", not _has_nan(weight))
             if self.source.shared == "tensor" and _SHARDS not in layer._buffers:
                 layer.register_buffer(_SHARDS, _rows_of_shards(layer), persistent=False)
             if self.source.static:
-                given = layer.input_scale.data
-                _check(layer, "input_scale", bool((given.isfinite() & (given > 0)).all()))
-                if bool((given != given[0]).any()):
-                    raise NotCovered(
-                        f"several scales for what {layer_name(layer)} is given, {given.tolist()}",
-                        "its shards are given the same codes",
-                        "serve a checkpoint whose query, key and value, and whose gate and up, have one input scale",
-                    )
+                check_given(name, "input_scale", layer.input_scale.data)
+                check_shared(name, layer.input_scale.tolist())
             if weight.is_cuda and self.k_slices == 1 and self.rows is None:
                 self.rows = _rows_of(patch_points.CURRENT_CONFIG.get()())  # not at hand when weights come again
             if weight.is_cuda:
@@ -467,12 +462,26 @@ def _has_nan(codes: torch.Tensor) -> bool:
     return any(bool(((part & _NAN) == _NAN).any()) for part in parts)
 
 
-def _check(layer: Any, name: str, is_right: bool) -> None:
+def check(name: str, what: str, is_right: bool) -> None:
+    """Refuse the layer ``name`` if what it has been given is not right."""
     if not is_right:
         raise NotCovered(
-            f"weights of {layer_name(layer)} whose {name} is missing, negative or not finite",
-            "they are no numbers",
-            _WHOLE,
+            f"weights of {name} whose {what} is missing, negative or not finite", "they are no numbers", _WHOLE
+        )
+
+
+def check_given(name: str, what: str, scales: torch.Tensor) -> None:
+    """Refuse given scales by which nothing can be divided, of the layer ``name``."""
+    check(name, what, bool((scales.isfinite() & (scales > 0)).all()))
+
+
+def check_shared(name: str, scales: Sequence[float]) -> None:
+    """Refuse several scales of what the shards of a layer are given."""
+    if any(scale != scales[0] for scale in scales):
+        raise NotCovered(
+            f"several scales for what {name} is given, {list(scales)}",
+            "its shards are given the same codes",
+            "serve a checkpoint whose query, key and value, and whose gate and up, have one input scale",
         )
 
 

@@ -19,12 +19,12 @@ from ...ops.quantise import quantise
 from ...ops.scaled_linear import prepare, scaled_linear
 from ..parallel import tensor_tree
 from ..reviews import patch_points
+from . import fp8
 
 _SHARDS = "batch_invariant_shards"
 """Buffer of a layer whose shards have a scale each: the shard of each row. A copy of their scales would be an old one
 where a trainer loads new ones and says nothing.
 """
-_WHOLE = "serve a checkpoint that is whole"
 
 
 def install() -> None:
@@ -120,18 +120,13 @@ def _kernel() -> type[Any]:
             weight, scale, given, *_ = self._get_layer_params(layer)
             if weight.is_meta:
                 return
-            _check(layer, "weight_scale", bool((scale.isfinite() & (scale >= 0)).all()))
+            fp8.check(layer.prefix, "weight_scale", bool((scale.isfinite() & (scale >= 0)).all()))
             prepare(weight.data, layer.params_dtype)
             if not self.config.is_channelwise and _SHARDS not in layer._buffers:
                 layer.register_buffer(_SHARDS, _rows_of_shards(layer), persistent=False)
             if given is not None:
-                _check(layer, "input_scale", bool((given.isfinite() & (given > 0)).all()))
-                if bool((given != given[0]).any()):
-                    raise NotCovered(
-                        f"several scales for what {layer.prefix} is given, {given.tolist()}",
-                        "its shards are given the same codes",
-                        "serve a checkpoint whose query, key and value, and whose gate and up, have one input scale",
-                    )
+                fp8.check_given(layer.prefix, "input_scale", given)
+                fp8.check_shared(layer.prefix, given.tolist())
 
         def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             """vLLM's method: x [..., K] times the weight."""
@@ -142,13 +137,6 @@ def _kernel() -> type[Any]:
             return scaled_linear(codes, scales, weight.data, rows, bias, x.dtype)
 
     return BatchInvariantInt8Kernel
-
-
-def _check(layer: Any, name: str, is_right: bool) -> None:
-    if not is_right:
-        raise NotCovered(
-            f"weights of {layer.prefix} whose {name} is missing, negative or not finite", "it scales nothing", _WHOLE
-        )
 
 
 def _rows_of_shards(layer: Any) -> torch.Tensor:

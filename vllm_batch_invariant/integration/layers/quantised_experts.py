@@ -37,6 +37,8 @@ GIVEN = "input_scale"
 """What they end with of a given scale of what a product is given."""
 _PARTS = "w1", "w3"
 """vLLM's names of gate and up."""
+_CHOSEN = "FusedMoEMethodCls"
+"""Where configurations of ModelOpt's keep the class of their method."""
 MOE = "vllm.model_executor.layers.quantization"
 
 Stored = tuple[torch.Tensor, ...]
@@ -167,6 +169,11 @@ def _of_compressed_fp8(method: Any) -> tuple[str, str] | None:
     return None
 
 
+def _of_modelopt_fp8(method: Any) -> tuple[str, str] | None:
+    algorithm = method.quant_config.quant_method
+    return None if algorithm == "FP8" else (f"in ModelOpt's {algorithm}", "quantise them with its FP8")
+
+
 def _fp8(method: Any, _: Any) -> Format:
     return FP8 if method.weight_block_size is None else FP8_BLOCK
 
@@ -259,6 +266,16 @@ LAYOUTS = (
         _FP8,
         quantises=True,
         is_given=lambda method: method.static_input_scales,
+    ),
+    Layout(
+        PatchPoint((f"{MOE}.modelopt",), "ModelOptFp8MoEMethod"),
+        ("weight", "weight_scale", ""),
+        lambda method, layer: FP8,
+        _in_fp8,
+        _of_modelopt_fp8,
+        _FP8,
+        quantises=True,
+        is_given=lambda _: True,
     ),
 )
 """Every one that is served; what other methods load is refused where their layers are looked at."""
@@ -446,26 +463,13 @@ class QuantisedExperts(BatchInvariantExperts):
     def check(self, layer: Any, product: str, made: StoredExperts) -> None:
         """Refuse numbers that stand for none."""
         refuse_flaw(made, f"{product} of {layer.layer_name}")
-        if self.layout.quantises and bool((made.tensors[1] < 0).any()):
-            raise NotCovered(
-                f"negative scales of {product} of {layer.layer_name}",
-                "no tool writes them, and layers that are no experts refuse them",
-                "download the checkpoint again",
-            )
+        if self.layout.quantises:
+            scale = f"{product}_{self.layout.names_of(self)[1]}"
+            fp8.check(layer.layer_name, scale, bool((made.tensors[1] >= 0).all()))
         if self.layout.is_given(self):
-            scales = getattr(layer, f"{product}_{GIVEN}").data
-            if not bool(((scales > 0) & scales.isfinite()).all()):
-                raise NotCovered(
-                    f"{product}_{GIVEN} of {layer.layer_name} that is no positive number",
-                    "what is divided by it has no codes",
-                    "download the checkpoint again",
-                )
-            if product == PRODUCTS[0] and (odd := odd_scales(self.given_of_parts)):
-                raise NotCovered(
-                    f"several scales for what the experts of {layer.layer_name} are given, {odd}",
-                    "gate and up are given the same codes, and vLLM keeps the scale that came last",
-                    "serve a checkpoint whose gate and up have one input scale",
-                )
+            fp8.check_given(layer.layer_name, name := f"{product}_{GIVEN}", getattr(layer, name).data)
+            if product == PRODUCTS[0]:
+                fp8.check_shared(f"an expert of {layer.layer_name}", odd_scales(self.given_of_parts))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As that of experts that are not quantised."""
@@ -554,11 +558,11 @@ def taking_given_scales(load: Callable[..., Any], noted: dict[tuple[int, str], f
     return loading
 
 
-def odd_scales(noted: Mapping[tuple[int, str], float]) -> tuple[float, float] | None:
-    """Those of gate and up of the first expert of which they differ."""
+def odd_scales(noted: Mapping[tuple[int, str], float]) -> tuple[float, ...]:
+    """Those of gate and up of the first expert of which they differ; none if they are equal."""
     gate, up = _PARTS
     pairs = ((noted[expert, gate], noted.get((expert, up))) for expert, part in noted if part == gate)
-    return next(((of_gate, of_up) for of_gate, of_up in pairs if of_up is not None and of_gate != of_up), None)
+    return next(((of_gate, of_up) for of_gate, of_up in pairs if of_up is not None and of_gate != of_up), ())
 
 
 def refuse_flaw(made: StoredExperts, name: str) -> None:
@@ -602,4 +606,8 @@ def _install(kind: type[QuantisedExperts]) -> None:
         if not layout.method.is_there() or issubclass(method := layout.method.get(), QuantisedExperts):
             continue
         bases, named = (kind, method, torch.nn.Module), {"__module__": __name__, "layout": layout}
-        layout.method.put(type(method.__name__, bases, named))
+        ours = type(method.__name__, bases, named)
+        layout.method.put(ours)
+        for config in vars(layout.method.module()).values():
+            if getattr(getattr(config, _CHOSEN, None), "__name__", "") == method.__name__:
+                setattr(config, _CHOSEN, ours)

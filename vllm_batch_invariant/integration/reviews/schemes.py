@@ -113,6 +113,7 @@ _FP8_OF_EXPERTS = frozenset(
         Scheme("compressed-tensors", "float8", "channel", activations="float8 dynamic token"),
         Scheme("compressed-tensors", "float8", "tensor", activations="float8 static tensor"),
         *(Scheme("fp8", "float8", "tensor", activations=f"float8 {of}") for of in ("dynamic token", "static tensor")),
+        _MODELOPT["FP8"],
     ]
 )
 """Those of FP8 in which experts are served, too."""

@@ -254,12 +254,14 @@ class Place:
 
     @property
     def _scales_of_weights(self) -> tuple[str, ...]:
-        """What has one scale of the weights in FP8 that are multiplied with codes: a "block", a row, which is a
+        """What has one scale of experts' weights in FP8 that are multiplied with codes: a "block", a row, which is a
         "channel", or a "tensor".
         """
         config = self.model.get("quantization_config") or {}
         if config.get("quant_method") == "fp8":
             return ("block" if config.get("weight_block_size") else "tensor",)
+        if config.get("quant_method") == "modelopt":
+            return ("tensor",)  # the one of its FP8 in which experts are served
         return tuple(group["weights"]["strategy"] for group in config.get("config_groups", {}).values())
 
     @property

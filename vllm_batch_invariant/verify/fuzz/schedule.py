@@ -228,7 +228,8 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
     for option in OPTIONS:
         settings = settings if option.is_first else choose(option)
     if place.has_experts and settings.tree > 1 and settings.workers > 1:  # a tree has no parts of experts
-        if not place.is_open(coverage.WHOLE_EXPERTS, f"--no-{coverage.WHOLE_EXPERTS.removeprefix('--')}"):
+        is_open = place.is_open(coverage.WHOLE_EXPERTS, f"--no-{coverage.WHOLE_EXPERTS.removeprefix('--')}")
+        if not is_open or not place.shares_experts(whole=True):
             return replace(settings, tree=1)
         settings = replace(settings, options={**settings.options, "experts": "whole"})
     return settings
