@@ -504,7 +504,7 @@ def _beside_adapters(config: Config) -> str | None:
         "embeddings as prompts": model.enable_prompt_embeds,
         "a KV connector": bool(connectors.name(config)),
     }
-    if model.is_multimodal_model or _has_states(model):
+    if model.is_multimodal_model or _kept_by(config):
         of_model = "images" if model.is_multimodal_model else "states"
         found |= {
             f"{of_model} and tensor parallelism {workers}": workers > 1,
