@@ -30,7 +30,11 @@ CASES = {
     "nvfp4 by steps, wide": (NVFP4_STEPS, torch.float32),
 }
 """The interpreter has no bf16."""
-FORMATS = {name: case for name, case in CASES.items() if name in ("int4 by 32 with zeros", "mxfp4, wide")}
+FORMATS = {
+    name: case
+    for name, case in CASES.items()
+    if name in ("int4 by 32 with zeros", "mxfp4, wide", "nvfp4 by steps, wide")
+}
 
 
 @pytest.fixture(autouse=True, params=[HOPPER], ids=lambda gpu: gpu.name)
@@ -103,6 +107,11 @@ def test_odd_numbers_of_groups_have_the_bits_of_the_matrices(
     of = layer(form, dtype, *sizes, "silu")
     for count in (3, 80):
         assert torch.equal(made(of, count), made(unpacked(of), count))
+
+
+def test_odd_numbers_of_groups_of_16_have_the_bits_of_the_matrices() -> None:
+    of = layer(*CASES["nvfp4 by steps, wide"], 80, 48, "silu")
+    assert torch.equal(made(of, 3), made(unpacked(of), 3))
 
 
 def test_a_part_of_the_experts_has_the_bits_of_that_part() -> None:
@@ -212,7 +221,11 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [pytest.param(*FORMATS["int4 by 32 with zeros"], marks=pytest.mark.exhaustive), FORMATS["mxfp4, wide"]],
+    [
+        pytest.param(*FORMATS["int4 by 32 with zeros"], marks=pytest.mark.exhaustive),
+        FORMATS["mxfp4, wide"],
+        FORMATS["nvfp4 by steps, wide"],
+    ],
     ids=FORMATS,
 )
 def test_tiles_are_certified(form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
