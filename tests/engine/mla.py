@@ -94,7 +94,7 @@ FORMS: dict[str, Form | Stored] = {
     for name in (BLOCKS, "compressed-tensors by blocks", ROWS, INTEGERS, "awq", "gptq")
 }
 FORMS |= {
-    "w8a16 of 64": quantised_checkpoints.FORMATS["w8a16 of 64"],
+    **{name: quantised_checkpoints.FORMATS[name] for name in ("w8a16 of 64", *quantised_layers.NVFP4)},
     "gptq of eight bits by rows": Stored(
         gptq, Integers(8, None, False), quantised_layers.GPTQ | {"bits": 8, "group_size": -1}
     ),

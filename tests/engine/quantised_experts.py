@@ -3,6 +3,7 @@
 Nothing here is the package's: a format is written and unpacked as its specification says.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.engine import fp8_caches
+from tests.quantised_checkpoints import FORMATS
 
 Tensors = dict[str, torch.Tensor]
 
@@ -149,6 +153,48 @@ def qwen_of(folder: Path, at: Path, kind: str) -> Path:
         else:
             stored[name] = matrices[name] = weight
     _write(folder, at / "matrix", matrices, None)
+    return _write(folder, at / "stored", stored, config)
+
+
+NVFP4 = {
+    f"NVFP4 of {of}{activations}": f"nvfp4{name}{activations}"
+    for of, name in (("compressed-tensors", ""), ("ModelOpt", " of ModelOpt"))
+    for activations in ("", " with activations")
+}
+"""Names in :data:`tests.quantised_checkpoints.FORMATS`, by names."""
+WITH_CACHE = "NVFP4 of ModelOpt with activations and a KV cache"
+"""In FP8, as published."""
+_CACHE = {".k_proj.k_scale": 0.03125, ".v_proj.v_scale": 0.015625}
+"""Its scales, by the names that ModelOpt gives them."""
+
+
+def nvfp4_of(folder: Path, at: Path, kind: str) -> Path:
+    """A checkpoint of Qwen3-MoE whose experts and linear layers are in NVFP4, of a kind of :data:`NVFP4`.
+
+    Args:
+        folder: of one in bf16.
+        at: as of :func:`qwen_of`.
+        kind: of the table, or :data:`WITH_CACHE`.
+    """
+    form = FORMATS[NVFP4[kind.removesuffix(" and a KV cache")]]
+    stored: Tensors = {}
+    matrices: Tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            layer = name.removesuffix("weight")
+            made, matrices[name] = form.layer(weight)
+            stored |= {layer + part: tensor for part, tensor in made.items()}
+        else:
+            stored[name] = matrices[name] = weight
+    routers = [name.removesuffix(".weight") for name in stored if name.endswith(".mlp.gate.weight")]
+    config, of_matrices = form.config | {"ignore": ["lm_head", *routers]}, None
+    if kind == WITH_CACHE:
+        config |= {"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}
+        of_matrices = fp8_caches.CONFIG
+        layers = [name.removesuffix(".q_proj.weight") for name in matrices if name.endswith(".q_proj.weight")]
+        for layer, (name, scale) in itertools.product(layers, _CACHE.items()):
+            stored[layer + name] = matrices[f"{layer}.{name.rpartition('.')[2]}"] = torch.tensor(scale)
+    _write(folder, at / "matrix", matrices, of_matrices)
     return _write(folder, at / "stored", stored, config)
 
 

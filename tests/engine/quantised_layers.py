@@ -35,6 +35,8 @@ FORMS: dict[str, Form | Stored] = {
     "gptq": Stored(gptq, Integers(4, 128, False), GPTQ),
 }
 """By a name; with those of the first kind activations are codes too."""
+NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
+"""Others, in :data:`tests.quantised_checkpoints.FORMATS`, whose activations keep 16 bits."""
 
 
 def parts_of(form: Form | Stored, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
-from tests.engine.quantised_experts import INTEGERS, int8_of, mxfp4_of, qwen_of
+from tests.engine.quantised_experts import INTEGERS, NVFP4, WITH_CACHE, int8_of, mxfp4_of, nvfp4_of, qwen_of
 from tests.engine.reloads import EXTENSION, TRANSFER
 from tests.engine.test_experts import LIMITS, OF_TWO_WORKERS, SHAPE, engine_of
 from vllm_batch_invariant.envs import UNTRIED
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.engine
 
 MXFP4 = "MXFP4 of gpt-oss"
 INT8 = "int8 while they are loaded"
-KINDS = (MXFP4, *INTEGERS, INT8)
+IN_NVFP4 = (*NVFP4, WITH_CACHE)
+KINDS = (MXFP4, *INTEGERS, *IN_NVFP4, INT8)
 ARGUMENTS = {kind: of[3] for kind, of in INTEGERS.items()} | {INT8: {"quantization": "int8_per_channel_weight_only"}}
 """Of engines of the stored experts, by kinds that need some."""
 WAYS = ("by_reload_weights", "by_hand")
@@ -56,7 +57,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     @cache
     def made(kind: str, number: int) -> tuple[Path, Path]:
         folder, at = unquantised(kind == MXFP4, number), tmp_path_factory.mktemp("quantised")
-        write = {MXFP4: mxfp4_of, INT8: int8_of}.get(kind, partial(qwen_of, kind=kind))
+        others = partial(nvfp4_of if kind in IN_NVFP4 else qwen_of, kind=kind)
+        write = {MXFP4: mxfp4_of, INT8: int8_of}.get(kind, others)
         return write(folder, at), at / "matrix"
 
     return made
@@ -84,6 +86,7 @@ def both(folders: Callable[[str, int], tuple[Path, Path]]) -> Callable[..., list
             arguments = ARGUMENTS.get(kind, {}) if which == 0 else {}
             of_engine = {"model": str(others[1]), "dtype": "bfloat16", **REPLACED}
             variables = OF_TWO_WORKERS | ({UNTRIED.name: "1"} if kind == INT8 else {}) if settings else {}
+            variables |= {UNTRIED.name: "1"} if kind in IN_NVFP4 and torch.cuda.is_available() else {}
             return run(
                 of_engine | LIMITS | OF_DEVICE | arguments | settings,
                 alone_and_among() if which == 0 else alone_and_among()[:COMPARED],
@@ -139,9 +142,16 @@ def test_replaced_weights_serve_as_those_of_a_fresh_engine(
     assert differing_answers(stored[f"{way} 0"], fresh) == []
 
 
+@pytest.mark.exhaustive
+def test_every_form_of_a_checkpoint_in_nvfp4_has_the_same_bits(both: Callable[..., list[Result]]) -> None:
+    """Of which gate and up have different scales of their matrices; activations that a form names are left."""
+    first, *others = (both(kind)[0].steps for kind in NVFP4)
+    assert [differing(other, first) for other in others] == [[]] * 3
+
+
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("shared", ["by columns", "whole"])
-@pytest.mark.parametrize("kind", [MXFP4, "compressed-tensors with zero points", INT8])
+@pytest.mark.parametrize("kind", [MXFP4, "compressed-tensors with zero points", *NVFP4, INT8])
 @pytest.mark.exhaustive
 def test_workers_that_share_experts_have_the_bits_of_those_that_share_matrices(
     both: Callable[..., list[Result]], kind: str, shared: str

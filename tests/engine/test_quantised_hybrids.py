@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import fp8_checkpoints
+from tests import fp8_checkpoints, quantised_checkpoints
 from tests.engine import kept_states, multimodal, quantised_layers, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
@@ -48,6 +48,7 @@ NEAR_IN_CODES = 1.5
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
 MODELOPT = "ModelOpt's by tensors, given"
 FORMS: dict[str, Form | Stored] = quantised_layers.FORMS | {MODELOPT: fp8_checkpoints.FORMS[MODELOPT]}
+FORMS |= {name: quantised_checkpoints.FORMATS[name] for name in quantised_layers.NVFP4}
 
 
 class Family(NamedTuple):
@@ -84,7 +85,8 @@ WIDE = FAMILIES["Qwen3.5"]._replace(
 CASES = [
     *(("Qwen3.5", form) for form in quantised_layers.FORMS),
     *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if "Mistral" not in form),
-    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS)),
+    *(("Qwen3.5-MoE", form) for form in quantised_layers.NVFP4),
+    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, quantised_layers.NVFP4[1])),
     *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
     *((name, MODELOPT) for name in test_mamba.FAMILIES),
 ]

@@ -12,16 +12,19 @@ from tests.engine.quantised_experts import Integers, awq, compressed_tensors, gp
 from tests.fakes.workers import be_worker
 from tests.integration.test_experts import routed
 from tests.ops.moe.layers import EXPERTS, HIDDEN, INTERMEDIATE, Layer, layer, tokens, uniform
+from tests.quantised_checkpoints import FORMATS
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers import quantised_experts
 from vllm_batch_invariant.integration.layers.linear import restore_weights
 from vllm_batch_invariant.integration.layers.quantised_experts import LAYOUTS, QuantisedExperts
+from vllm_batch_invariant.integration.reviews import schemes
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.moe import Experts, cpu
 
 pytest.importorskip("vllm")
 
 BY_NAME = {layout.method.attribute: layout for layout in LAYOUTS if layout.method.is_there()}
+CHOSEN = quantised_experts._CHOSEN
 GROUP = 64
 PRODUCTS = {"w13": "gate_up", "w2": "down"}
 
@@ -34,6 +37,9 @@ def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if issubclass(method, quantised_experts.QuantisedExperts):  # of a test before
             method = method.__bases__[1]
         monkeypatch.setattr(layout.method.module(), layout.method.attribute, method)
+        for config in vars(layout.method.module()).values():
+            if getattr(getattr(config, CHOSEN, None), "__name__", "") == method.__name__:
+                monkeypatch.setattr(config, CHOSEN, method)
     getattr(quantised_experts, f"install_{request.param}")()
     return request.param
 
@@ -67,18 +73,50 @@ METHODS: dict[str, tuple[str, bool, Any]] = {
     "AWQ": ("AutoAWQMoEMethod", True, awq),
     "bytes": ("MoeWNA16Method", False, None),
     "bytes with zeros": ("MoeWNA16Method", True, None),
+    "NVFP4 of ModelOpt": ("ModelOptNvFp4FusedMoE", False, "nvfp4 of ModelOpt"),
+    "NVFP4 of compressed-tensors": ("CompressedTensorsW4A4Nvfp4MoEMethod", False, "nvfp4"),
 }
+NVFP4 = [kind for kind in METHODS if kind.startswith("NVFP4")]
+_OF_MATRIX = "weight_scale_2", "weight_global_scale"
+
+
+class Nvfp4:
+    """Matrices [N, K] in NVFP4, each with a scale of its own, as tensors of a checkpoint; behind each other they are
+    ``matrix``.
+    """
+
+    def __init__(self, kind: str, *parts: torch.Tensor) -> None:
+        made = [FORMATS[METHODS[kind][2]].layer(part) for part in parts]
+        self.matrix = torch.cat([matrix for _, matrix in made])
+        self.tensors = {
+            name: torch.stack([tensors[name].reshape(()) for tensors, _ in made]).squeeze()
+            if name in _OF_MATRIX
+            else torch.cat([tensors[name] for tensors, _ in made])
+            for name in made[0][0]
+        }
 
 
 def method_of(kind: str) -> Any:
     name, zeros, _ = METHODS[kind]
+    if kind in NVFP4:
+        config = SimpleNamespace(quant_method="NVFP4", moe_activation_override=None, group_size=16)
+        return made(name, moe_config()) if name.startswith("Compressed") else made(name, config, moe_config())
     if name.startswith("Compressed"):
         return made(name, weight_quant(symmetric=not zeros), None, moe_config())
     return made(name, quant_config(zero_point=zeros, has_zp=zeros, linear_quant_method="awq"), moe_config())
 
 
-def parameters(kind: str, integers: list[Integers]) -> dict[str, torch.Tensor]:
+def stored(kind: str, product: str, matrix: torch.Tensor) -> Any:
+    """A matrix of a product in a kind, near the given one, and what a checkpoint has of it."""
+    if kind not in NVFP4:
+        return Integers(matrix, GROUP, METHODS[kind][1])
+    return Nvfp4(kind, *(matrix.chunk(2) if product == "w13" else (matrix,)))
+
+
+def parameters(kind: str, integers: list[Any]) -> dict[str, torch.Tensor]:
     """What vLLM's loader fills of one product, by the end of its name."""
+    if kind in NVFP4:
+        return {name: torch.stack([one.tensors[name] for one in integers]) for name in integers[0].tensors}
     _, zeros, write = METHODS[kind]
     if write is not None:
         of_each = [write("of", one) for one in integers]
@@ -95,9 +133,8 @@ def parameters(kind: str, integers: list[Integers]) -> dict[str, torch.Tensor]:
 
 def filled(kind: str, of: Layer) -> tuple[Any, Layer]:
     """A layer of vLLM's with codes of a layer's weights, and the layer of the matrices that they stand for."""
-    zeros = METHODS[kind][1]
     quantised = {
-        product: [Integers(matrix, GROUP, zeros) for matrix in getattr(of, name)] for product, name in PRODUCTS.items()
+        product: [stored(kind, product, matrix) for matrix in getattr(of, name)] for product, name in PRODUCTS.items()
     }
     made = routed(of, params_dtype=torch.bfloat16, moe_config=moe_config(), group_size=GROUP, _loaded_expert_biases=())
     del made.w13_weight, made.w2_weight
@@ -158,7 +195,68 @@ def test_a_layer_has_the_bits_of_the_matrices(kind: str, ours: str, uncertified:
     assert names == {name for name, _ in new.named_parameters()}, "the checkpoint's, and no others"
     if ours == "cuda":
         assert [of[:2] for of in uncertified] == [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
-        assert {of[5].name for of in uncertified} == {"w4a16-g64" + "-zp" * METHODS[kind][1]}
+        form = "nvfp4-steps" if kind in NVFP4 else "w4a16-g64" + "-zp" * METHODS[kind][1]
+        assert {of[5].name for of in uncertified} == {form}
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_gate_and_up_have_the_scale_of_their_own_matrix(kind: str, ours: str) -> None:
+    """That of gate for both, as vLLM takes it, and another code are other matrices."""
+    x, of = tokens(9), layer()
+    of.gate_up[:, INTERMEDIATE:] *= 3
+    logits = uniform(x, of)
+    held, right = filled(kind, of)
+    scales = next(getattr(held, f"w13_{name}") for name in _OF_MATRIX if hasattr(held, f"w13_{name}"))
+    assert bool((scales[:, 0] != scales[:, 1]).all())
+    method, wanted = method_of(kind), right(x, logits)
+    method.process_weights_after_loading(held)
+    assert_same_bits(result(method, held, x, logits, ours), wanted)
+    codes, own = getattr(held, method.names[0]).data, scales.data.clone()
+    scales.data[:, 1] = scales.data[:, 0]
+    restore_weights()
+    assert not torch.equal(result(method, held, x, logits, ours), wanted)
+    scales.data.copy_(own)
+    codes[:, INTERMEDIATE + 1, 2] ^= 0x10
+    restore_weights()
+    assert not torch.equal(result(method, held, x, logits, ours), wanted)
+    codes[:, INTERMEDIATE + 1, 2] ^= 0x10
+    restore_weights()
+    assert_same_bits(result(method, held, x, logits, ours), wanted)
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_scales_that_were_not_loaded_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_worker(monkeypatch, 0, 1)
+    loaded = dict(filled(kind, layer())[0].named_parameters())
+    for left_out in ("w2_weight_scale", next(name for name in loaded if name.endswith(_OF_MATRIX))):
+        method = method_of(kind)
+        method.moe = SimpleNamespace(is_act_and_mul=True)
+        method.quant_config = SimpleNamespace(group_size=16, is_checkpoint_nvfp4_serialized=True)
+        new = routed(params_dtype=torch.bfloat16, moe_config=moe_config(), _loaded_expert_biases=())
+        del new.w13_weight, new.w2_weight
+        sizes = EXPERTS, HIDDEN, INTERMEDIATE
+        method.create_weights(new, *sizes, params_dtype=torch.bfloat16, weight_loader=lambda *_: None)
+        for name, tensor in loaded.items():
+            if name != left_out:
+                getattr(new, name).data.copy_(tensor)
+        with pytest.raises(NotCovered, match=r"nvfp4 with .*scales: \d+ of \d+ are NaN or infinite"):
+            method.process_weights_after_loading(new)
+
+
+def test_fp4_that_vllm_multiplies_with_fp4_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "device_multiplies_fp4", lambda: True)
+    for kind in NVFP4:
+        with pytest.raises(NotCovered, match="experts in FP4 on a GPU that multiplies FP4"):
+            method_of(kind)
+    method = made("CompressedTensorsW4A4Nvfp4MoEMethod", moe_config(), None, True)
+    assert method.use_a16
+
+
+def test_rows_of_gate_and_up_in_turn_are_refused_in_nvfp4() -> None:
+    held, _ = filled(NVFP4[0], layer())
+    held.activation = SimpleNamespace(value="swigluoai")
+    with pytest.raises(NotCovered, match="in NVFP4 with the activation swigluoai"):
+        method_of(NVFP4[0]).process_weights_after_loading(held)
 
 
 def test_a_gpu_reads_codes_where_they_lie(ours: str) -> None:
@@ -178,6 +276,8 @@ def test_vllm_finds_ours_under_the_names_of_its_own() -> None:
     for name, layout in BY_NAME.items():
         found = layout.method.get()
         assert issubclass(found, QuantisedExperts)
+        configs = [getattr(config, CHOSEN, None) for config in vars(layout.method.module()).values()]
+        assert found in configs or not name.startswith("ModelOpt")
         assert found.__name__ == name
         assert found.is_monolithic
     quantised_experts.install_cpu()

@@ -33,7 +33,7 @@ FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 def named(config: dict[str, Any]) -> str:
     """vLLM's name of the method of a ``quantization_config``."""
     method = config["quant_method"]
-    if "FP4" in str(config.get("quant_algo")):
+    if "FP4" in str(config.get("quantization", config).get("quant_algo")):
         return f"{method}_fp4"
     return NAMES.get(method, method)
 
@@ -114,6 +114,24 @@ def test_modelopt_in_fp8_passes_in_both_files_with_a_cache_in_fp8_and_without(na
         for other in ("NVFP4", "INT8"):
             said = ["quantisation modelopt with this scheme for the KV cache"]
             assert found({"quant_method": "modelopt", "quantization": of | {"kv_cache_quant_algo": other}}) == said
+
+
+NVFP4_OF_MODELOPT: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    },
+}
+
+
+@pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "experts"])
+def test_so_does_its_nvfp4(is_moe: bool) -> None:
+    assert found(NVFP4_OF_MODELOPT, is_moe=is_moe) == []
+    config = FORMATS["nvfp4 of ModelOpt with activations"].config | {"kv_cache_scheme": CACHE_OF_MODELOPT}
+    assert found(config, is_moe=is_moe) == []
 
 
 @pytest.mark.parametrize("name", MODELOPT)
@@ -207,8 +225,8 @@ REFUSED = {
         FORMATS["nvfp4 of ModelOpt"].config | {"group_size": 32},
         "quantisation modelopt with float4 weights (one scale a tensor_group 32)",
     ),
-    "NVFP4 of ModelOpt with a KV cache": (
-        FORMATS["nvfp4 of ModelOpt"].config | {"kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}},
+    "NVFP4 of ModelOpt with a KV cache in FP4": (
+        NVFP4_OF_MODELOPT | {"quantization": NVFP4_OF_MODELOPT["quantization"] | {"kv_cache_quant_algo": "NVFP4"}},
         "quantisation modelopt_fp4 with this scheme for the KV cache",
     ),
     "activations of an output": (
@@ -404,6 +422,9 @@ def test_experts_become_int8_while_they_are_loaded(name: str, monkeypatch: pytes
 def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{CT} on a CPU"
     assert found(W4A16, is_moe=True) == []
+    assert [name for name in FORMATS if "nvfp4" in name and found(FORMATS[name].config, is_moe=True)] == []
+    [of_mxfp4] = found(FORMATS["mxfp4"].config, is_moe=True)
+    assert of_mxfp4.endswith(" of a mixture of experts")
     apart = [name for name in FORMS if found(FORMS[name].config, is_moe=True)]
     of_modelopt = [name for name, config in MODELOPT.items() if config["quant_algo"] != "FP8"]
     assert apart == ["compressed-tensors by rows, given", "compressed-tensors by tensors", *of_modelopt]
@@ -428,6 +449,15 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
             assert found(W4A16, "cuda", **more) == []
+    for form in (of for name, of in FORMATS.items() if "nvfp4" in name):
+        [refused] = found(form.config, "cuda", is_moe=True)
+        assert " on a GPU of " in refused
+        assert "with float4 weights" in refused
+        with monkeypatch.context() as untried:
+            untried.setenv(UNTRIED.name, "1")
+            assert found(form.config, "cuda", is_moe=True) == []
+    [with_cache] = found(NVFP4_OF_MODELOPT, "cuda")
+    assert with_cache == "quantisation modelopt_fp4 on a GPU with its KV cache in FP8"
     of_experts = {name for name, form in FORMS.items() if found(form.config, "cuda", is_moe=True) == []}
     by_two = {name for name in of_experts if found(FORMS[name].config, "cuda", is_moe=True, workers=2) == []}
     assert by_two == {

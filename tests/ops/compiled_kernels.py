@@ -74,6 +74,7 @@ from vllm_batch_invariant.ops.delta_rule import cuda as delta_rule
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.exact.schedule import HOPPER_SCHEDULES
 from vllm_batch_invariant.ops.formats import FP8, FP8_BLOCK, MXFP4, PLAIN, Format, integers
+from vllm_batch_invariant.ops.formats.fp4 import NVFP4_STEPS
 from vllm_batch_invariant.ops.formats.triton_decode import PackedTile
 from vllm_batch_invariant.ops.formats.triton_kernels import decode_integers, decode_tiles
 from vllm_batch_invariant.ops.kv_cache import cuda as kv_cache
@@ -574,7 +575,7 @@ def stored_experts(form: Format, n: int, k: int, count: int) -> StoredExperts:
 def packed_layer(count: int) -> None:
     """So many tokens of two experts in four bits."""
     x, ids = torch.zeros(count, 128, dtype=torch.bfloat16), torch.zeros(count, 2, dtype=torch.int64)
-    for form in (MXFP4, integers(4, 128, zeros=True)):
+    for form in (MXFP4, NVFP4_STEPS, integers(4, 128, zeros=True)):
         gate_up, down = stored_experts(form, 256, 128, 2), stored_experts(form, 128, 128, 2)
         moe.moe(x, torch.zeros(ids.shape), ids, Experts(gate_up, down, MoeReduction(2, 2, x.dtype)))
 
@@ -639,10 +640,11 @@ def packed_experts() -> None:
     tiles of Triton, and those of Hopper.
     """
     schedules, gpu = moe.layer_schedules(torch.bfloat16, Gpu.of(0)), Gpu.of(0)
-    for form, hidden, intermediate in ((MXFP4, 2880, 2880), (integers(4, 128, zeros=True), 2048, 768)):
+    of_models = (MXFP4, 2880, 2880), (NVFP4_STEPS, 2048, 768), (integers(4, 128, zeros=True), 2048, 768)
+    for form, hidden, intermediate in of_models:
         is_packed = moe.is_packed(form, hidden, intermediate, torch.bfloat16, gpu, "swigluoai")
         of_hopper = moe.layer_schedules(torch.bfloat16, gpu, True) if is_packed else ()
-        for layer in (schedules[0], schedules[-1], *(of_hopper if form is MXFP4 else of_hopper[:1])):
+        for layer in (schedules[0], schedules[-1], *(of_hopper if form.packing == 2 else of_hopper[:1])):
             groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
             for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
                 weight = stored_experts(form, n, k, 4)
@@ -747,7 +749,7 @@ def every_product_of_e4m3() -> None:
 
 
 def decoded_weights() -> None:
-    """Of integers, with zero points and without, and of MXFP4."""
+    """Of integers, with zero points and without, and of FP4."""
     for bits, zeros, dtype in itertools.product((4, 8), (False, True), (torch.bfloat16, torch.float16)):
         words, scales = torch.zeros(9, 24, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
         points = torch.zeros(9, 3, dtype=torch.uint8) if zeros else None
@@ -757,6 +759,9 @@ def decoded_weights() -> None:
         assert form is not None
         codes, scales = torch.zeros(9, 96, dtype=torch.uint8), torch.zeros(9, 6, dtype=torch.uint8)
         decode_tiles((codes, scales), torch.empty(9, 192, dtype=dtype), form)
+        form = PackedTile.of(NVFP4_STEPS, dtype)
+        assert form is not None
+        decode_tiles((codes, torch.zeros(9, 24, dtype=dtype)), torch.empty(9, 192, dtype=dtype), form)
 
 
 def every_code() -> None:

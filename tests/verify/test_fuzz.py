@@ -558,6 +558,19 @@ def test_what_modelopt_says_in_either_file_is_read_before_settings_are_drawn(nam
             assert Place("cpu", 4, model={"quantization_config": config}).activations == scaled
 
 
+def test_experts_in_nvfp4_are_drawn_as_those_of_16_bit_activations(tmp_path: Path) -> None:
+    """By one worker and two, also with whole ones; with the cache of a checkpoint that says what it is."""
+    shape = Shape(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_size=64, vocab=512, experts=8)
+    for name in ("nvfp4-w4a4", "nvfp4-modelopt-kv8"):
+        place = place_of(str(make_checkpoint(tmp_path / name, shape, form=name)), (), "cpu")
+        assert (place.has_experts, place.is_quantised, place.activations) == (True, True, "")
+        assert bool(place.cache_scheme) is name.endswith("kv8")
+        settings = [draw_settings(0, number, 300, place) for number in range(80)]
+        drawn = {(one.workers, one.options.get("experts")) for one in settings}
+        assert {(1, None), (2, None), (2, "whole")} <= drawn
+        assert ({one.options.get("cache") for one in settings} == {None}) is name.endswith("kv8")
+
+
 @pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"])
 def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_group(name: str) -> None:
     """Of shared experts neither; a tree of one worker's cuts the matrix that codes of four bits stand for."""

@@ -264,12 +264,14 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
-    if untried := set(schemes.kinds(model, of_weights)) & {*RAN.quantised_on_cpus_alone}:
+    of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
+    if untried := set(schemes.kinds(model, of_weights)) & {*RAN.quantised_on_cpus_alone, *of_experts}:
         return f"{where} of {min(untried)}"
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
     unshared = of_activations - {*shared}
     found = {
+        "with its KV cache in FP8": name == "modelopt_fp4" and getattr(of_weights, "kv_cache_quant_algo", None),
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
@@ -1369,7 +1371,8 @@ COVERED = (
     Feature(
         "Quantised experts",
         "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU with vLLM 0.32, "
-        "on one or two GPUs with 0.33",
+        "on one or two GPUs with 0.33; NVFP4 of compressed-tensors and ModelOpt, gate and up each with its own scale, "
+        "on a CPU",
     ),
     Feature(
         "Experts whose weights and activations are FP8",
@@ -1419,7 +1422,7 @@ COVERED = (
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
         "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with drafts of n-grams and "
-        "MTP by 1, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33",
+        "MTP by 1, also in W4A4 NVFP4, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1459,7 +1462,7 @@ COVERED = (
         "Quantised weights beside these",
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
         "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
-        "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two",
+        "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two; W4A4 NVFP4 on a CPU",
     ),
     Feature(
         "ModelOpt's FP8 and KV caches in FP8 beside state spaces",
@@ -1721,7 +1724,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, ModelOpt's FP8",
+        "by several engines, in exact arithmetic, ModelOpt's FP8, experts in NVFP4, a KV cache beside its NVFP4",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,

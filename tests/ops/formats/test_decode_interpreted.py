@@ -1,5 +1,5 @@
 """The kernels that decode weights on a GPU, in Triton's interpreter, have the bits of the definition: of integers in
-fp16, because the interpreter does not round to bf16 as a GPU does, and of MXFP4 in fp32.
+fp16, because the interpreter does not round to bf16 as a GPU does, and of FP4 in fp32.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.ops.formats.fp4 import MXFP4, decode_mxfp4_on_gpu
+from vllm_batch_invariant.ops.formats.fp4 import MXFP4, NVFP4, by_steps, decode_mxfp4_on_gpu, decode_steps_on_gpu
 from vllm_batch_invariant.ops.formats.integers import INTEGERS, decode_on_gpu
 from vllm_batch_invariant.ops.formats.record import Format
 
@@ -48,4 +48,18 @@ def test_the_kernel_of_mxfp4_has_the_bits_of_the_definition() -> None:
         found = decode_mxfp4_on_gpu((codes, scales), torch.full((n, k), torch.nan, dtype=dtype))
         assert_same_bits(found, MXFP4.decode((codes, scales), torch.empty(n, k, dtype=dtype)))
         other = decode_mxfp4_on_gpu((codes, scales + 1), torch.empty_like(found))
+        assert not torch.equal(other, found)
+
+
+def test_the_kernel_of_nvfp4_by_steps_has_the_bits_of_nvfp4() -> None:
+    dtype = torch.float32
+    draw = torch.Generator().manual_seed(0)
+    for n, k in ((1, 16), (7, 400), (9, 2304)):
+        codes = torch.randint(0, 256, (n, k // 2), generator=draw).to(torch.uint8)
+        scales = torch.randint(-447, 448, (n, k // 16), generator=draw).to(torch.float8_e4m3fn)
+        of_rows = torch.rand(n, 1, generator=draw) * 1e-3
+        stored = by_steps((codes, scales, of_rows), dtype)
+        found = decode_steps_on_gpu(stored, torch.full((n, k), torch.nan, dtype=dtype))
+        assert_same_bits(found, NVFP4.decode((codes, scales, of_rows), torch.empty(n, k, dtype=dtype)))
+        other = decode_steps_on_gpu((codes, stored[1].roll(1, 1)), torch.empty_like(found))
         assert not torch.equal(other, found)

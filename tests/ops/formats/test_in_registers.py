@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.ops.formats import MXFP4, integers
+from vllm_batch_invariant.ops.formats import MXFP4, NVFP4, integers
+from vllm_batch_invariant.ops.formats.fp4 import by_steps
 from vllm_batch_invariant.ops.formats.layouts import pack
 
 BASES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
@@ -50,3 +51,23 @@ def test_a_code_of_e2m1_moved_to_its_place_times_powers_of_two_is_exact() -> Non
     any_power = (scales * 0x80).clamp(min=0x40).to(torch.int16).view(torch.bfloat16)
     assert_same_bits(moved[0] * 2.0**126 * any_power, wanted)
     assert not torch.equal(moved[0] * any_power, wanted)
+
+
+def test_a_code_of_e2m1_as_a_power_of_two_times_a_step_is_the_product_with_both_scales() -> None:
+    """Of all scales, and global scales of many sizes, as a kernel for Hopper computes it."""
+    scales = torch.arange(256, dtype=torch.uint8)
+    scales = scales[scales & 127 != 127].view(torch.float8_e4m3fn)[:, None]
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[::2] | codes[1::2] << 4).expand(len(scales), -1)
+    moved = (codes.int() * 0x1040) & 0x81C0
+    has_three = ((moved >> 1) | (moved >> 2)) & moved & 0x40
+    power = (moved ^ has_three).to(torch.int16).view(torch.bfloat16) * 2.0**126
+    mask = (has_three >> 6) * 0xFFFF
+    for exponent in range(-110, 100, 7):
+        of_rows = torch.full((len(scales), 1), 1.2345678 * 2.0**exponent)
+        _, steps = by_steps((packed, scales, of_rows), torch.bfloat16)
+        small, large = (steps.view(torch.int16).int() & 0xFFFF).unbind(-1)
+        step = ((mask & large[:, None]) | (~mask & small[:, None])).to(torch.int16).view(torch.bfloat16)
+        wanted = NVFP4.decode((packed, scales, of_rows), torch.empty(len(scales), 16, dtype=torch.bfloat16))
+        assert_same_bits(power * step, wanted)
+    assert not torch.equal(power * small.to(torch.int16).view(torch.bfloat16)[:, None], wanted), "both steps are needed"

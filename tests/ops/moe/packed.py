@@ -6,6 +6,7 @@ import triton.language as tl
 
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.ops.formats import MXFP4, Format
+from vllm_batch_invariant.ops.formats.fp4 import NVFP4_STEPS, by_steps
 from vllm_batch_invariant.ops.formats.triton_decode import PackedTile, decoded_tile
 
 
@@ -24,7 +25,7 @@ def decode_kernel(words_ptr, scales_ptr, zeros_ptr, out_ptr, N, K, FORMAT: tl.co
 
 
 def every_product(form: Format, dtype: torch.dtype, device: torch.device) -> None:
-    """Check rows of 96: of MXFP4 one for each scale, of integers one for each of many scales, with every zero point and
+    """Check rows of 96: of FP4 one for each scale, of integers one for each of many scales, with every zero point and
     every code in each group.
     """
     ramp = torch.arange(8) * 4
@@ -34,6 +35,13 @@ def every_product(form: Format, dtype: torch.dtype, device: torch.device) -> Non
         n = 255
         tensors = [words.view(torch.uint8).expand(n, -1).contiguous()]
         tensors += [torch.arange(n, dtype=torch.uint8)[:, None].expand(n, 3).contiguous()]
+    elif form is NVFP4_STEPS:
+        scales = torch.arange(256, dtype=torch.uint8)
+        scales = scales[scales & 127 != 127].view(torch.float8_e4m3fn)
+        n = len(scales)
+        of_rows = torch.linspace(1e-6, 0.3, n)[:, None]
+        codes = words.view(torch.uint8).expand(n, -1).contiguous()
+        tensors = list(by_steps((codes, scales[:, None].expand(n, 6).contiguous(), of_rows), dtype))
     else:
         tiny = torch.tensor([0.0, 2.0**-24, 2.0**-14, -1.0, 1.0])
         drawn = torch.rand(331, generator=torch.Generator().manual_seed(0)) ** 4

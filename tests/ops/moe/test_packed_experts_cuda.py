@@ -8,14 +8,17 @@ import torch
 
 from tests.ops.moe.packed import every_product
 from tests.ops.moe.test_moe_cuda import draw, routings
-from vllm_batch_invariant.ops.formats import MXFP4, Format, integers
+from vllm_batch_invariant.ops.formats import MXFP4, NVFP4, Format, integers
+from vllm_batch_invariant.ops.formats.fp4 import NVFP4_STEPS
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, cuda, moe, route
 
 FORMATS = {"mxfp4": MXFP4, "int4 by 32": integers(4, 32), "int4 by 128 with zeros": integers(4, 128, zeros=True)}
 LAYERS: dict[str, tuple[Format, tuple[int, int, int, int], str]] = {
     "gpt-oss": (MXFP4, (32, 4, 2880, 2880), "swigluoai"),
     "Qwen3-30B-A3B": (FORMATS["int4 by 128 with zeros"], (128, 8, 2048, 768), "silu"),
+    "Qwen3-30B-A3B in NVFP4": (NVFP4_STEPS, (128, 8, 2048, 768), "silu"),
     "odd": (FORMATS["int4 by 32"], (6, 3, 224, 96), "silu"),
+    "odd in NVFP4": (NVFP4_STEPS, (6, 3, 208, 80), "silu"),
 }
 """Experts, those of a token, hidden and intermediate size; and the activation."""
 COUNTS = (1, 2, 8, 65, 257, 1000, 2049)
@@ -31,6 +34,12 @@ def stored(form: Format, experts: int, n: int, k: int) -> StoredExperts:
         scales = torch.randint(118, 123, shapes[1], generator=generator, dtype=torch.uint8, device="cuda")
         scales[0, ::3] += 20  # larger than any of a checkpoint, which tiles of Hopper decode otherwise
         return StoredExperts(form, (codes, scales), torch.bfloat16)
+    if form is NVFP4_STEPS:
+        codes = torch.randint(0, 256, shapes[0], generator=generator, dtype=torch.uint8, device="cuda")
+        scales = torch.randint(1, 120, (experts, n, k // 16), generator=generator, device="cuda")
+        of_matrices = torch.rand(experts, 2, 1, generator=generator, device="cuda") / 2**14
+        stored = StoredExperts(NVFP4, (codes, scales.to(torch.float8_e4m3fn), of_matrices), torch.bfloat16)
+        return cuda.as_read(stored)
     words = torch.randint(-(2**31), 2**31, shapes[0], generator=generator, dtype=torch.int32, device="cuda")
     scales = (torch.rand(shapes[1], generator=generator, device="cuda") / 64).bfloat16()
     zeros = torch.randint(0, 16, shapes[1], generator=generator, dtype=torch.uint8, device="cuda")
@@ -48,7 +57,7 @@ def layer(request: pytest.FixtureRequest) -> Iterator[Experts]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", [MXFP4, integers(4, 32, zeros=True)], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [MXFP4, NVFP4_STEPS, integers(4, 32, zeros=True)], ids=lambda form: form.name)
 def test_every_code_times_every_scale_is_the_definitions(form: Format, dtype: torch.dtype) -> None:
     if not cuda.reads(form, dtype):
         pytest.skip("no kernel reads it")

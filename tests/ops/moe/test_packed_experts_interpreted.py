@@ -13,7 +13,8 @@ from tests.ops.moe.packed import every_product
 from tests.ops.moe.test_triton_moe_interpreted import HOPPER, OLDER
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.ops.common.gpu import Gpu
-from vllm_batch_invariant.ops.formats import INT8, MXFP4, Format, integers, triton_decode
+from vllm_batch_invariant.ops.formats import INT8, MXFP4, NVFP4, Format, integers, triton_decode
+from vllm_batch_invariant.ops.formats.fp4 import NVFP4_STEPS
 from vllm_batch_invariant.ops.formats.triton_decode import PackedTile
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, cuda
 
@@ -26,9 +27,14 @@ CASES = {
     "int4 by row": (integers(4), torch.float16),
     "int4 by row with zeros, wide": (integers(4, zeros=True), torch.float32),
     "mxfp4, wide": (MXFP4, torch.float32),
+    "nvfp4 by steps, wide": (NVFP4_STEPS, torch.float32),
 }
 """The interpreter has no bf16."""
-FORMATS = {name: case for name, case in CASES.items() if name in ("int4 by 32 with zeros", "mxfp4, wide")}
+FORMATS = {
+    name: case
+    for name, case in CASES.items()
+    if name in ("int4 by 32 with zeros", "mxfp4, wide", "nvfp4 by steps, wide")
+}
 
 
 @pytest.fixture(autouse=True, params=[HOPPER], ids=lambda gpu: gpu.name)
@@ -47,6 +53,12 @@ def stored(form: Format, n: int, k: int, dtype: torch.dtype, seed: int) -> Store
         scales = torch.randint(118, 127, (EXPERTS, n, groups), generator=draw, dtype=torch.uint8)
         scales[0, 0, 0], scales[1, 1, -1] = 0, 60
         return StoredExperts(form, (codes, scales), dtype)
+    if form is NVFP4_STEPS:
+        codes = torch.randint(0, 256, (EXPERTS, n, k // 2), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(-120, 120, (EXPERTS, n, groups), generator=draw).to(torch.float8_e4m3fn)
+        scales.view(torch.uint8)[0, 0, 0] = 0
+        of_matrices = torch.rand(EXPERTS, 2, 1, generator=draw) / 1024
+        return cuda.as_read(StoredExperts(NVFP4, (codes, scales, of_matrices), dtype))
     words = torch.randint(-(2**31), 2**31, (EXPERTS, n, k // 8), generator=draw, dtype=torch.int32)
     scales = (torch.rand(EXPERTS, n, groups, generator=draw) / 16).to(dtype)
     scales[0, 0, 0] = 0
@@ -97,6 +109,11 @@ def test_odd_numbers_of_groups_have_the_bits_of_the_matrices(
         assert torch.equal(made(of, count), made(unpacked(of), count))
 
 
+def test_odd_numbers_of_groups_of_16_have_the_bits_of_the_matrices() -> None:
+    of = layer(*CASES["nvfp4 by steps, wide"], 80, 48, "silu")
+    assert torch.equal(made(of, 3), made(unpacked(of), 3))
+
+
 def test_a_part_of_the_experts_has_the_bits_of_that_part() -> None:
     of = layer(*CASES["int4 by 32 with zeros"], 96, 64, "silu")
     here = torch.tensor([3, 1])
@@ -114,6 +131,7 @@ def test_a_part_of_the_experts_has_the_bits_of_that_part() -> None:
 
 def test_every_code_times_every_scale_is_the_definitions() -> None:
     every_product(MXFP4, torch.float32, torch.device("cpu"))
+    every_product(NVFP4_STEPS, torch.float32, torch.device("cpu"))
     every_product(integers(4, 32, zeros=True), torch.float16, torch.device("cpu"))
 
 
@@ -122,6 +140,7 @@ def test_what_no_kernel_reads_is_written_to_memory() -> None:
     assert PackedTile.of(form, torch.float16) is None
     assert PackedTile.of(integers(4, ordered=True), torch.float16) is None
     assert PackedTile.of(MXFP4, torch.float16) is None
+    assert PackedTile.of(NVFP4_STEPS, torch.float16) is PackedTile.of(NVFP4, torch.bfloat16) is None
     assert PackedTile.of(INT8, torch.float16) is None
     words = torch.randint(-(2**31), 2**31, (EXPERTS, 64, 24), dtype=torch.int32)
     scales = torch.rand(EXPERTS, 64, 3).half()
@@ -132,7 +151,18 @@ def test_what_no_kernel_reads_is_written_to_memory() -> None:
     assert torch.equal(cuda.grouped_gemm(x, weight, *given), cuda.grouped_gemm(x, weight.matrices(), *given))
 
 
+@pytest.mark.parametrize("scale", [2.0**-120, -(2.0**111)])
+def test_scales_of_matrices_with_which_steps_would_be_rounded_are_refused(scale: float) -> None:
+    codes, scales = torch.zeros(2, 32, 32, dtype=torch.uint8), torch.ones(2, 32, 4).to(torch.float8_e4m3fn)
+    of_matrices = torch.tensor([0.0, 1.0, scale, 1.0]).view(2, 2, 1)
+    with pytest.raises(NotCovered, match="with a scale of a matrix that is not between"):
+        cuda.as_read(StoredExperts(NVFP4, (codes, scales, of_matrices), torch.bfloat16))
+    in_fp16 = StoredExperts(NVFP4, (codes, scales, of_matrices), torch.float16)
+    assert cuda.as_read(in_fp16) is in_fp16
+
+
 integers_of, e2m1_of, power_of = triton_decode._integers, triton_decode._e2m1, triton_decode._power
+steps_of = triton_decode._by_steps
 
 
 @triton.jit
@@ -155,7 +185,13 @@ def without_sign(words, DTYPE: tl.constexpr):
     return e2m1_of(words & 0x77777777, DTYPE)
 
 
+@triton.jit
+def steps_swapped(words, one, three_halves, DTYPE: tl.constexpr):
+    return steps_of(words, three_halves, one, DTYPE)
+
+
 FAULTS = {
+    "steps swapped": ("nvfp4 by steps, wide", "_by_steps", steps_swapped),
     "zero points of one more": ("int4 by 32 with zeros", "_integers", zeros_of_one_more),
     "nibbles swapped": ("int4 by 32 with zeros", "_integers", nibbles_swapped),
     "scales twice as large": ("mxfp4, wide", "_power", scales_twice_as_large),
@@ -185,7 +221,11 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [pytest.param(*FORMATS["int4 by 32 with zeros"], marks=pytest.mark.exhaustive), FORMATS["mxfp4, wide"]],
+    [
+        pytest.param(*FORMATS["int4 by 32 with zeros"], marks=pytest.mark.exhaustive),
+        FORMATS["mxfp4, wide"],
+        FORMATS["nvfp4 by steps, wide"],
+    ],
     ids=FORMATS,
 )
 def test_tiles_are_certified(form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

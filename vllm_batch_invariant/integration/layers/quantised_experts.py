@@ -21,11 +21,12 @@ from ...ops import dispatch
 from ...ops.dispatch import module_for
 from ...ops.exact.limits import LEAVE_IT
 from ...ops.formats.eight import FP8, FP8_BLOCK, SIDE
-from ...ops.formats.fp4 import MXFP4
+from ...ops.formats.fp4 import MXFP4, NVFP4
 from ...ops.formats.integers import integers
 from ...ops.formats.layouts import from_awq, from_compressed_tensors
 from ...ops.formats.record import Format
 from ...ops.moe import MoeReduction, StoredExperts, of_codes
+from ..reviews import schemes
 from ..reviews.patch_points import PatchPoint
 from . import fp8
 from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts
@@ -33,6 +34,8 @@ from .linear import PreparedWeight
 
 PRODUCTS = ("w13", "w2")
 """What names of parameters begin with: of gate and up, and of down."""
+_CHOSEN = "FusedMoEMethodCls"
+"""What configurations of ModelOpt's keep of a method's class, beside its module."""
 GIVEN = "input_scale"
 """What they end with of a given scale of what a product is given."""
 _PARTS = "w1", "w3"
@@ -50,8 +53,8 @@ class Layout:
 
     Attributes:
         method: its class.
-        names: of its parameters, behind those of :data:`PRODUCTS`: codes, scales, and zero points. Of a method that is
-            made, if that says which.
+        names: of its parameters, behind those of :data:`PRODUCTS`: codes, scales, and zero points or, of NVFP4, scales
+            of matrices. Of a method that is made, if that says which.
         format: of a method that is made, and of its layer.
         stored: what that format stores, of the parameters [experts, ...] that there are; it keeps what it can where it
             lies.
@@ -92,6 +95,18 @@ def _as_it_lies(_: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) 
 def _in_fp8(method: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: None) -> Stored:
     """Scales of matrices [experts] and of gate and up [experts, 2] are those of as many rows."""
     return codes, scales if scales.dim() == 3 else scales.view(len(scales), -1, 1)
+
+
+def _nvfp4(_: Any, codes: torch.Tensor, scales: torch.Tensor, of_matrices: torch.Tensor) -> Stored:
+    """Scales of matrices [experts] and of gate and up [experts, 2] are those of as many rows; vLLM would take that of
+    gate for both.
+    """
+    return codes, scales, of_matrices.view(len(codes), -1, 1)
+
+
+def _compressed_nvfp4(method: Any, codes: torch.Tensor, scales: torch.Tensor, of_matrices: torch.Tensor) -> Stored:
+    """A checkpoint has the reciprocals of the last."""
+    return _nvfp4(method, codes, scales, 1.0 / of_matrices)
 
 
 def _compressed_tensors(method: Any, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Stored:
@@ -145,6 +160,15 @@ def _of_moe_wna16(method: Any) -> tuple[str, str] | None:
     return None
 
 
+def _of_nvfp4(method: Any) -> tuple[str, str] | None:
+    if schemes.device_multiplies_fp4() and not method.use_a16:
+        return "in FP4 on a GPU that multiplies FP4", "serve on a device that does not, or the unquantised model"
+    group = getattr(getattr(method, "quant_config", None), "group_size", NVFP4.group)
+    if group != NVFP4.group:
+        return f"in NVFP4 by groups of {group}", f"quantise them by groups of {NVFP4.group}"
+    return None
+
+
 _TO_BLOCKS = f"serve a checkpoint in blocks of {SIDE} x {SIDE} or with a scale a row, or the unquantised model"
 
 
@@ -192,6 +216,9 @@ _INTEGERS = {
     "select_wna16_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.int_wna16",), "WNA16MoEBackend"), "MARLIN"),
     "check_moe_marlin_supports_config": _always,
 }
+_NVFP4 = {
+    "select_nvfp4_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.nvfp4",), "NvFp4MoeBackend"), "EMULATION"),
+}
 _FP8 = {
     "select_fp8_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.fp8",), "Fp8MoeBackend"), "NONE"),
     "resolve_fp8_moe_weight_block_shape": lambda config, size, *_: (size, None),
@@ -205,6 +232,25 @@ LAYOUTS = (
         _as_it_lies,
         _no_problem,
         {"select_mxfp4_moe_backend": no_kernel(PatchPoint((f"{ORACLES}.mxfp4",), "Mxfp4MoeBackend"), "NONE")},
+    ),
+    Layout(
+        PatchPoint((f"{MOE}.modelopt",), "ModelOptNvFp4FusedMoE"),
+        ("weight", "weight_scale", "weight_scale_2"),
+        lambda method, layer: NVFP4,
+        _nvfp4,
+        _of_nvfp4,
+        _NVFP4,
+    ),
+    Layout(
+        PatchPoint(
+            (f"{MOE}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4",),
+            "CompressedTensorsW4A4Nvfp4MoEMethod",
+        ),
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        lambda method, layer: NVFP4,
+        _compressed_nvfp4,
+        _of_nvfp4,
+        _NVFP4,
     ),
     Layout(
         PatchPoint(
@@ -316,8 +362,9 @@ class KeptStoredExperts(PreparedWeight):
         return self.copy[0] if self._stored_as is None else replace(self._stored_as, tensors=tuple(self.copy))
 
     def _make_copy(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        stored = self._stored()
-        if not module_for("moe", "cuda").reads(stored.format, stored.dtype):
+        cuda = module_for("moe", "cuda")
+        stored = cuda.as_read(self._stored())
+        if not cuda.reads(stored.format, stored.dtype):
             self._stored_as = None
             return (stored.matrices(None if self._copy is None else self._copy[0]),)
         self._stored_as = stored
@@ -423,8 +470,8 @@ class QuantisedExperts(BatchInvariantExperts):
             )
         above: Any = super()
         above.create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, **others)
-        if self.layout.quantises:
-            names = *self.layout.names_of(self)[:2], *(GIVEN,) * self.layout.is_given(self)
+        if self.layout.quantises or self.layout.format(self, layer) is NVFP4:
+            names = *filter(None, self.layout.names_of(self)), *(GIVEN,) * self.layout.is_given(self)
             for name in (f"{product}_{name}" for product in PRODUCTS for name in names):
                 fp8.fill_with_nan(getattr(layer, name).data)
 
@@ -433,6 +480,12 @@ class QuantisedExperts(BatchInvariantExperts):
 
     def reduction_of(self, layer: Any, dtype: torch.dtype) -> MoeReduction:
         reduction = super().reduction_of(layer, dtype)
+        if self.layout.format(self, layer) is NVFP4 and reduction.activation == "swigluoai":
+            raise NotCovered(
+                f"experts of {layer.layer_name} in NVFP4 with the activation {reduction.activation}",
+                "rows of gate and up come in turn, and each of the two has a scale of its matrix",
+                "serve the checkpoint in MXFP4, or the unquantised model",
+            )
         if not self.layout.quantises:
             return reduction
         in_blocks = self.layout.format(self, layer) is FP8_BLOCK

@@ -117,6 +117,12 @@ _FP8_OF_EXPERTS = frozenset(
     ]
 )
 """Those of FP8 in which experts are served, too."""
+_NVFP4_OF_EXPERTS = frozenset(
+    Scheme(method, "float4", "tensor_group", 16, False, activations)
+    for method in ("compressed-tensors", "modelopt")
+    for activations in (PLAIN_ACTIVATIONS, _BY_TENSOR_GROUP)
+)
+"""Those of FP4 in which experts are served, too."""
 COVERED = frozenset(
     [
         *(
@@ -190,8 +196,8 @@ def refused(model: Any, config: Any) -> str | None:
     if method == "moe_wna16" and config.full_config.get("dynamic"):
         return f"quantisation {name} with rules of layers"
     of_cache = getattr(config, "kv_cache_scheme", None)
-    of_fp8 = getattr(config, "kv_cache_quant_method", None) in (None, "FP8")  # that of FP4 has the other name
-    if (of_cache and not _is_static_fp8(of_cache)) or getattr(config, "kv_cache_quant_algo", None) or not of_fp8:
+    of_modelopt = (getattr(config, f"kv_cache_quant_{name}", None) for name in ("method", "algo"))  # of FP8, of FP4
+    if (of_cache and not _is_static_fp8(of_cache)) or any(algorithm not in (None, "FP8") for algorithm in of_modelopt):
         return f"quantisation {name} with this scheme for the KV cache"
     schemes = list(_schemes(method, config))
     other = next((scheme for scheme in schemes if scheme not in COVERED and not _follows_batch(scheme)), None)
@@ -202,7 +208,8 @@ def refused(model: Any, config: Any) -> str | None:
         return f"quantisation {of_fp4} on a GPU that multiplies FP4, for which vLLM quantises activations"
     if not has_experts(model) and any(scheme in _INT8_EXPERTS for scheme in schemes):
         return f"quantisation {name} of a model without experts, which alone it is for"
-    of_experts = next((one for one in schemes if not _is_integers(one) and one not in _FP8_OF_EXPERTS), None)
+    known = _FP8_OF_EXPERTS | _NVFP4_OF_EXPERTS
+    of_experts = next((one for one in schemes if not _is_integers(one) and one not in known), None)
     return f"quantisation {of_experts} of a mixture of experts" if of_experts and has_experts(model) else None
 
 

@@ -2,7 +2,9 @@
 
 NVFP4, ``code * scale * global``: bytes [N, K / 2], the first code in the lower half; scales e4m3 [N, K / 16]; global
 scales fp32 [N, 1], those of each shard of a fused layer its own. A checkpoint of compressed-tensors has the global
-scale's reciprocal. MXFP4, ``code * 2^(scale - 127)``: bytes [N, K / 2], scales uint8 [N, K / 32].
+scale's reciprocal. Kernels for experts read it by steps: of each group the products of both scales with 1 and with 1.5,
+[N, K / 8] of the activations' dtype; every element is a power of two times one of them, exactly. MXFP4,
+``code * 2^(scale - 127)``: bytes [N, K / 2], scales uint8 [N, K / 32].
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +53,39 @@ def decode_nvfp4(stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Ten
     return out
 
 
+def by_steps(stored: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :data:`NVFP4_STEPS` stores, of what :data:`NVFP4` does: the same matrix of ``dtype``."""
+    codes, scales, of_rows = stored
+    steps = torch.empty(*scales.shape, 2, dtype=dtype, device=codes.device)
+    for number, step_of in enumerate((1.0, 1.5)):
+        made = torch.empty(scales.shape, dtype=dtype, device=codes.device)
+        write_product(scales.float() * step_of, of_rows, made)  # six bits
+        steps[..., number] = made
+    return codes, steps.flatten(-2)
+
+
+def decode_steps(stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """The definition; ``out`` is [N, K] of bf16 or fp32, packed."""
+    codes, steps = stored
+    for rows in blocks(out):
+        block = out[rows]
+        numbers = numbers_of(codes[rows]).view(len(block), steps.shape[1] // 2, -1)
+        one, three_halves = steps[rows].float().unflatten(1, (-1, 2)).unbind(-1)
+        has_three = torch.frexp(numbers)[0].abs() == 0.75
+        made = torch.where(has_three, numbers / 1.5 * three_halves[..., None], numbers * one[..., None])
+        block.view(numbers.shape).copy_(made)
+    return out
+
+
+def decode_steps_on_gpu(stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """The same bits by a kernel, where there is one."""
+    from .triton_decode import PackedTile
+    from .triton_kernels import decode_tiles
+
+    form = PackedTile.of(NVFP4_STEPS, out.dtype)
+    return decode_steps(stored, out) if form is None else decode_tiles(stored, out, form)
+
+
 def decode_mxfp4(stored: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     """The definition; ``out`` is [N, K] of any floating-point dtype, packed."""
     codes, scales = stored
@@ -90,6 +125,11 @@ def encode_nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return codes, (_ODD_SCALE / factor).to(torch.float8_e4m3fn), scale / _ODD_SCALE
 
 
+def encode_steps(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A weight [N, K] for a certificate."""
+    return by_steps(encode_nvfp4(weight), weight.dtype)
+
+
 def encode_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A weight [N, K] for a certificate."""
     codes, factor, scale = _certified(weight, 32, lambda scale: torch.exp2(torch.frexp(scale)[1].float()))
@@ -106,6 +146,20 @@ NVFP4 = Format(
     encode=encode_nvfp4,
     decode=decode_nvfp4,
 )
+NVFP4_STEPS = Format(
+    "nvfp4-steps",
+    (torch.uint8, None),
+    (CODES, SCALES),
+    packing=2,
+    group=16,
+    exponents=16,
+    encode=encode_steps,
+    decode=decode_steps,
+    decode_on_gpu=decode_steps_on_gpu,
+)
+"""Of no checkpoint, but what kernels for experts read of NVFP4."""
+GLOBALS_BY_STEPS = 2.0**-110, 2.0**110
+"""Between which sizes global scales that are not 0 lie: with others a step may be rounded where an element is not."""
 MXFP4 = Format(
     "mxfp4",
     (torch.uint8, torch.uint8),

@@ -1,12 +1,13 @@
 """Weights of four bits, read and decoded in a Triton kernel: what a tile's dot takes in the place of a tile of the
 matrix, with the matrix's bits.
 
-Codes lie in words of 32 bits, the first of eight in the lowest bits: int32 [rows, K / 8], which are MXFP4's bytes
-[rows, K / 2], too. Both formats make numbers of the activations' dtype of integers, without a conversion of single
+Codes lie in words of 32 bits, the first of eight in the lowest bits: int32 [rows, K / 8], which are FP4's bytes
+[rows, K / 2], too. The formats make numbers of the activations' dtype of integers, without a conversion of single
 codes. An integer code q is the last bits of a number of which it is a part, 128 + q in bf16 and 1024 + q in fp16; less
 128 + zero it is q - zero, exactly, and the product with the scale is rounded once. A code of e2m1 has a sign, two bits
 of exponent and one of mantissa, in the order in which the dtype has them: moved to its place and times a power of two
-it is the number, subnormal ones included, and the product with a power of two is exact.
+it is the number, subnormal ones included, and the product with a power of two is exact. Of NVFP4 by steps the power of
+two in a code is multiplied with one of two numbers of its group, exactly.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,8 @@ class PackedTile(NamedTuple):
     """What a kernel knows of a format. Of one without a kernel there is none.
 
     Attributes:
-        kind: "int4" or "mxfp4".
-        group: elements of K with one scale, a multiple of 32; 0: those of a row.
+        kind: "int4", "mxfp4" or "nvfp4", which is by steps.
+        group: elements of K with one scale, a multiple of 32, of "nvfp4" 16; 0: those of a row.
         has_zeros: whether there are zero points.
     """
 
@@ -36,6 +37,8 @@ class PackedTile(NamedTuple):
         """That of a format and of the activations' dtype; None where no kernel reads it."""
         if form.name == "mxfp4":
             return None if dtype == torch.float16 else cls("mxfp4", form.group, False)
+        if form.name == "nvfp4-steps":
+            return None if dtype == torch.float16 else cls("nvfp4", form.group, False)
         if form.packing != 8 or GROUPS in form.names or not form.name.startswith("w4a16"):
             return None
         group = 0 if form.name.startswith("w4a16-channel") else form.group
@@ -106,6 +109,21 @@ def _power(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _by_steps(words, one, three_halves, DTYPE: tl.constexpr):
+    """Codes of words [...] times steps of DTYPE that go with them: [..., 4, 2]."""
+    IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
+    MANTISSA: tl.constexpr = 23 if IS_WIDE else 7
+    codes = _single(words)
+    power = (126 << MANTISSA) + ((codes & 6) << (MANTISSA - 1))  # 0.5 of code 1, 1 of 2 and 3, ...
+    power = tl.where((codes & 7) == 0, 0, power)
+    if IS_WIDE:
+        power = (power | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
+    else:
+        power = (power | ((codes & 8) << 12)).to(tl.int16).to(DTYPE, bitcast=True)
+    return power * tl.where(((codes & 1) != 0) & ((codes & 6) != 0), three_halves, one)
+
+
+@triton.jit
 def decoded_tile(
     words_ptr, scales_ptr, zeros_ptr, rows, mask_n, start_k, K,
     FORMAT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
@@ -114,7 +132,7 @@ def decoded_tile(
 
     Args:
         words_ptr: int32 [.., K / 8].
-        scales_ptr: of DTYPE, or uint8 of "mxfp4": [.., K / group].
+        scales_ptr: of DTYPE, or uint8 of "mxfp4": [.., K / group]; of "nvfp4" two of each group.
         zeros_ptr: uint8 as the scales, or None.
         rows: int64 [BLOCK_N] of the weight.
         mask_n: which of them there are.
@@ -122,21 +140,28 @@ def decoded_tile(
         FORMAT: a :class:`PackedTile`.
         EVEN_K: whether BLOCK_K divides K.
     """
-    PARTS: tl.constexpr = BLOCK_K // 32  # of one scale each
+    WORDS: tl.constexpr = 2 if FORMAT.kind == "nvfp4" else 4
+    SIZE: tl.constexpr = 8 * WORDS
+    PARTS: tl.constexpr = BLOCK_K // SIZE  # of one scale each
     part = tl.arange(0, PARTS)
-    offs = 4 * part[:, None] + tl.arange(0, 4)[None, :]  # [PARTS, 4] words
+    offs = WORDS * part[:, None] + tl.arange(0, WORDS)[None, :]  # [PARTS, WORDS]
     mask = mask_n[:, None, None]
     mask_words = mask if EVEN_K else mask & (offs[None, :, :] < (K - start_k) // 8)
     ptrs = words_ptr + rows[:, None, None] * (K // 8) + start_k // 8 + offs[None, :, :]
-    words = tl.load(ptrs, mask=mask_words, other=0)  # [BLOCK_N, PARTS, 4]
+    words = tl.load(ptrs, mask=mask_words, other=0)  # [BLOCK_N, PARTS, WORDS]
     if FORMAT.group == 0:
         offs_scale, mask_scale = rows[:, None, None] + 0 * part[None, :, None], mask
     else:
-        group = (start_k // 32 + part) // (FORMAT.group // 32)
+        group = (start_k // SIZE + part) // (FORMAT.group // SIZE)
         offs_scale = rows[:, None, None] * (K // FORMAT.group) + group[None, :, None]
         mask_scale = mask if EVEN_K else mask & (group[None, :, None] < K // FORMAT.group)
+    if FORMAT.kind == "nvfp4":
+        offs_scale *= 2
     scales = tl.load(scales_ptr + offs_scale, mask=mask_scale, other=0)  # [BLOCK_N, PARTS, 1]
-    if FORMAT.kind == "int4":
+    if FORMAT.kind == "nvfp4":
+        three_halves = tl.load(scales_ptr + offs_scale + 1, mask=mask_scale, other=0)
+        tile = _by_steps(words, scales[:, :, :, None, None], three_halves[:, :, :, None, None], DTYPE)
+    elif FORMAT.kind == "int4":
         if FORMAT.has_zeros:
             zeros = tl.load(zeros_ptr + offs_scale, mask=mask_scale, other=0).to(tl.int32)[:, :, :, None, None]
         else:

@@ -16,6 +16,8 @@ exponent and mantissa of bf16, and its products with powers of two are exact::
 
     pair = sign << 12 | bits << 6, of each code            # bf16, 2^126 times too small
     pair = pair * 2^126 * 2^(scale - 127)
+
+Of NVFP4 by steps it becomes a power of two, which is multiplied with one of two numbers of its group.
 """
 
 import triton
@@ -41,13 +43,14 @@ class Scales:
     """What is stored beside the codes of a weight [N, K]."""
 
     scales_ptr: value
-    """[N, K / GROUP] of the dtype of a; of MXFP4 int16 [N, K / 64], the codes of two scales each"""
+    """[N, K / GROUP] of the dtype of a; of MXFP4 int16 [N, K / 64], the codes of two scales each; of NVFP4 int32, two
+    steps each"""
     zeros_ptr: value
     """8 bits each, of the same shape; or None"""
     stride: value
     """Between rows of both."""
     GROUP: gl.constexpr
-    """Elements of K with one scale: 32, or a power of two above it, also above K; 0 where a weight is stored itself."""
+    """Elements of K with one scale, a power of two from 16 on, also above K; 0 where a weight is stored itself."""
 
 
 @triton.constexpr_function
@@ -142,8 +145,37 @@ def rows_of(scales, first_n, N, GATED: gl.constexpr, IN_TURN: gl.constexpr, ROWS
 @triton.constexpr_function
 def _of_16_in_ptx(DTYPE, KIND):
     """Of two words, the bytes to take of them, a zero point and a scale twice each, four times each: the low nibbles
-    of both bytes, and the high ones. Of "e2m1" the scale is 2^126 times as large, of "wide e2m1" it is not.
+    of both bytes, and the high ones. Of "e2m1" the scale is 2^126 times as large, of "wide e2m1" it is not. Of "steps"
+    there are two steps in the place of a zero point, the first in the low half.
     """
+    if KIND == "steps":
+        chosen = "\n".join(
+            f"""shr.u32 three, {half}, 1;
+        shr.u32 mask, {half}, 2;
+        lop3.b32 three, three, mask, {half}, 0xa8;
+        and.b32 three, three, 0x00400040;
+        xor.b32 {half}, {half}, three;
+        shr.u32 mask, three, 6;
+        mul.lo.u32 mask, mask, 0xffff;
+        lop3.b32 mask, mask, large, small, 0xca;
+        mul.rn.bf16x2 {half}, {half}, both;
+        mul.rn.bf16x2 {result}, {half}, mask;"""
+            for half, result in (("low", "$0"), ("high", "$1"))
+        )
+        return f"""{{
+        .reg .b32 both, low, high, small, large, three, mask;
+        prmt.b32 both, $2, $3, $6;
+        and.b32 low, both, 0x000f000f;
+        and.b32 high, both, 0x00f000f0;
+        mul.lo.u32 low, low, 0x1040;
+        mul.lo.u32 high, high, 0x104;
+        and.b32 low, low, 0x81c081c0;
+        and.b32 high, high, 0x81c081c0;
+        prmt.b32 small, $10, $10, 0x1010;
+        prmt.b32 large, $10, $10, 0x3232;
+        mov.b32 both, 0x7e807e80;
+        {chosen}
+        }}"""
     if KIND.endswith("e2m1"):
         factor = """mov.b32 both, 0x7e807e80;
         mul.rn.bf16x2 low, low, both;
@@ -266,6 +298,47 @@ def load_scales(scales, offs, mask_n, k, K, CHUNKS: gl.constexpr, ROWS: gl.const
     return found
 
 
+@triton.constexpr_function
+def steps_layout(ROWS, CHUNKS):
+    """Of the steps of two or four chunks [ROWS, 4 * CHUNKS]: four threads have the same rows of codes, and each loads
+    one group in four.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], *([0, 4 << bit] for bit in range(CHUNKS.bit_length() - 1))],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16 << bit, 0] for bit in range((ROWS // 16).bit_length() - 1)],
+        block_bases=[],
+        shape=[ROWS, 4 * CHUNKS],
+    )
+
+
+@gluon.jit
+def load_steps(scales, offs, mask_n, k, K, CHUNKS: gl.constexpr):
+    """Of NVFP4 both steps of each group of CHUNKS chunks from k on, int32 [ROWS, 4 * CHUNKS]."""
+    ROWS: gl.constexpr = offs.shape[0]
+    group = k // 16 + gl.arange(0, 4 * CHUNKS, gl.SliceLayout(0, steps_layout(ROWS, CHUNKS)))
+    mask = mask_n[:, None] & (group * 16 < K)[None, :]
+    return gl.load(scales.scales_ptr + offs[:, None] + group[None, :], mask=mask, other=0)
+
+
+@gluon.jit
+def steps_of_chunks(steps):
+    """A tensor [ROWS, 4] of each chunk, still spread."""
+    ROWS: gl.constexpr = steps.shape[0]
+    if steps.shape[1] == 8:
+        found = steps.reshape([ROWS, 2, 4]).permute([0, 2, 1]).split()
+    else:
+        first, last = steps.reshape([ROWS, 2, 2, 4]).permute([0, 3, 2, 1]).split()
+        found = first.split() + last.split()
+    return found
+
+
+@gluon.jit
+def gathered_steps(of_chunk):
+    """Those of a chunk where they are needed."""
+    return gl.convert_layout(of_chunk, gl.SliceLayout(2, _groups_layout(of_chunk.shape[0], 4)))
+
+
 @gluon.jit
 def load_words(codes, chunk: gl.constexpr, ROWS: gl.constexpr):
     """A chunk of codes in shared memory [ROWS, BLOCK_K / CODES], as the threads that decode it want it."""
@@ -384,7 +457,8 @@ def decoded_by_16(words, of_chunk, layout: gl.constexpr, DTYPE: gl.constexpr, KI
     place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, by_16)))))
     place = (place * 0x1111 + 0x4400)[None, None, None, :, None]  # bytes of the first word, and of the second
     if KIND != "int4":
-        given = [pair, place, _for_every_16(_powers_of(of_chunk, ROWS, KIND == "wide e2m1"))]
+        of_groups = of_chunk if KIND == "steps" else _powers_of(of_chunk, ROWS, KIND == "wide e2m1")
+        given = [pair, place, _for_every_16(of_groups)]
         made = gl.inline_asm_elementwise(
             _of_16_in_ptx(DTYPE, KIND),
             "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",

@@ -20,6 +20,7 @@ from ..common.gpu import Gpu
 from ..common.launch import launch
 from ..common.triton_rows import aligned
 from ..formats.eight import FP8_BLOCK
+from ..formats.fp4 import GLOBALS_BY_STEPS, NVFP4, NVFP4_STEPS, by_steps
 from ..formats.record import Format
 from ..formats.triton_decode import PackedTile
 from ..linear import triton_gemm
@@ -499,6 +500,29 @@ def grouped_gemm(
 def _fuses(x: torch.Tensor | Codes, reduction: LinearReduction) -> bool | None:
     """Whether the compiler may fuse products with additions: not those with scales of rows and a bias."""
     return reduction.enable_fp_fusion and not (isinstance(x, Codes) and x.scales.dim() == 1)
+
+
+def as_read(stored: StoredExperts) -> StoredExperts:
+    """As :func:`grouped_gemm` wants them: those in NVFP4 by steps, in new memory, where it reads that.
+
+    Raises:
+        NotCovered: scales of matrices so small or large that this might be another matrix.
+    """
+    if stored.format is not NVFP4 or not reads(NVFP4_STEPS, stored.dtype):
+        return stored
+    codes, scales, of_matrices = stored.tensors
+    (least, most), sizes = GLOBALS_BY_STEPS, of_matrices.abs()
+    if bool(((sizes != 0) & ((sizes < least) | (sizes > most))).any()):
+        raise NotCovered(
+            f"experts in NVFP4 with a scale of a matrix that is not between {least:.0e} and {most:.0e}",
+            "kernels for GPUs would round its products with powers of two",
+            "download the checkpoint again, or serve on a CPU",
+        )
+    of_rows = of_matrices.repeat_interleave(codes.shape[1] // of_matrices.shape[1], 1)
+    steps = scales.new_empty(len(scales), scales.shape[1], 2 * scales.shape[2], dtype=stored.dtype)
+    for expert, made in enumerate(steps):
+        made.copy_(by_steps((codes[expert], scales[expert], of_rows[expert]), stored.dtype)[1])
+    return StoredExperts(NVFP4_STEPS, (codes, steps), stored.dtype)
 
 
 def reads(form: Format, dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..formats.eight import FP8, FP8_BLOCK, SIDE
+from ..formats.fp4 import NVFP4
 from ..formats.record import Format
 from ..lora import LoraReduction, add_adapters
 from .reduction import MoeReduction
@@ -60,7 +61,7 @@ class StoredExperts:
     def _of(self, expert: int) -> list[torch.Tensor]:
         """What the format stores of an expert."""
         codes, *others = (tensor[expert].contiguous() for tensor in self.tensors)
-        if self.format is FP8:
+        if self.format in (FP8, NVFP4):
             others = [scales.repeat_interleave(len(codes) // len(scales), 0) for scales in others]
         return [codes, *others]
 

@@ -41,13 +41,17 @@ from ..linear.sm90_packed import (
     codes_layout,
     decoded_by_16,
     gathered,
+    gathered_steps,
     in_order_of_16,
     load_pairs,
     load_scales,
+    load_steps,
     load_words,
     load_words_at,
     rows_layout,
     spread_layout,
+    steps_layout,
+    steps_of_chunks,
 )
 from ..silu.sm90_kernels import rounded, silu_and_mul
 
@@ -238,15 +242,18 @@ def _swigluoai(gate, up, DTYPE: gl.constexpr):
 
 
 @triton.constexpr_function
-def _is_e2m1(scales_dtype):
-    return str(scales_dtype) == "int16"
+def _kind_of(scales_dtype):
+    return {"int16": "e2m1", "int32": "steps"}.get(str(scales_dtype), "int4")
 
 
 @gluon.jit
 def _load_scales(problem, ring, offs, mask_n, k):
-    """Those of a step from k on, as :func:`decoded_by_16` takes them of its chunks; of MXFP4 not yet gathered."""
-    if _is_e2m1(problem.scales.scales_ptr.dtype.element_ty):
+    """Those of a step from k on, as :func:`decoded_by_16` takes them of its chunks; of FP4 not yet gathered."""
+    KIND: gl.constexpr = _kind_of(problem.scales.scales_ptr.dtype.element_ty)
+    if KIND == "e2m1":
         found = load_pairs(problem.scales, offs, mask_n, k, problem.K, ring.CHUNKS)
+    elif KIND == "steps":
+        found = load_steps(problem.scales, offs, mask_n, k, problem.K, ring.CHUNKS)
     else:
         dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
         found = load_scales(problem.scales, offs, mask_n, k, problem.K, ring.CHUNKS, ring.ROWS, dtype)
@@ -296,12 +303,14 @@ def _multiply_partition(problem, ring):
     STEP_K: gl.constexpr = CHUNK_K * ring.CHUNKS
     COLUMNS: gl.constexpr = ring.ROWS // 2 if GATED else ring.ROWS
     ROWS: gl.constexpr = ring.ROWS
-    KIND: gl.constexpr = "e2m1" if _is_e2m1(problem.scales.scales_ptr.dtype.element_ty) else "int4"
+    KIND: gl.constexpr = _kind_of(problem.scales.scales_ptr.dtype.element_ty)
     dtype: gl.constexpr = problem.out_ptr.dtype.element_ty
     if problem.OVERLAPS:
         gdc_wait()
     if KIND == "e2m1":
         of_scales = gl.arange(0, ROWS, gl.SliceLayout(1, spread_layout(ROWS, ring.CHUNKS)))
+    elif KIND == "steps":
+        of_scales = gl.arange(0, ROWS, gl.SliceLayout(1, steps_layout(ROWS, ring.CHUNKS)))
     else:
         of_scales = gl.arange(0, ROWS, rows_layout(ROWS, problem.scales.GROUP))
     in_block = gl.arange(0, ring.BLOCK_M, gl.SliceLayout(0, layout))
@@ -332,13 +341,16 @@ def _multiply_partition(problem, ring):
             if KIND == "e2m1":
                 seen |= now
                 scales = gathered(now)
+            elif KIND == "steps":
+                scales = steps_of_chunks(now)
             else:
                 scales = now
             for chunk in gl.static_range(ring.CHUNKS):
                 decoding = words
                 if chunk + 1 < ring.CHUNKS:
                     words = load_words(codes, chunk + 1, ROWS)
-                weight = decoded_by_16(decoding, scales[chunk], layout, dtype, KIND)
+                of_chunk = gathered_steps(scales[chunk]) if KIND == "steps" else scales[chunk]
+                weight = decoded_by_16(decoding, of_chunk, layout, dtype, KIND)
                 x = ring.x_smem.index(stage * ring.CHUNKS + chunk)
                 acc = warpgroup_mma(weight, x.permute([1, 0]), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -524,8 +536,8 @@ def grouped_packed_sm90(
         block = [1, rows // (2 * turn), 2, turn, box]
     else:
         shape, strides, block = [experts, n, words], [n * words, words, 1], [1, rows, box]
-    if form.kind == "mxfp4":
-        scales = scales.view(torch.int16)
+    if form.kind != "int4":
+        scales = scales.view(torch.int16 if form.kind == "mxfp4" else torch.int32)
     columns = rows // 2 if activation else rows
     tiles_n = triton.cdiv(n, columns)
     num_tiles = len(expert_of_block) * tiles_n

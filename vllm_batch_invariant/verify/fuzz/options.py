@@ -249,7 +249,8 @@ class Place:
         if config.get("quant_method") == "modelopt" and "FP8" in algorithm:
             return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(algorithm, "token")
         given = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
-        found = [one["strategy"] if one["type"] == "float" else "token" for one in given if one]
+        coded = [one for one in given if one and one["num_bits"] == 8]
+        found = [one["strategy"] if one["type"] == "float" else "token" for one in coded]
         return max(found, default="")  # "token" allows least
 
     @property
