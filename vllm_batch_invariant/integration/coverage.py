@@ -1776,7 +1776,7 @@ REFUSED = (
     Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
         "FlexAttention, FP8 caches, offloading and embeddings as prompts; with states or images several workers, "
-        "drafts, quantised weights, and new weights",
+        "drafts, quantisation, and new weights",
         "these have not been run together",
         "leave one out, or merge the adapter",
         _beside_adapters,

@@ -34,8 +34,6 @@ from .linear import PreparedWeight
 
 PRODUCTS = ("w13", "w2")
 """What names of parameters begin with: of gate and up, and of down."""
-_CHOSEN = "FusedMoEMethodCls"
-"""What configurations of ModelOpt's keep of a method's class, beside its module."""
 GIVEN = "input_scale"
 """What they end with of a given scale of what a product is given."""
 _PARTS = "w1", "w3"
