@@ -34,7 +34,7 @@ NEAR = 1e-3
 """Of logprobs in fp32, beside which Transformers has the weights in float64."""
 LAYERS = {
     "A": (8, ""),
-    "B": (16, r"\.(q_proj|v_proj|in_proj_z|in_proj|up_proj|w1|input_linear)$"),
+    "B": (16, r"\.(q_proj|v_proj|in_proj_qkv|in_proj|up_proj|w1|input_linear)$"),
     "C": (64, r"\.(o_proj|out_proj|k_proj)$"),
 }
 """Rank and layers of an adapter: of all linear ones, of parts of fused ones, and of what goes out."""

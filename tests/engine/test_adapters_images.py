@@ -3,13 +3,17 @@ its adapter is alone, and one without an adapter those of an engine without LoRA
 inside an image, after a preemption, and from both caches.
 """
 
+import json
 import os
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine import images, multimodal
 from tests.engine.adapters import EXPANDS, FAULTS
@@ -19,6 +23,7 @@ from tests.engine.engines import (
     SETTINGS,
     UNTRIED_THERE,
     Engine,
+    EngineFailed,
     arguments_of,
     differing_answers,
     request,
@@ -60,6 +65,15 @@ def with_adapters(case: Case, folders: dict[str, Path]) -> dict[str, tuple[list[
     return found
 
 
+def elsewhere(adapter: Path, folder: Path) -> Path:
+    """The same weights by names of layers that are not there, as those of a text model in another one may be."""
+    shutil.copytree(adapter, folder)
+    file = folder / "adapter_model.safetensors"
+    named = {re.sub(r"\.(\d+)\.", r".9\1.", name, count=1): tensor for name, tensor in load_file(file).items()}
+    save_file(named, file)
+    return folder
+
+
 def given(runs: Runs, names: dict[str, slice], run: str) -> Sequence[dict[str, Any]]:
     return runs[run]["given"][names[run]]
 
@@ -77,6 +91,7 @@ def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, tmp_p
     paths = [*case.path(tmp_path / "path"), *multimodal.python_path(tmp_path / "path"), PATHS]
     variables = SETTINGS | UNTRIED_THERE | {"PYTHONPATH": os.pathsep.join(paths)}
     limits = case.limits | OF_DEVICE | {"dtype": "float32"}
+    target = {key: value for key, value in runs["alone 0"][0][0].items() if key != "adapter"}
     with Engine(str(model), arguments_of(limits | ROOM), "1", variables, patience=500) as engine:
 
         def ask(run: str) -> dict[str, Any]:
@@ -89,8 +104,17 @@ def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, tmp_p
             engine.call(f"{IN_ENGINE}:plant", fault)
             faulty[fault] = ask("behind 3")
         engine.call(f"{IN_ENGINE}:plant", "")
-        of_another = dict(runs["alone 0"][0][0], adapter=["B", 2, str(folders["B"])])
-        other = engine.call("tests.engine.images:answers", [of_another], patch, "cache")["given"]
+        kinds = json.loads((folders["A"] / "adapter_config.json").read_text())["target_modules"]
+        asked = [
+            target | {"adapter": [kind, 10 + number, str(write_for(tmp_path / kind, config, 8, number, rf"\.{kind}$"))]}
+            for number, kind in enumerate(kinds)
+        ]
+        base, *of_kinds = (
+            engine.call("tests.engine.images:answers", [one], patch, "cache")["given"] for one in (target, *asked)
+        )
+        strange = target | {"adapter": ["strange", 9, str(elsewhere(folders["A"], tmp_path / "strange"))]}
+        with pytest.raises(EngineFailed, match="which vLLM leaves out"):
+            engine.call("tests.engine.images:answers", [strange], patch, "cache")
     with Engine(str(model), arguments_of(limits), "1", variables, patience=500) as engine:
         plain = engine.call("tests.engine.images:answers", runs["alone 3"][0], patch, "cache")["given"]
     right = [given(found, names, run)[0] for run in alone]
@@ -99,7 +123,7 @@ def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, tmp_p
     assert found["preempted"]["preemptions"] > 0
     shown = {of for of, one in faulty.items() if differing_answers(one["given"][names["behind 3"]], right)}
     assert shown == {*FAULTS} - {EXPANDS}, "in fp32 what is added is rounded to itself"
-    assert differing_answers(other, right[:1]) == [0]
+    assert [kind for kind, one in zip(kinds, of_kinds, strict=True) if differing_answers(one, base) == []] == []
     assert differing_answers(plain, right[3:4]) == []
 
 
@@ -114,11 +138,8 @@ def test_a_text_model_alone_has_the_bits_that_it_has_beside_its_encoder(name: st
     found = []
     for settings in ({}, {"language_model_only": True}):
         limits = case.limits | OF_DEVICE | {"dtype": "float32"} | ROOM | settings
-        variables = (
-            SETTINGS
-            | UNTRIED_THERE
-            | {"PYTHONPATH": os.pathsep.join([*multimodal.python_path(tmp_path / "path"), PATHS])}
-        )
+        path = os.pathsep.join([*multimodal.python_path(tmp_path / "path"), PATHS])
+        variables = SETTINGS | UNTRIED_THERE | {"PYTHONPATH": path}
         with Engine(str(model), arguments_of(limits), "1", variables, patience=500) as engine:
             found.append(engine.call("tests.engine.images:answers", asked, 16, "cache")["given"])
     assert differing_answers(*found) == []

@@ -196,6 +196,11 @@ CASES["idefics3, odd widths"] = with_odd_widths("idefics3", 336)
 SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
+def in_16_bits(name: str) -> bool:
+    """Whether a case is served in bf16, as quantised ones are, and on GPUs gated delta rules."""
+    return bool(CASES[name].form) or (ON_GPU and name.startswith("qwen3.5"))
+
+
 @dataclass
 class Served:
     """What an engine gave in the runs of its case; by the fault of its workers what each made of a probe's images, and
@@ -234,7 +239,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     def folder(name: str) -> tuple[str, int]:
         case, made = CASES[name], tmp_path_factory.mktemp("model")
         config = with_heads(case.config, case.heads)
-        case.save(config, torch.bfloat16 if case.form else torch.float32, made)
+        case.save(config, torch.bfloat16 if in_16_bits(name) else torch.float32, made)
         if case.form:
             source, made = made, tmp_path_factory.mktemp("quantised") / "model"
             write(source, FORMS[case.form], made)
@@ -245,7 +250,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
         if ON_GPU and workers > torch.cuda.device_count():
             pytest.skip(f"needs {workers} GPUs")
         case, (checkpoint, patch) = CASES[name], folder(name)
-        settings = {"dtype": "bfloat16" if case.form else "float32", "mm_encoder_tp_mode": mode}
+        settings = {"dtype": "bfloat16" if in_16_bits(name) else "float32", "mm_encoder_tp_mode": mode}
         settings["tensor_parallel_size"] = workers
         if workers > 1 < int(tree) and case.has_experts:
             settings["enable_expert_parallel"] = True

@@ -176,7 +176,10 @@ def test_replaced_weights_give_the_bits_of_a_fresh_engine(
     assert [how for how, answer in answers.items() if answer != fresh[how[1]]] == []
 
 
-@pytest.mark.parametrize(("name", "form"), [("V3", BLOCKS), ("V3", ROWS), ("GLM-4.7-Flash", INTEGERS)])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("V3", BLOCKS), pytest.param("V3", ROWS, marks=untried_on_gpu), ("GLM-4.7-Flash", INTEGERS)],
+)
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_drafts_leave_answers_alone(name: str, form: str, method: str, tmp_path: Path) -> None:
     """Also those of a layer for more tokens that is quantised, too; beside a prefix cache."""

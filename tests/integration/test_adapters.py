@@ -21,6 +21,7 @@ from vllm_batch_invariant.integration.engine import adapters
 from vllm_batch_invariant.integration.engine.adapter_request import AdapterRequest
 from vllm_batch_invariant.integration.layers.lora import Adapters
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.side_table import beside
 
 SLOTS = [7, None, 9]
 """Numbers of the adapters that are there; the last slot is that of number 9."""
@@ -174,7 +175,14 @@ class Core:
         self.loaded: list[Any] = []
         self.removed: list[int] = []
         self.scheduler = SimpleNamespace(requests={})
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False), lora_config=None)
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(is_moe=False, is_hybrid=False, is_multimodal_model=False), lora_config=None
+        )
+
+        self.model_executor = SimpleNamespace(collective_rpc=lambda method: [f"answer to {method}"])
+
+    def _initialize_kv_caches(self) -> str:
+        return "made"
 
     def preprocess_add_request(self, request: Any) -> Any:
         return request
@@ -192,6 +200,7 @@ class Core:
 
 
 class Engine(Core):
+    _initialize_kv_caches = adapters._that_asks_for_layers(Core._initialize_kv_caches)
     preprocess_add_request = adapters._with_digest(Core.preprocess_add_request)
     add_request = adapters._that_stands(Core.add_request)
     add_lora = adapters._told_apart(Core.add_lora, Core.remove_lora)
@@ -215,6 +224,15 @@ def test_a_prompt_is_found_by_what_is_in_its_adapters_files(tmp_path: Path) -> N
     second = sent(core, folder)
     assert second.cache_salt != first.cache_salt
     assert (second.lora_request.lora_name, second.lora_request.lora_path) == ("name", str(folder))
+
+
+def test_an_engine_that_takes_adapters_asks_its_workers_which_layers_do() -> None:
+    core = Engine()
+    assert core._initialize_kv_caches() == "made"
+    assert beside(core).adapter_layers is None
+    core.vllm_config.lora_config = object()
+    core._initialize_kv_caches()
+    assert beside(core).adapter_layers == f"answer to {adapters.METHOD}"
 
 
 def test_a_request_without_an_adapter_is_left_alone() -> None:

@@ -194,10 +194,6 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
     assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
     assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
     assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
-    layers_alone = {**images, "architecture": "Qwen3_5ForConditionalGeneration"}
-    assert found(**layers_alone, **two) == []
-    by_gpus = ["image inputs of Qwen3_5ForConditionalGeneration with --mm-encoder-tp-mode data"]
-    assert found(**layers_alone, **two, **data) == (by_gpus if device == "cuda" else [])
 
 
 def test_workers_that_share_the_images_of_a_llama_4_add_by_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1388,6 +1384,13 @@ def test_quantised_weights_with_latent_attention_are_those_that_have_run(monkeyp
     assert on_gpus(**four) == "latent attention with tensor parallelism 4"
     drafted = {"speculative_config": SimpleNamespace(method="ngram")}
     assert of_fp8(**drafted) is on_gpus(**drafted) is None
+    by[0] = kind = "compressed-tensors with int8 weights"
+    assert on_gpus() is None
+    assert on_gpus(tensor_parallel_size=2) == f"latent attention with quantisation {kind} by 2 GPUs"
+    said = f"latent attention with quantisation {kind} and speculative decoding on a GPU"
+    assert on_gpus(**drafted) == said
+    assert on_gpus(**drafted, untried=True) is on_gpus(tensor_parallel_size=2, untried=True) is None
+    by[0] = BLOCKS
     by_two = on_gpus(**drafted, tensor_parallel_size=2)
     assert by_two == "latent attention with speculative decoding by 2 workers"
     of_images = "KimiVLForConditionalGeneration"

@@ -12,12 +12,14 @@ pytest.importorskip("vllm.lora.layers.fused_moe")
 
 from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, LoRAMapping
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.integration.test_adapters import Engine, wrapped
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers import lora, lora_cuda, lora_experts
 from vllm_batch_invariant.integration.layers.experts import CpuExperts
 from vllm_batch_invariant.integration.reviews import expert_adapters, patch_points
+from vllm_batch_invariant.integration.reviews.expert_adapters import Layers
 
 EXPERTS = 2
 PER_EXPERT = tuple(
@@ -47,15 +49,14 @@ def written(folder: Path, *modules: str, suffix: str = "safetensors", layer: int
     return str(folder)
 
 
-def config_of(
-    architecture: str = "Qwen3MoeForCausalLM", is_moe: bool = True, sees: bool = False, **of_lora: Any
-) -> Any:
+def config_of(architecture: str = "Qwen3MoeForCausalLM", is_moe: bool = True, **of_lora: Any) -> Any:
     lora_config = {"target_modules": None, "enable_mixed_moe_lora_format": False, "max_lora_rank": 4} | of_lora
     text = SimpleNamespace(num_hidden_layers=3, mlp_only_layers=[0])
     model = SimpleNamespace(
         architecture=architecture,
         is_moe=is_moe,
-        is_multimodal_model=sees,
+        is_hybrid=architecture == "Lfm2ForCausalLM",
+        is_multimodal_model=False,
         get_num_experts=lambda: EXPERTS,
         hf_text_config=text,
     )
@@ -111,8 +112,16 @@ CASES: dict[str, tuple[tuple[str, ...], Any, bool, str]] = {
         False,
         "ranks 2, 3",
     ),
-    "an encoder's": (("mlp.up_proj",), config_of(is_moe=False, sees=True), False, ""),
     "a convolution's": (("conv.conv",), config_of(is_moe=False), False, "conv.conv, which vLLM leaves out"),
+    "a gate alone": (("linear_attn.in_proj_z",), config_of(is_moe=False), False, "in_proj_z and not of in_proj_qkv"),
+    "no gate": (("linear_attn.in_proj_qkv",), config_of(is_moe=False), False, ""),
+    "an embedding": (("embed_tokens",), config_of(is_moe=False), False, ""),
+    "an embedding's beside states": (
+        ("embed_tokens",),
+        config_of("Lfm2ForCausalLM", is_moe=False),
+        False,
+        "embed_tokens, which have not been run beside states",
+    ),
     "too high a rank": (("5:self_attn.q_proj",), config_of(is_moe=False), False, "rank 5, above --max-lora-rank 4"),
     "one matrix": (("B:self_attn.q_proj",), config_of(is_moe=False), False, "one of the two matrices"),
     "a whole weight": (("own:self_attn.q_proj",), config_of(is_moe=False), False, "no weight of a LoRA adapter"),
@@ -129,16 +138,31 @@ def test_what_is_served_follows_from_names(
     assert (said in found) if said else not found
 
 
-def test_weights_of_an_encoder_are_refused(tmp_path: Path) -> None:
-    """Which vLLM leaves out with a warning."""
+def test_weights_are_refused_for_which_no_layer_of_the_engine_has_the_name(tmp_path: Path) -> None:
+    """Which vLLM leaves out without a word."""
+    of_text = WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model."})
+    layer = "language_model.model.layers.1.mlp.up_proj"
+    seeing, plain = (
+        Layers(frozenset([layer]), of_text),
+        Layers(frozenset([layer.removeprefix("language_model.")]), None),
+    )
+    names = {
+        "model.language_model.layers.1.mlp.up_proj": seeing,
+        "model.layers.1.mlp.up_proj": plain,
+        "model.visual.blocks.0.attn.qkv": seeing,
+        "model.layers.1.mlp.up_proj ": seeing,
+        "model.layers.9.mlp.up_proj": plain,
+        "model.language_model.layers.1.mlp.up_proj ": plain,
+        "lm_head": seeing,
+    }
     found = {}
-    for name in ("visual.blocks.0.attn.qkv", "language_model.layers.0.mlp.up_proj"):
-        tensors = {f"base_model.model.model.{name}.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
+    for name, layers in names.items():
+        tensors = {f"base_model.model.{name.strip()}.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
         save_file(tensors, Path(written(tmp_path / name)) / "adapter_model.safetensors")
-        found[name] = expert_adapters.problem_of(str(tmp_path / name), False, config_of(is_moe=False, sees=True))
-    of_encoder, of_text = found.values()
-    assert of_text == ""
-    assert "model.visual.blocks.0.attn.qkv, which vLLM leaves out" in of_encoder
+        found[name] = expert_adapters.problem_of(str(tmp_path / name), False, config_of(is_moe=False), layers)
+    served, refused = [*found.values()][:2], [*found.items()][2:]
+    assert served == ["", ""]
+    assert [name for name, said in refused if f"{name.strip()}, which vLLM leaves out" not in said] == []
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -539,6 +539,20 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     assert plain.state_pages == 0
 
 
+def test_adapters_beside_states_are_drawn_by_one_worker_without_drafts_and_new_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    model = {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"] * 2}
+    drawn = [draw_settings("adapters", number, 256, Place("cpu", 4, model=model)) for number in range(120)]
+    beside = [one for one in drawn if "adapters" in one.options]
+    assert len(beside) > 10
+    assert {(one.workers, one.tree, one.drafts) for one in beside} == {(1, 1, 0)}
+    assert not {"updates", "sleep", "cache"} & {name for one in beside for name in one.options}
+    others = [one for one in drawn if "adapters" not in one.options]
+    assert {name for one in others for name in one.options} >= {"updates", "sleep"}
+
+
 def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one worker or two, which have experts whole with a tree alone; in numbers, with and without a prefix cache."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")

@@ -856,6 +856,9 @@ def _latent_elsewhere(config: Config) -> str | None:
     by_gpus, dtype = _by_gpus_alone(config), _dtype_of(model)
     sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     scaling = getattr(text, "llama_4_scaling", None)
+    workers, method = config.parallel_config.tensor_parallel_size, getattr(config.speculative_config, "method", None)
+    unshared = _other_quantisation(config, RAN.latent_quantised_by_two_gpus)
+    undrafted = _other_quantisation(config, RAN.latent_quantised_drafted_on_gpus)
     beside = {
         "keys that an indexer chooses": getattr(text, "index_topk", None) is not None,
         f"vectors of {sizes[0]} and {sizes[1]} elements": sizes not in LATENT_SIZES,
@@ -864,6 +867,8 @@ def _latent_elsewhere(config: Config) -> str | None:
         and model.architecture in RAN.latent_on_cpus_alone,
         "sleep": getattr(model, "enable_sleep_mode", False),
         f"{model.architecture} on a GPU": by_gpus and model.architecture in RAN.latent_on_cpus_alone,
+        f"quantisation {unshared} by {workers} GPUs": by_gpus and workers > 1 and unshared,
+        f"quantisation {undrafted} and speculative decoding on a GPU": by_gpus and method is not None and undrafted,
         f"{dtype} on a GPU": by_gpus and dtype != "bfloat16",
         "float32 on a GPU": device == "cuda" and dtype == "float32",
     }
@@ -1068,12 +1073,11 @@ def _encoded_by_several(config: Config) -> str | None:
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
     shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
-    of_gpus = ran_on == "cuda" and model.architecture not in RAN.images_by_two_gpus
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": shares_images and (of_gpus or not shared),
+        f"{SHARED_IMAGES} data": shares_images and not shared,
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         "quantised weights by several workers": several and model.quantization and not shares_quantised,
@@ -1338,9 +1342,9 @@ COVERED = (
     ),
     Feature(
         "Images by two workers",
-        "which share layers or images, also by a tree: of Qwen3-VL, Gemma 3; Qwen3.5, also with experts or in FP8 by "
-        "blocks, on GPUs layers alone; on a CPU of Qwen2.5-VL, GLM-4.1V, GLM-4.5V, Llama 4, Kimi-VL, Mistral 3, "
-        "Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4; Qwen3-VL with experts or in FP8",
+        "which share layers or images, also by a tree: of Qwen3-VL and Gemma 3; on a CPU alone of Qwen3.5, Qwen2.5-VL, "
+        "GLM-4.1V, GLM-4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of "
+        "Gemma 4; also Qwen3.5 and Qwen3-VL with experts, and both in FP8 by blocks",
     ),
     Feature(
         "Images on a CPU",

@@ -31,6 +31,7 @@ class Entry:
         discarded: of a worker, tensors that a sleep discards, each with a copy.
         watch: of an engine, what it knows of its weights.
         adapters: of an engine, the digest of the files that each number of an adapter stands for.
+        adapter_layers: of an engine, which of its layers take adapters, and by which names.
         none_hash: of an engine with a KV connector, vLLM's parent of a first block.
         kv_key: of a KV connector, what names begin with; see ``engine.kv_connectors``.
         kv_layers: of one in a worker, the number of caches.
@@ -61,6 +62,7 @@ class Entry:
     discarded: list[tuple[Any, Any]] = field(default_factory=list)
     watch: Any = None
     adapters: dict[int, str] = field(default_factory=dict)
+    adapter_layers: Any = None
     none_hash: bytes = b""
     kv_key: str = ""
     kv_layers: int = 0

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ...ops.lora import LoraReduction
 
 logger = logging.getLogger("vllm.batch_invariant")
+METHOD = "batch_invariant_adapter_layers"
+"""For ``collective_rpc`` of an engine that takes adapters."""
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """That vLLM reads of an adapter's folder."""
 
@@ -41,6 +43,7 @@ def install(platform: type[Any], wrapper: str) -> None:
     """
     platform.get_punica_wrapper = classmethod(lambda cls: wrapper)
     core = patch_points.ENGINE_CORE.get()
+    core._initialize_kv_caches = _that_asks_for_layers(core._initialize_kv_caches)
     core.preprocess_add_request = _with_digest(core.preprocess_add_request)
     core.add_request = _that_stands(core.add_request)
     core.add_lora = _told_apart(core.add_lora, core.remove_lora)
@@ -51,6 +54,7 @@ def install_in_worker() -> None:
     """Have this process's worker read the files that a digest is of, and compute logits of a prompt's tokens with that
     prompt's adapter.
     """
+    setattr(patch_points.WORKER.get(), METHOD, lambda worker: _layers_of(worker.model_runner.lora_manager))
     manager = patch_points.LORA_WORKER.get()
     manager._load_adapter = _verified(manager._load_adapter)
     runner = patch_points.MODEL_RUNNER.get()
@@ -130,10 +134,32 @@ def _with_digest(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     return preprocess_add_request
 
 
+def _that_asks_for_layers(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method that ends the start of the workers, which say once which layers take adapters."""
+
+    @wraps(initialize)
+    def _initialize_kv_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = initialize(self, *args, **kwargs)
+        if self.vllm_config.lora_config is not None:
+            beside(self).adapter_layers = self.model_executor.collective_rpc(METHOD)[0]
+        return made
+
+    return _initialize_kv_caches
+
+
+def _layers_of(manager: Any) -> expert_adapters.Layers:
+    """Of a worker's manager of adapters."""
+    around = manager._adapter_manager
+    mapper = getattr(around.model, "hf_to_vllm_mapper", None)
+    parts = (part for packed in around.packed_modules.values() for part in packed)
+    return expert_adapters.Layers(frozenset([*around.modules, *parts]), mapper and mapper.get_rename_mapper())
+
+
 def _problem_of(core: Any, adapter: Any) -> str:
     """Why the engine does not serve an adapter that is there; empty if it does."""
     path = patch_points.ADAPTER_PATH.get()(adapter.lora_path)
-    return expert_adapters.problem_of(path, adapter.is_3d_lora_weight, core.vllm_config)
+    layers = beside(core).adapter_layers
+    return expert_adapters.problem_of(path, adapter.is_3d_lora_weight, core.vllm_config, layers)
 
 
 def _stands_for(core: Any, adapter: Any, digest: str) -> bool:

@@ -368,6 +368,7 @@ def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: 
             "load new adapters, or start another engine",
         )
     ran = reviews.ran()
+    architecture = next((name for name, of in ran.served_by.items() if of == architecture), architecture)
     kept = ran.convolution_models, ran.delta_rule_models, ran.mamba2_models
     if has_adapters and architecture in (*ran.text_of, *(name for names in kept for name in names)):
         raise NotCovered(

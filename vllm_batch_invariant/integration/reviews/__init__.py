@@ -242,6 +242,8 @@ class Ran:
         latent_workers: numbers of workers above 1 that have shared it, by device.
         latent_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
         latent_drafters: methods of speculative decoding that one worker has run beside it, by device.
+        latent_quantised_by_two_gpus: kinds of quantised weights that two GPUs have shared with it.
+        latent_quantised_drafted_on_gpus: those that one has run with drafts.
         latent_quantised: kinds of quantised weights that have been served with it, by device.
         chunks: versions whose engines have served these, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
@@ -288,7 +290,6 @@ class Ran:
         encoded: what else multimodal models take that is encoded.
         encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
         encoded_quantised_by_two: those of them whose text model was quantised, by device.
-        images_by_two_gpus: those of which two GPUs have shared the images of a step.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -326,6 +327,8 @@ class Ran:
     latent_workers: Mapping[str, tuple[int, ...]]
     latent_trees: Mapping[str, tuple[int, ...]]
     latent_drafters: Mapping[str, tuple[str, ...]]
+    latent_quantised_by_two_gpus: tuple[str, ...]
+    latent_quantised_drafted_on_gpus: tuple[str, ...]
     latent_quantised: Mapping[str, tuple[str, ...]]
     chunks: Mapping[str, str]
     chunk_workers: Mapping[str, tuple[int, ...]]
@@ -372,7 +375,6 @@ class Ran:
     encoded: Mapping[str, tuple[str, ...]]
     encoded_by_two: Mapping[str, tuple[str, ...]]
     encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
-    images_by_two_gpus: tuple[str, ...]
     images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]

@@ -7,6 +7,7 @@ worker, and with it all requests. So an engine looks at the names before a reque
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,11 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 _TENSORS = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
 _IGNORED = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight$|__metadata__$")
 """What vLLM leaves out, as it belongs to the model."""
-_CONVOLUTION = re.compile(r".*\.conv(1d|\.conv)$")
+_CONVOLUTION = re.compile(r".*\.conv(1d)?$")
 """Layers that vLLM takes for linear ones, and whose adapters it does not add."""
-_OF_TEXT = re.compile(r"(model\.)?(language_model|text_model|layers|embed_tokens)\.|lm_head$|model\.embed_tokens$")
-"""Of a model that takes images, whose encoder's adapters vLLM leaves out unless it is told otherwise."""
+_LEADS, _TRAILS = "in_proj_qkv", "in_proj_z"
+"""Parts of a layer of gated delta rules: vLLM knows by the first where the second begins."""
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|embeddings|lm_head)$")
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)$")
 _ALL_EXPERTS = re.compile(r"(.+)\.experts(\.base_layer)?$")
 
@@ -35,13 +37,31 @@ def takes_stacked(lora_config: Any) -> bool:
     return bool(lora_config.enable_mixed_moe_lora_format)
 
 
-def problem_of(path: str, is_stacked: bool, config: Any) -> str:
+@dataclass(frozen=True)
+class Layers:
+    """Those of an engine's model that take adapters.
+
+    Attributes:
+        names: vLLM's, of parts of fused ones, too.
+        mapper: makes them of the names of a checkpoint; None: they are the same.
+    """
+
+    names: frozenset[str]
+    mapper: Any
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is one of a name of a checkpoint."""
+        return (name if self.mapper is None else self.mapper._map_name(name)) in self.names
+
+
+def problem_of(path: str, is_stacked: bool, config: Any, layers: Layers | None = None) -> str:
     """Why an engine does not serve an adapter; empty if it does.
 
     Args:
         path: of the adapter's folder.
         is_stacked: whether a request says that its experts are in one tensor a layer.
         config: vLLM's of the engine.
+        layers: that take adapters; vLLM looks for the last part of a name, and leaves out what has another path.
     """
     model, lora = config.model_config, config.lora_config
     try:
@@ -58,9 +78,19 @@ def problem_of(path: str, is_stacked: bool, config: Any) -> str:
         rank = sides["A"][0] // (experts if _ALL_EXPERTS.match(name) else 1)
         if rank > lora.max_lora_rank:
             return f"{name} has rank {rank}, above --max-lora-rank {lora.max_lora_rank}"
-        if _CONVOLUTION.match(name) or (model.is_multimodal_model and not _OF_TEXT.match(name)):
+        if _CONVOLUTION.match(name):
             return f"it has weights of {name}, which vLLM leaves out: train it without"
-    return _of_experts(found, is_stacked, config, experts) if is_mixture else ""
+        if name.endswith(_TRAILS) and f"{name.removesuffix(_TRAILS)}{_LEADS}" not in found:
+            return f"it has weights of {name} and not of {_LEADS}, and a worker of vLLM's ends by that: train both"
+        if _EMBEDDING.match(name) and (model.is_multimodal_model or model.is_hybrid):
+            return f"it has weights of {name}, which have not been run beside states and images: train it without"
+    if is_mixture and (problem := _of_experts(found, is_stacked, config, experts)):
+        return problem
+    of_experts = (_ONE_EXPERT, _ALL_EXPERTS) if is_mixture else ()
+    apart = [name for name in found if not any(pattern.match(name) for pattern in of_experts)]
+    if layers is not None and (left_out := next((name for name in apart if name not in layers), "")):
+        return f"it has weights of {left_out}, which vLLM leaves out: no layer that takes adapters has this name here"
+    return ""
 
 
 def _of_experts(found: Mapping[str, Mapping[str, Any]], is_stacked: bool, config: Any, experts: int) -> str:

@@ -564,6 +564,11 @@ def _replaces_beneath_adapters(place: Place) -> bool:
     return not is_other and (not place.has_experts or place.device in coverage.RAN.lora_expert_updates)
 
 
+def _takes_weights(settings: Any, place: Place) -> bool:
+    """Whether weights may come while an engine serves, as they do after a sleep that lets go of them."""
+    return "adapters" not in settings.options or _replaces_beneath_adapters(place)
+
+
 def _has_run(versions: Mapping[str, str], place: Place) -> bool:
     """Whether the installed version is among those that have run on a device."""
     ran = versions.get(place.device)
@@ -647,6 +652,7 @@ OPTIONS = (
         {"on": (coverage.SLEEP,)},
         (NONE, "on"),
         lambda place: place.device == "cuda" and _keeps_requests(place),
+        _takes_weights,
         of_pooling=True,
     ),
     # a CPU sleeps without the argument, which vLLM refuses there, and forgets its prefix cache
@@ -655,6 +661,7 @@ OPTIONS = (
         {},
         ("cache",),
         lambda place: place.device == "cpu" and _keeps_requests(place),
+        _takes_weights,
         of_pooling=True,
     ),
     Option(
@@ -662,7 +669,7 @@ OPTIONS = (
         {},
         (NONE, "on", NONE),
         lambda place: place.is_open("--load-format"),
-        lambda settings, place: "adapters" not in settings.options or _replaces_beneath_adapters(place),
+        _takes_weights,
         of_pooling=True,
     ),
     Option(
