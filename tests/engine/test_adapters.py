@@ -40,6 +40,7 @@ TARGETS = [
 ]
 """vLLM computes a prompt anew where its logprobs are asked for."""
 NAMES = ("A", "B", "C", None)
+COMPANY = [(request(tokens(20 + 7 * i, 9 + i), max_tokens=10), NAMES[i % 4]) for i in range(6)]
 NUMBERS = {"A": 1, "B": 2, "C": 3}
 PLACES = ("among others", "warm", "preempted", "in another order", "by other numbers")
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -70,18 +71,29 @@ def asked(
     return engine.call(f"{IN_ENGINE}:step", sent, known, *options.values())
 
 
-def alone(engine: Engine, folders: Mapping[str, Path], names: Sequence[str | None] = NAMES) -> dict[str, Any]:
+def alone(
+    engine: Engine,
+    folders: Mapping[str, Path],
+    names: Sequence[str | None] = NAMES,
+    targets: Sequence[Any] = TARGETS,
+) -> dict[str, Any]:
     """Answers to the targets, one at a time, by adapter."""
-    return {str(name): [asked(engine, folders, [(one, name)])["answers"][0] for one in TARGETS] for name in names}
+    return {str(name): [asked(engine, folders, [(one, name)])["answers"][0] for one in targets] for name in names}
 
 
-def among(engine: Engine, folders: Mapping[str, Path], order: Sequence[str | None], **how: Any) -> dict[str, Any]:
+def among(
+    engine: Engine,
+    folders: Mapping[str, Path],
+    order: Sequence[str | None],
+    targets: Sequence[Any] = TARGETS,
+    company: Sequence[tuple[Any, str | None]] = COMPANY,
+    **how: Any,
+) -> dict[str, Any]:
     """The same where they are sent together with others, adapters in an order; and what more was said of them."""
-    company = [(request(tokens(20 + 7 * i, 9 + i), max_tokens=10), NAMES[i % 4]) for i in range(6)]
-    mine = [(one, name) for name in order for one in TARGETS]
+    mine = [(one, name) for name in order for one in targets]
     got = asked(engine, folders, [*company, *mine], **how)
-    answers = got.pop("answers")[len(company) :]
-    return got | {str(name): answers[2 * i : 2 * i + 2] for i, name in enumerate(order)}
+    answers, count = got.pop("answers")[len(company) :], len(targets)
+    return got | {str(name): answers[count * i : count * (i + 1)] for i, name in enumerate(order)}
 
 
 def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -135,14 +147,15 @@ def test_a_fault_shows(found: dict[str, Any], fault: str) -> None:
     assert differing(found, fault)
 
 
-def without_lora(model: Path) -> list[Any]:
+def without_adapters(engine: Engine, targets: Sequence[Any] = TARGETS) -> list[Any]:
     """Answers to the targets of an engine without LoRA, one at a time."""
-
-    def without(engine: Engine) -> Any:
-        return [engine.step(f"{i}", [one], True).requests[0] for i, one in enumerate(TARGETS)]
-
-    answers = run({"model": str(model), **LIMITS}, [], "1", afterwards=without).afterwards
+    answers = [engine.step(f"{i}", [one], True).requests[0] for i, one in enumerate(targets)]
     return [[one["completions"], one["prompt_logprobs"]] for one in answers]
+
+
+def without_lora(model: Path) -> list[Any]:
+    """The same of an engine of its own."""
+    return run({"model": str(model), **LIMITS}, [], "1", afterwards=without_adapters).afterwards
 
 
 def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_lora(

@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.engine import kept_states, multimodal
+from tests.engine import kept_states, multimodal, test_adapters
 from tests.engine.adapters import FAULTS
 from tests.engine.engines import UNTRIED_THERE, request, tokens
-from tests.engine.test_adapters import IN_ENGINE, NAMES, ROOM, asked, differing
+from tests.engine.test_adapters import IN_ENGINE, NAMES, ROOM, asked, differing, without_adapters
 from tests.engine.test_quantised_hybrids import FAMILIES
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -39,10 +39,13 @@ LAYERS = {
 }
 """Rank and layers of an adapter: of all linear ones, of parts of fused ones, and of what goes out."""
 TARGETS = kept_states.TARGETS
+COMPANY = [
+    (request(tokens(40 + 30 * number, 100 + number, kept_states.VOCABULARY), max_tokens=8), name)
+    for number, name in enumerate(NAMES)
+]
 PAGES = {"num_gpu_blocks_override": 60}
 """So many that states of a prompt are found again, and are filled anew when requests are preempted."""
 DENSE = [name for name, family in FAMILIES.items() if "num_experts" not in family.sizes]
-Answers = dict[str, list[Any]]
 
 
 def written(folder: Path, model: Path) -> dict[str, Path]:
@@ -50,37 +53,17 @@ def written(folder: Path, model: Path) -> dict[str, Path]:
     return {name: write_for(folder / name, config, rank, rank, layers) for name, (rank, layers) in LAYERS.items()}
 
 
-def alone(engine: Engine, folders: Mapping[str, Path]) -> Answers:
-    """Answers to the targets, one at a time, by adapter."""
-    return {str(name): [asked(engine, folders, [(one, name)])["answers"][0] for one in TARGETS] for name in NAMES}
-
-
-def among(engine: Engine, folders: Mapping[str, Path], **how: Any) -> dict[str, Any]:
-    """The same together with others."""
-    company = [
-        (request(tokens(40 + 30 * number, 100 + number, kept_states.VOCABULARY), max_tokens=8), name)
-        for number, name in enumerate(NAMES)
-    ]
-    got = asked(engine, folders, company + [(one, name) for name in NAMES for one in TARGETS], **how)
-    answers = got.pop("answers")[len(company) :]
-    return got | {str(name): answers[2 * place : 2 * place + 2] for place, name in enumerate(NAMES)}
-
-
 def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
-    found: dict[str, Any] = {"alone": alone(engine, folders), "among others": among(engine, folders)}
-    found["warm"] = among(engine, folders, reset=False)
-    found["preempted"] = among(engine, folders, preempt_after=9)
-    found["by other numbers"] = among(engine, folders, numbers={"A": 13, "B": 12, "C": 11})
+    together = partial(test_adapters.among, engine, folders, NAMES, TARGETS, COMPANY)
+    found: dict[str, Any] = {"alone": test_adapters.alone(engine, folders, NAMES, TARGETS), "among others": together()}
+    found["warm"] = together(reset=False)
+    found["preempted"] = together(preempt_after=9)
+    found["by other numbers"] = together(numbers={"A": 13, "B": 12, "C": 11})
     for fault in FAULTS:
         engine.call(f"{IN_ENGINE}:plant", fault)
-        found[fault] = among(engine, folders)
+        found[fault] = together()
     engine.call(f"{IN_ENGINE}:plant", "")
-    return found | {"no fault": among(engine, folders)}
-
-
-def without_lora(engine: Engine) -> list[Any]:
-    found = [engine.step(f"{number}", [one], True).requests[0] for number, one in enumerate(TARGETS)]
-    return [[one["completions"], one["prompt_logprobs"]] for one in found]
+    return found | {"no fault": together()}
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -98,7 +81,7 @@ def test_a_request_has_the_same_bits_in_any_company(name: str, tmp_path: Path) -
     places = ("among others", "warm", "preempted", "by other numbers", "no fault")
     assert [place for place in places if differing(found, place)] == []
     assert all(differing(found, fault) for fault in FAULTS)
-    assert kept_states.started(model, without_lora, **settings) == found["alone"]["None"]
+    assert kept_states.started(model, partial(without_adapters, targets=TARGETS), **settings) == found["alone"]["None"]
 
 
 def merged(model: Path, adapter: Path, without: str = "-") -> torch.nn.Module:

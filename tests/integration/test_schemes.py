@@ -51,7 +51,8 @@ def found(
     """What the rows find in a model of this ``quantization_config``, with a draft model of another."""
     config = json.loads(json.dumps(config))
     name = of_model.get("quantization") or named(config)
-    drafts = SimpleNamespace(draft_model_config=SimpleNamespace(quantization=named(draft))) if draft else None
+    drafter = SimpleNamespace(quantization=named(draft) if draft else None, is_moe=False)
+    drafts = SimpleNamespace(draft_model_config=drafter) if draft else None
     read = get_quantization_config(name).from_config(config)
     model = {"quantization": name, "is_moe": False} | of_model
     given = SimpleNamespace(
@@ -483,3 +484,13 @@ def test_a_plain_model_is_not_asked() -> None:
         device_config=SimpleNamespace(device_type="cpu"), model_config=SimpleNamespace(quantization=None)
     )
     assert [row.found(given) for row in ROWS.values()] == [None] * len(ROWS) == [None] * 3
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_kinds_that_no_gpu_has_served_of_experts_are_theirs_alone(
+    has_experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model, and of one that drafts for it."""
+    kind = "modelopt with float4 weights"
+    monkeypatch.setattr(schemes, "kinds", lambda *_: (kind,))
+    assert coverage._on_cpus_alone(SimpleNamespace(is_moe=has_experts), None) == ({kind} if has_experts else set())

@@ -264,8 +264,7 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
-    of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
-    if untried := set(schemes.kinds(model, of_weights)) & {*RAN.quantised_on_cpus_alone, *of_experts}:
+    if untried := _on_cpus_alone(model, of_weights):
         return f"{where} of {min(untried)}"
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
@@ -288,8 +287,13 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
-    untried = set(schemes.kinds(draft, read)) & {*RAN.quantised_on_cpus_alone}
-    return _when(untried, f"a draft model in quantisation {name} on a GPU")
+    return _when(_on_cpus_alone(draft, read), f"a draft model in quantisation {name} on a GPU")
+
+
+def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
+    """Kinds of a quantised model's weights that no GPU has served."""
+    of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
+    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone, *of_experts}
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -450,7 +454,7 @@ def _other_adapters(config: Config) -> str | None:
     setting = next((name for name in _LAYERS_WITH_ADAPTERS if getattr(lora, name, None)), "")
     other = _other_quantisation(config, RAN.lora_quantised.get(_ran_on(device.ops.type), ()))
     beside = RAN.lora_beside.get(_ran_on(device.ops.type), ())
-    states = _kept_by(config)
+    states = kept_by(model.architecture)
     found = {
         f"quantisation {other}": other,
         "pooling": _pools(config),
@@ -506,7 +510,7 @@ def _beside_adapters(config: Config) -> str | None:
         "embeddings as prompts": model.enable_prompt_embeds,
         "a KV connector": bool(connectors.name(config)),
     }
-    if model.is_multimodal_model or _kept_by(config):
+    if model.is_multimodal_model or kept_by(model.architecture):
         of_model = "images" if model.is_multimodal_model else "states"
         found |= {
             f"{of_model} and tensor parallelism {workers}": workers > 1,
@@ -695,14 +699,16 @@ def _has_states(model: Any) -> bool:
     return model.is_attention_free or model.is_hybrid or model.has_inner_state
 
 
-def _kept_by(config: Config) -> str:
-    """The name of the states that a model's layers keep, if they are known."""
+def kept_by(architecture: str) -> str:
+    """The name of the states that a model's layers keep, if they are known; else nothing."""
     every = _CONVOLUTIONS, _DELTA_RULES, _STATE_SPACES, _KDA, _LIGHTNING
-    return next((kept.name for kept in every if _keeps(config, kept)), "")
+    return next((kept.name for kept in every if architecture in kept.models), "")
 
 
 def _states(config: Config) -> str | None:
-    return _when(_has_states(config.model_config) and not _kept_by(config), "Mamba or linear attention")
+    model = config.model_config
+    known = kept_by(getattr(model, "architecture", ""))
+    return _when(_has_states(model) and not known, "Mamba or linear attention")
 
 
 _OF_STATES = (

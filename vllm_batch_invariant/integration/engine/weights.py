@@ -28,7 +28,7 @@ from ... import envs
 from ...errors import NotCovered
 from .. import reviews
 from ..layers import linear, quantised
-from ..reviews import patch_points
+from ..reviews import encoding, patch_points
 from ..side_table import beside
 from . import kv_connectors, refusals
 from .endpoint import METHOD as ENGINE_INFO
@@ -368,9 +368,9 @@ def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: 
             "load new adapters, or start another engine",
         )
     ran = reviews.ran()
-    architecture = next((name for name, of in ran.served_by.items() if of == architecture), architecture)
     kept = ran.convolution_models, ran.delta_rule_models, ran.mamba2_models
-    if has_adapters and architecture in (*ran.text_of, *(name for names in kept for name in names)):
+    others = {*ran.text_of, *(name for names in kept for name in names)}
+    if has_adapters and others & {*encoding.names_of(architecture)}:
         raise NotCovered(
             f"new weights of {architecture} with LoRA adapters",
             "beside states and images nobody has replaced them",

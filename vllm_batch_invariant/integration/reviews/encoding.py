@@ -40,5 +40,9 @@ def encoded_by(kind: type) -> tuple[str, ...]:
     Args:
         kind: of a loaded model.
     """
-    names = [kind.__name__, *(name for name, served in ran().served_by.items() if served == kind.__name__)]
-    return tuple(item for name in names for item in ran().encoded.get(name, ()))
+    return tuple(item for name in names_of(kind.__name__) for item in ran().encoded.get(name, ()))
+
+
+def names_of(kind: str) -> list[str]:
+    """By which a model may ask for a class of vLLM's: its own, and those that it serves."""
+    return [kind, *(name for name, served in ran().served_by.items() if served == kind)]

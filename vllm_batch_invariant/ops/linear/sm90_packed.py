@@ -148,6 +148,13 @@ def _of_16_in_ptx(DTYPE, KIND):
     of both bytes, and the high ones. Of "e2m1" the scale is 2^126 times as large, of "wide e2m1" it is not. Of "steps"
     there are two steps in the place of a zero point, the first in the low half.
     """
+    numbers = """prmt.b32 both, $2, $3, $6;
+        and.b32 low, both, 0x000f000f;
+        and.b32 high, both, 0x00f000f0;
+        mul.lo.u32 low, low, 0x1040;
+        mul.lo.u32 high, high, 0x104;
+        and.b32 low, low, 0x81c081c0;
+        and.b32 high, high, 0x81c081c0;"""  # codes of e2m1 where bf16 has its sign, exponent and mantissa
     if KIND == "steps":
         chosen = "\n".join(
             f"""shr.u32 three, {half}, 1;
@@ -164,13 +171,7 @@ def _of_16_in_ptx(DTYPE, KIND):
         )
         return f"""{{
         .reg .b32 both, low, high, small, large, three, mask;
-        prmt.b32 both, $2, $3, $6;
-        and.b32 low, both, 0x000f000f;
-        and.b32 high, both, 0x00f000f0;
-        mul.lo.u32 low, low, 0x1040;
-        mul.lo.u32 high, high, 0x104;
-        and.b32 low, low, 0x81c081c0;
-        and.b32 high, high, 0x81c081c0;
+        {numbers}
         prmt.b32 small, $10, $10, 0x1010;
         prmt.b32 large, $10, $10, 0x3232;
         mov.b32 both, 0x7e807e80;
@@ -182,13 +183,7 @@ def _of_16_in_ptx(DTYPE, KIND):
         mul.rn.bf16x2 high, high, both;"""
         return f"""{{
         .reg .b32 both, low, high;
-        prmt.b32 both, $2, $3, $6;
-        and.b32 low, both, 0x000f000f;
-        and.b32 high, both, 0x00f000f0;
-        mul.lo.u32 low, low, 0x1040;
-        mul.lo.u32 high, high, 0x104;
-        and.b32 low, low, 0x81c081c0;
-        and.b32 high, high, 0x81c081c0;
+        {numbers}
         {factor if KIND.startswith("wide") else ""}
         mul.rn.bf16x2 $0, low, $10;
         mul.rn.bf16x2 $1, high, $10;

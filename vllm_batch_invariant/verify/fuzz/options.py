@@ -553,15 +553,15 @@ def _takes_adapters(place: Place) -> bool:
     architecture = next(iter(place.model.get("architectures") or ()), "")
     has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
     has_run &= _has_run(coverage.RAN.lora, place)
-    others = adapters.OTHERS if place.device in coverage.RAN.lora_beside else ()
-    return has_run and architecture in (*adapters.MODELS, *others) and not place.is_quantised
+    beside = {architecture, coverage.kept_by(architecture)} & {*coverage.RAN.lora_beside.get(place.device, ())}
+    return has_run and bool(architecture in adapters.MODELS or beside) and not place.is_quantised
 
 
 def _replaces_beneath_adapters(place: Place) -> bool:
     """Whether weights have been replaced beneath adapters on such a device."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
-    is_other = architecture in adapters.OTHERS
-    return not is_other and (not place.has_experts or place.device in coverage.RAN.lora_expert_updates)
+    of_experts = not place.has_experts or place.device in coverage.RAN.lora_expert_updates
+    return architecture in adapters.MODELS and of_experts
 
 
 def _takes_weights(settings: Any, place: Place) -> bool:

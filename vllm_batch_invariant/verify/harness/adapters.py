@@ -3,11 +3,14 @@
 import json
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -36,14 +39,6 @@ LINEAR = (
     (MOST_RANK, r"\.(o_proj|out_proj|down_proj)$"),
 )
 """Instead of :data:`DRAWN` a rank, and a pattern of the names of linear layers, of other models."""
-OTHERS = (
-    *("Lfm2ForCausalLM", "NemotronHForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"),
-    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-    *("Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
-    *("InternVLForConditionalGeneration", "Glm4vForConditionalGeneration"),
-    *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-)
-"""Architectures of these."""
 _OF_TEXT = re.compile(r"(model\.)?(language_model|text_model|layers)\.")
 
 
@@ -107,12 +102,7 @@ def write(
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
 
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
-
-    def drawn(path: str, k: int, n: int) -> dict[str, torch.Tensor]:
-        path = f"base_model.model.{path}"
-        return {f"{path}.lora_A.weight": draw(rank, k), f"{path}.lora_B.weight": draw(n, rank)}
+    draw, drawn = partial(_draw, generator), partial(_drawn, generator, rank)
 
     def of_experts(where: ExpertLayers, path: str) -> dict[str, torch.Tensor]:
         """PEFT stacks ranks of experts' A one after the other, and interleaves those of B."""
@@ -183,12 +173,23 @@ def write_for(folder: Path, config: Any, rank: int, seed: int, layers: str, alph
     }
     if not found:
         raise ValueError(f"no linear layer of {config.architectures[0]} has a name with {layers!r}")
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
     for name, (n, k) in found.items():
-        for side, shape in (("A", (rank, k)), ("B", (n, rank))):
-            drawn = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
-            tensors[f"base_model.model.{name}.lora_{side}.weight"] = drawn.bfloat16()
+        tensors |= _drawn(generator, rank, name, k, n)
     return _save(folder, tensors, rank, alpha, {name.rpartition(".")[2] for name in found})
+
+
+def _draw(generator: "torch.Generator", *shape: int) -> "torch.Tensor":
+    import torch
+
+    return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+
+def _drawn(generator: "torch.Generator", rank: int, path: str, k: int, n: int) -> "dict[str, torch.Tensor]":
+    """Both matrices of a layer, by PEFT's names."""
+    path = f"base_model.model.{path}"
+    return {f"{path}.lora_A.weight": _draw(generator, rank, k), f"{path}.lora_B.weight": _draw(generator, n, rank)}
 
 
 def _save(folder: Path, tensors: dict[str, Any], rank: int, alpha: int, layers: Collection[str]) -> Path:
@@ -220,24 +221,22 @@ def folder_of(config: str, rank: int, seed: int, targets: tuple[str, ...] = (*AT
     """Of an adapter that :func:`write` makes for a model with a config.json; written once, and kept until the process
     ends.
     """
-    return _kept(config, rank, seed, targets).name
+    return _once((config, rank, seed, targets), lambda at: write(at, json.loads(config), rank, seed, targets))
 
 
 def folder_for(config: Any, number: int) -> str:
     """The same of one of :data:`LINEAR`, counted from 1, for a model with a configuration of Transformers'."""
     named = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    if (named, number) not in _made:
-        rank, layers = LINEAR[number - 1]
-        _made[named, number] = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
-        write_for(Path(_made[named, number].name), config, rank, number, layers)
-    return _made[named, number].name
+    rank, layers = LINEAR[number - 1]
+    return _once((named, number), lambda at: write_for(at, config, rank, number, layers))
 
 
-_made: dict[tuple[str, int], Any] = {}
+_folders: dict[tuple[Any, ...], Any] = {}
+"""Those that were written, which are gone when the process ends."""
 
 
-@cache
-def _kept(config: str, rank: int, seed: int, targets: tuple[str, ...]) -> Any:
-    folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
-    write(Path(folder.name), json.loads(config), rank, seed, targets)
-    return folder
+def _once(key: tuple[Any, ...], write_to: Callable[[Path], object]) -> str:
+    if key not in _folders:
+        _folders[key] = tempfile.TemporaryDirectory(prefix="vllm-adapter-")
+        write_to(Path(_folders[key].name))
+    return _folders[key].name

@@ -255,7 +255,7 @@ def adapter_request(llm: Any, number: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     model = llm.llm_engine.model_config
-    if model.architecture in adapters.OTHERS:
+    if model.architecture not in adapters.MODELS:
         return LoRARequest(f"adapter {number}", number, adapters.folder_for(model.hf_config, number))
     config = model.hf_text_config.to_dict()
     rank, targets = adapters.DRAWN[number - 1]
