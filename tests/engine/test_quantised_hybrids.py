@@ -323,18 +323,22 @@ def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
     def asked(engine: Engine) -> dict[str, Any]:
         found = kept_states.ask(engine, (), OF_CODES)
         cold, warm = (engine.step(f"long {number}", [LONG], number == 0).requests[0] for number in range(2))
-        found |= {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
-        found["scales"] = engine.call("tests.engine.fp8_caches:in_numbers", True)
-        return found | {"numbers of the codes": kept_states.alone(engine, "numbers")}
+        return found | {"long": (cold["completions"], warm["completions"]), "cached": warm["cached"]}
 
-    settings = family.settings | kept_states.IN_GRAPHS | {"max_model_len": 1024, "variables": UNTRIED_THERE}
-    found = started(folder, afterwards=asked, **settings)
+    def of_numbers(engine: Engine) -> list[Any]:
+        scales = engine.call("tests.engine.fp8_caches:in_numbers", True)
+        numbers = kept_states.alone(engine, "numbers")
+        engine.call("tests.engine.fp8_caches:in_numbers", False)
+        return [scales, numbers, kept_states.alone(engine, "as they come")]
+
+    settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    found = started(folder, afterwards=asked, **settings | kept_states.IN_GRAPHS)
     assert found["preemptions"] > 0
     assert [company for company in SAME if found[company] != found["alone"]] == []
     assert decodes_as_it_prefills(found)
     assert found["long"][0] == found["long"][1]
     assert found["cached"] > 0
-    assert found["scales"] == [[*scales.values()]]
-    assert found["alone"] == found["numbers of the codes"]
-    plain = started(folder, afterwards=kept_states.alone, kv_cache_dtype="bfloat16", **settings)
-    assert plain != found["alone"], "so the comparison sees what codes lose"
+    held, numbers, plain = started(folder, afterwards=of_numbers, **settings)  # graphs would keep the cache of codes
+    assert held == [[*scales.values()]]
+    assert found["alone"] == numbers
+    assert plain != numbers, "so the comparison sees what codes lose"

@@ -13,5 +13,6 @@ def where_missing(folder: Path) -> list[str]:
     """Folders to put on the path of a process that loads such a model: one with the fake if there is no num2words."""
     if find_spec("num2words"):
         return []
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "num2words.py").write_text(_SOURCE)
     return [str(folder)]
