@@ -197,8 +197,8 @@ SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
 def in_16_bits(name: str) -> bool:
-    """Whether a case is served in bf16, as quantised ones are, and on GPUs gated delta rules."""
-    return bool(CASES[name].form) or (ON_GPU and name.startswith("qwen3.5"))
+    """Whether a case is served in bf16, as quantised ones are, and all on GPUs."""
+    return bool(CASES[name].form) or ON_GPU
 
 
 @dataclass

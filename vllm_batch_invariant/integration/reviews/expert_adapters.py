@@ -25,7 +25,7 @@ _IGNORED = re.compile(r".*\.(embed_tokens|lm_head)\.base_layer\.weight$|__metada
 """What vLLM leaves out, as it belongs to the model."""
 _CONVOLUTION = re.compile(r".*\.conv(1d)?$")
 """Layers that vLLM takes for linear ones, and whose adapters it does not add."""
-_LEADS, _TRAILS = "in_proj_qkv", "in_proj_z"
+LEADS, TRAILS = "in_proj_qkv", "in_proj_z"
 """Parts of a layer of gated delta rules: vLLM knows by the first where the second begins."""
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|embeddings|lm_head)$")
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)$")
@@ -80,8 +80,8 @@ def problem_of(path: str, is_stacked: bool, config: Any, layers: Layers | None =
             return f"{name} has rank {rank}, above --max-lora-rank {lora.max_lora_rank}"
         if _CONVOLUTION.match(name):
             return f"it has weights of {name}, which vLLM leaves out: train it without"
-        if name.endswith(_TRAILS) and f"{name.removesuffix(_TRAILS)}{_LEADS}" not in found:
-            return f"it has weights of {name} and not of {_LEADS}, and a worker of vLLM's ends by that: train both"
+        if name.endswith(TRAILS) and f"{name.removesuffix(TRAILS)}{LEADS}" not in found:
+            return f"it has weights of {name} and not of {LEADS}, and a worker of vLLM's ends by that: train both"
         if _EMBEDDING.match(name) and (model.is_multimodal_model or model.is_hybrid):
             return f"it has weights of {name}, which have not been run beside states and images: train it without"
     if is_mixture and (problem := _of_experts(found, is_stacked, config, experts)):
