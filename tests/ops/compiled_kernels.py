@@ -98,6 +98,7 @@ from vllm_batch_invariant.ops.quantise import QuantiseReduction
 from vllm_batch_invariant.ops.quantise import cuda as quantise
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.relu_squared import cuda as relu_squared
 from vllm_batch_invariant.ops.scaled_linear import E4M3, GROUP, WGMMA, ScaledLinearReduction
 from vllm_batch_invariant.ops.scaled_linear import cuda as scaled_linear
 from vllm_batch_invariant.ops.scaled_linear.schedule import E4M3_SCHEDULES, SCHEDULES, ScaledLinearSchedule
@@ -818,6 +819,7 @@ def rows() -> None:
         softmax.softmax(x, -1)
         reduce.mean(x, -1)
     x = torch.zeros(2, 2 * 12_288, dtype=torch.bfloat16)
+    relu_squared.relu_squared(x)
     silu.silu_and_mul(x)
     silu.silu_and_mul(x, codes=QuantiseReduction.of_dtype(x.dtype, E4M3, 128))
     turned_heads(2)

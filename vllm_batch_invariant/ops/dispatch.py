@@ -29,6 +29,7 @@ _FLOAT = {
     "quantise": ("cpu", "cuda"),
     "ranking": ("cpu", "cuda"),
     "reduce": ("cpu", "cuda"),
+    "relu_squared": ("cpu", "cuda"),
     "scaled_linear": ("cpu", "cuda"),
     "silu": ("cpu", "cuda"),
     "silu_backward": ("cpu", "cuda"),

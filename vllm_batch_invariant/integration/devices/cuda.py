@@ -127,7 +127,7 @@ class Cuda(VllmDevice):
         online_experts.install_cuda()
         experts.install_capture()
         linear.install_cuda()
-        activation.install()
+        activation.install_cuda()
 
     def install_collectives(self) -> None:
         collectives.install_cuda(self.adds_as_tree)

@@ -1,9 +1,12 @@
-"""vLLM's gated activation of most models on a GPU, and their gated MLPs, with the operations in their place."""
+"""vLLM's gated activation of most models on a GPU and that of MLPs without a gate, and gated MLPs, with the operations
+in their place.
+"""
 
 from typing import Any
 
 import torch
 
+from ...ops.relu_squared import relu_squared
 from ...ops.silu import silu_and_mul
 from ..reviews import patch_points
 from ..side_table import beside
@@ -14,6 +17,16 @@ from .fusion import ForwardFusion
 def install() -> None:
     """Have every model build a layer that calls the operation, whose programs are many also for few tokens."""
     patch_points.replace_layer(patch_points.SILU_AND_MUL.get(), "BatchInvariant", _silu_and_mul)
+
+
+def install_cuda() -> None:
+    """The same, also of the activation of MLPs without a gate."""
+    install()
+    patch_points.replace_layer(patch_points.RELU_SQUARED.get(), "BatchInvariant", _relu_squared)
+
+
+def _relu_squared(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return relu_squared(x)
 
 
 def _silu_and_mul(_: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

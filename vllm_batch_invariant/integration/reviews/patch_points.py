@@ -151,6 +151,7 @@ ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), 
 LLAMA_3_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "Llama3RotaryEmbedding")
 LINEAR_ROTARY_EMBEDDING = PatchPoint(("vllm.model_executor.layers.rotary_embedding",), "LinearScalingRotaryEmbedding")
 SILU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "SiluAndMul")
+RELU_SQUARED = PatchPoint(("vllm.model_executor.layers.activation",), "ReLUSquaredActivation")
 GELU_AND_MUL = PatchPoint(("vllm.model_executor.layers.activation",), "GeluAndMul")
 LOGITS_PROCESSOR = PatchPoint(("vllm.model_executor.layers.logits_processor",), "LogitsProcessor")
 """The layer that multiplies with the output embedding, and then caps or scales the logits."""
