@@ -101,7 +101,7 @@ class Sweep(Findings):
         those of the matrices that stored experts stand for, if these are what is multiplied.
         """
         found: dict[tuple[str, str], Bits] = {}
-        matrices = weights.unpacked() if layer.is_of_gpt_oss else None
+        matrices = weights.unpacked() if layer.form and not layer.quantises else None
         for provider in providers:
             whole = provider.call(layer, weights, most) if provider.promises_bits else None
             for tokens in self.tokens:

@@ -14,6 +14,7 @@ from vllm_batch_invariant.integration.layers import deep_gemm
 from vllm_batch_invariant.ops.dispatch import module_for
 from vllm_batch_invariant.ops.formats import MXFP4, Format
 from vllm_batch_invariant.ops.formats.eight import FP8, FP8_BLOCK, SIDE
+from vllm_batch_invariant.ops.formats.fp4 import NVFP4
 from vllm_batch_invariant.ops.moe import Experts, MoeReduction, StoredExperts, moe, route
 from vllm_batch_invariant.ops.scaled_linear import E4M3, ScaledLinearReduction
 
@@ -80,6 +81,7 @@ LAYERS = (
     MoeLayer("gpt-oss-20b", 32, 4, 2880, 2880, form=MXFP4),
     MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768, form=FP8_BLOCK),
     MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768, form=FP8),
+    MoeLayer("Qwen3-30B-A3B", 128, 8, 2048, 768, form=NVFP4),
 )
 """After the stroke, by how many workers the columns are shared."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -111,7 +113,10 @@ class Weights:
             if layer.form is None:
                 return draw(*shape)
             of_experts = zip(*(layer.form.stored(matrix) for matrix in draw(*shape)), strict=True)
-            return StoredExperts(layer.form, tuple(torch.stack(parts) for parts in of_experts), layer.dtype)
+            tensors = tuple(torch.stack(parts) for parts in of_experts)
+            if layer.form is NVFP4:
+                tensors = *tensors[:2], tensors[2].amax(1, keepdim=True)  # one scale of a matrix, as checkpoints have
+            return StoredExperts(layer.form, tensors, layer.dtype)
 
         matrices = (
             drawn(layer.experts, 2 * layer.intermediate, layer.hidden),
@@ -168,9 +173,12 @@ class Provider:
 def ours() -> Provider:
     @cache
     def experts_of(layer: MoeLayer, weights: Weights) -> Experts:
-        biases = weights.gate_up_bias, weights.down_bias
-        experts = Experts(weights.gate_up, weights.down, layer.reduction, *biases)
-        if layer.quantises and experts.down.device.type == "cuda":  # as an engine does when it loads a layer
+        biases, matrices = (weights.gate_up_bias, weights.down_bias), (weights.gate_up, weights.down)
+        if layer.form is NVFP4 and matrices[0].device.type == "cuda":  # as an engine does when it loads a layer
+            as_read = module_for("moe", "cuda").as_read
+            matrices = tuple(as_read(one) if isinstance(one, StoredExperts) else one for one in matrices)
+        experts = Experts(*matrices, layer.reduction, *biases)
+        if layer.quantises and experts.down.device.type == "cuda":  # the same
             deep_gemm.use_for_experts()
             module_for("moe", "cuda").prepare_library(experts, max(TOKENS_OF_FP8))
         return experts
@@ -183,18 +191,20 @@ def ours() -> Provider:
 
 def stock() -> Provider:
     """vLLM's Triton kernel behind vLLM's own routing; of experts in MXFP4 that of triton_kernels, with its routing; of
-    those in FP8 the kernel that vLLM chooses.
+    those in FP8 and NVFP4 the kernel that vLLM chooses.
     """
     from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 
-    mxfp4, fp8 = cache(_stock_mxfp4), cache(PlainFp8)
+    mxfp4, fp8, nvfp4 = cache(_stock_mxfp4), cache(PlainFp8), cache(PlainNvfp4)
 
     def call(layer: MoeLayer, weights: Weights, inputs: Inputs) -> torch.Tensor:
         if layer.is_of_gpt_oss:
             return mxfp4(weights)(inputs, layer.top_k)
         if layer.quantises:
             return fp8(layer, weights).call(inputs)
+        if layer.form is NVFP4:
+            return nvfp4(layer, weights).call(inputs)
         chosen, ids, *_ = fused_topk(inputs.x, inputs.logits, layer.top_k, renormalize=True)
         return fused_moe.fused_experts(inputs.x, weights.gate_up, weights.down, chosen, ids)
 
@@ -203,6 +213,8 @@ def stock() -> Provider:
             return "triton_kernels, as vLLM prepares it"
         if layer.quantises:
             return fp8(layer, weights).about
+        if layer.form is NVFP4:
+            return nvfp4(layer, weights).about
         shapes = weights.gate_up.shape, weights.down.shape
         config: dict[str, Any] = fused_moe.try_get_optimal_moe_config(*shapes, layer.top_k, None, tokens)
         tuned = fused_moe.get_moe_configs(layer.experts, layer.intermediate, None)
@@ -230,33 +242,24 @@ def stock_deep_gemm() -> Provider:
     )
 
 
-class PlainFp8:
-    """What plain vLLM computes of experts in FP8, by a kernel that it makes of weights as it loads them.
+class PlainExperts:
+    """What plain vLLM computes of quantised experts, by a kernel that it makes of weights as it loads them.
 
     Args:
         layer: whose experts they are.
-        weights: which stay as they are.
+        device: of the weights.
         backend: as its ``--moe-backend``.
     """
 
-    def __init__(self, layer: MoeLayer, weights: Weights, backend: str = "auto") -> None:
-        from vllm.config import VllmConfig, set_current_vllm_config
+    def __init__(self, layer: MoeLayer, device: torch.device, backend: str = "auto") -> None:
         from vllm.model_executor.layers.fused_moe import config as of_vllm
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-        from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
-        from vllm.model_executor.layers.fused_moe.oracle import fp8
-        from vllm.model_executor.layers.quantization.utils import quant_utils
         from vllm.v1.worker import workspace
 
-        device, in_blocks = weights.gate_up.device, layer.form is FP8_BLOCK
-        block, of_weights, of_activations = (
-            ([SIDE, SIDE], quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym)
-            if in_blocks
-            else (None, quant_utils.kFp8StaticChannelSym, quant_utils.kFp8DynamicTokenSym)
-        )
         if not workspace.is_workspace_manager_initialized():
             workspace.init_workspace_manager(device)
-        made = of_vllm.FusedMoEConfig(
+        self._layer = layer
+        self._made = of_vllm.FusedMoEConfig(
             num_experts=layer.experts,
             experts_per_token=layer.top_k,
             hidden_dim=layer.hidden,
@@ -270,29 +273,82 @@ class PlainFp8:
             in_dtype=layer.dtype,
             moe_backend=backend,
         )
-        (gate_up, of_gate_up), (down, of_down) = (
-            [tensor.clone() for tensor in stored.tensors] for stored in (weights.gate_up, weights.down)
-        )
-        self._layer, self._activation = layer, made.activation
-        with set_current_vllm_config(VllmConfig()):
-            chosen, kind = fp8.select_fp8_moe_backend(made, of_weights, of_activations, not in_blocks)
-            self._gate_up, self._down, *scales = fp8.convert_to_fp8_moe_kernel_format(
-                chosen, SimpleNamespace(weight_block_size=block), gate_up, down, of_gate_up, of_down, None, None
-            )
-            rows = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), not in_blocks)
-            quantised = fp8.make_fp8_moe_quant_config(chosen, *scales, None, None, block_shape=block, **rows)
-            self._kernel = fp8.make_fp8_moe_kernel(quantised, made, kind, chosen)
-        tuned = get_moe_configs(layer.experts, layer.intermediate, "fp8_w8a8", *(block or ()))
-        self.about = f"{kind.__name__}, Triton {'tuned' if tuned else 'with default configurations'}"
+        self._gate_up: torch.Tensor
+        self._down: torch.Tensor
+        self._kernel: Any = None
+        self.about = ""
 
     def call(self, inputs: Inputs) -> torch.Tensor:
         """The layer, routing included."""
         from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 
         weights, ids, *_ = fused_topk(inputs.x, inputs.logits, self._layer.top_k, renormalize=True)
+        activation, experts = self._made.activation, self._layer.experts
         return self._kernel.apply(
-            inputs.x, self._gate_up, self._down, weights, ids, self._activation, self._layer.experts, None, False
+            inputs.x, self._gate_up, self._down, weights, ids, activation, experts, None, False
+        )  # fmt: skip
+
+
+class PlainFp8(PlainExperts):
+    """Of experts in FP8; the weights stay as they are."""
+
+    def __init__(self, layer: MoeLayer, weights: Weights, backend: str = "auto") -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
+        from vllm.model_executor.layers.fused_moe.oracle import fp8
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        super().__init__(layer, weights.gate_up.device, backend)
+        in_blocks = layer.form is FP8_BLOCK
+        block, of_weights, of_activations = (
+            ([SIDE, SIDE], quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym)
+            if in_blocks
+            else (None, quant_utils.kFp8StaticChannelSym, quant_utils.kFp8DynamicTokenSym)
         )
+        (gate_up, of_gate_up), (down, of_down) = (
+            [tensor.clone() for tensor in stored.tensors] for stored in (weights.gate_up, weights.down)
+        )
+        with set_current_vllm_config(VllmConfig()):
+            chosen, kind = fp8.select_fp8_moe_backend(self._made, of_weights, of_activations, not in_blocks)
+            self._gate_up, self._down, *scales = fp8.convert_to_fp8_moe_kernel_format(
+                chosen, SimpleNamespace(weight_block_size=block), gate_up, down, of_gate_up, of_down, None, None
+            )
+            rows = dict.fromkeys(("per_act_token_quant", "per_out_ch_quant"), not in_blocks)
+            quantised = fp8.make_fp8_moe_quant_config(chosen, *scales, None, None, block_shape=block, **rows)
+            self._kernel = fp8.make_fp8_moe_kernel(quantised, self._made, kind, chosen)
+        tuned = get_moe_configs(layer.experts, layer.intermediate, "fp8_w8a8", *(block or ()))
+        self.about = f"{kind.__name__}, Triton {'tuned' if tuned else 'with default configurations'}"
+
+
+class PlainNvfp4(PlainExperts):
+    """Of experts in NVFP4 whose checkpoint names activations in FP4, too."""
+
+    def __init__(self, layer: MoeLayer, weights: Weights) -> None:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        super().__init__(layer, weights.gate_up.device)
+        ones = torch.ones(layer.experts, device=weights.gate_up.device)
+        (gate_up, of_gate_up, of_first), (down, of_down, of_second) = (
+            [tensor.clone() for tensor in stored.tensors] for stored in (weights.gate_up, weights.down)
+        )
+        of_layer = SimpleNamespace(
+            num_experts=layer.experts,
+            hidden_size=layer.hidden,
+            intermediate_size_per_partition=layer.intermediate,
+            params_dtype=layer.dtype,
+        )
+        with set_current_vllm_config(VllmConfig()):
+            keys = quant_utils.kNvfp4Static, quant_utils.kNvfp4Dynamic
+            chosen, kind = nvfp4.select_nvfp4_moe_backend(self._made, *keys)
+            first, second = (gate_up, of_gate_up, of_first.flatten(), ones), (down, of_down, of_second.flatten(), ones)
+            made = nvfp4.convert_to_nvfp4_moe_kernel_format(chosen, of_layer, *first, *second, is_act_and_mul=True)
+            self._gate_up, of_gate_up, of_first, ones_of_first, self._down, of_down, of_second, ones_of_second = made
+            scales = of_gate_up, of_down, of_first, of_second, ones_of_first, ones_of_second
+            quantised = nvfp4.make_nvfp4_moe_quant_config(chosen, *scales)
+            self._kernel = nvfp4.make_nvfp4_moe_kernel(quantised, self._made, kind, chosen)
+        self.about = kind.__name__
 
 
 PROVIDERS: dict[str, Callable[[], Provider]] = {"stock": stock, "stock-deep-gemm": stock_deep_gemm, "ours": ours}

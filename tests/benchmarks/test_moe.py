@@ -14,6 +14,7 @@ from benchmarks.moe_cases import LAYERS, TOKENS, Inputs, MoeLayer, Provider, Wei
 from benchmarks.record import Setting
 from vllm_batch_invariant.ops.formats import MXFP4, Format
 from vllm_batch_invariant.ops.formats.eight import FP8, FP8_BLOCK
+from vllm_batch_invariant.ops.formats.fp4 import NVFP4
 from vllm_batch_invariant.ops.moe import Experts, StoredExperts, reference, route
 
 LAYER = MoeLayer("small", 6, 2, 32, 16)
@@ -110,6 +111,17 @@ def test_experts_in_fp8_are_multiplied_with_activations_in_fp8(form: Format, nam
     options = moe._parse(["--formats", name])
     assert [one.name for one in options.layers] == ["Qwen3-30B-A3B"]
     assert max(options.tokens) == 16_384
+
+
+def test_experts_in_nvfp4_have_the_bits_of_the_matrices_and_one_scale_each() -> None:
+    layer = MoeLayer("small", 6, 2, 256, 128, form=NVFP4)
+    weights = Weights.random(layer, "cpu")
+    assert weights.gate_up.tensors[2].shape == (6, 1, 1)
+    for call, bits in {moe_cases.ours().call: "equal", of_codes: "differ"}.items():
+        run = sweep(call, layer)
+        assert {row.bits for row in run.measurements if row.provider == "ours"} == {bits}
+        assert {row.keys["format"] for row in run.measurements} == {"nvfp4"}
+    assert 0.5 < weights.gate_up.matrices().float().std() * 256**0.5 < 3
 
 
 def test_who_fails_with_the_most_tokens_loses_the_layer(capsys: pytest.CaptureFixture[str]) -> None:
