@@ -146,7 +146,8 @@ def rows_of(scales, first_n, N, GATED: gl.constexpr, IN_TURN: gl.constexpr, ROWS
 def _of_16_in_ptx(DTYPE, KIND):
     """Of two words, the bytes to take of them, a zero point and a scale twice each, four times each: the low nibbles
     of both bytes, and the high ones. Of "e2m1" the scale is 2^126 times as large, of "wide e2m1" it is not. Of "steps"
-    there are two steps in the place of a zero point, the first in the low half.
+    there are in the place of a zero point the step in the low half, and in the high one what :func:`_with_more` says:
+    a power of two times the step, and where the number is 1.5 times that power, the half of it that is more times that.
     """
     numbers = """prmt.b32 both, $2, $3, $6;
         and.b32 low, both, 0x000f000f;
@@ -156,26 +157,21 @@ def _of_16_in_ptx(DTYPE, KIND):
         and.b32 low, low, 0x81c081c0;
         and.b32 high, high, 0x81c081c0;"""  # codes of e2m1 where bf16 has its sign, exponent and mantissa
     if KIND == "steps":
-        chosen = "\n".join(
-            f"""shr.u32 three, {half}, 1;
-        shr.u32 mask, {half}, 2;
-        lop3.b32 three, three, mask, {half}, 0xa8;
-        and.b32 three, three, 0x00400040;
-        xor.b32 {half}, {half}, three;
-        shr.u32 mask, three, 6;
-        mul.lo.u32 mask, mask, 0xffff;
-        lop3.b32 mask, mask, large, small, 0xca;
-        mul.rn.bf16x2 {half}, {half}, both;
-        mul.rn.bf16x2 {result}, {half}, mask;"""
+        multiplied = "\n".join(
+            f"""mul.rn.bf16x2 {half}, {half}, factor;
+        and.b32 power, {half}, 0xff80ff80;
+        sub.rn.bf16x2 {half}, {half}, power;
+        mul.rn.bf16x2 power, power, step;
+        fma.rn.bf16x2 {result}, {half}, more, power;"""
             for half, result in (("low", "$0"), ("high", "$1"))
         )
         return f"""{{
-        .reg .b32 both, low, high, small, large, three, mask;
+        .reg .b32 both, low, high, step, more, power, factor;
         {numbers}
-        prmt.b32 small, $10, $10, 0x1010;
-        prmt.b32 large, $10, $10, 0x3232;
-        mov.b32 both, 0x7e807e80;
-        {chosen}
+        prmt.b32 step, $10, $10, 0x1010;
+        prmt.b32 more, $10, $10, 0x3232;
+        mov.b32 factor, 0x7e807e80;
+        {multiplied}
         }}"""
     if KIND.endswith("e2m1"):
         factor = """mov.b32 both, 0x7e807e80;
@@ -316,10 +312,37 @@ def load_steps(scales, offs, mask_n, k, K, CHUNKS: gl.constexpr):
     return gl.load(scales.scales_ptr + offs[:, None] + group[None, :], mask=mask, other=0)
 
 
+_WITH_MORE_IN_PTX = gl.constexpr("""{
+    .reg .b32 of_y, of_x, factor;
+    mov.b32 factor, 0x40003f80;
+    mul.rn.bf16x2 of_y, $1, factor;
+    mov.b32 factor, 0xc000c000;
+    shl.b32 of_x, $1, 16;
+    fma.rn.bf16x2 $0, of_x, factor, of_y;
+    }""")
+"""Of steps x, in the low half, and y: x, and -2 x + 2 y."""
+
+
+@gluon.jit
+def _with_more(steps):
+    """Pairs of a step x and that of 1.5 times as much y, both bf16 in an int32: x and 2 * (y - x), which is exact, as
+    each is less than twice the other.
+    """
+    return gl.inline_asm_elementwise(
+        _WITH_MORE_IN_PTX,
+        "=r,r",
+        [steps],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 @gluon.jit
 def steps_of_chunks(steps):
-    """A tensor [ROWS, 4] of each chunk, still spread."""
+    """A tensor [ROWS, 4] of each chunk, still spread, of what :func:`_with_more` makes."""
     ROWS: gl.constexpr = steps.shape[0]
+    steps = _with_more(steps)
     if steps.shape[1] == 8:
         found = steps.reshape([ROWS, 2, 4]).permute([0, 2, 1]).split()
     else:
