@@ -649,12 +649,12 @@ SEEING = {"is_multimodal_model": True, "architecture": "Qwen3VLForConditionalGen
 KEEPING = {"is_hybrid": True, "architecture": "Qwen3_5ForCausalLM"}
 
 
-def test_adapters_beside_states_and_images_pass_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_beside_states_pass_and_beside_images_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_experts = SimpleNamespace(hybrid_override_pattern="M*-")
     nemotron = {"architecture": "NemotronHForCausalLM", "is_moe": True, "hf_text_config": without_experts}
     for changes in (SEEING, KEEPING, KEEPING | nemotron):
         assert refusals_of_adapters(**changes) == []
-        assert refusals_of_adapters("0.33.0", "cuda", **changes) != []
+        assert bool(refusals_of_adapters("0.33.0", "cuda", **changes)) == (changes is SEEING)
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
             assert refusals_of_adapters("0.33.0", "cuda", **changes) == []
@@ -958,9 +958,11 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
         assert found_of(**uncached) is None
         with_mtp = found_of(**cached | {"speculative_config": SimpleNamespace(method="mtp")})
         assert with_mtp == (None if found_of is found_of_rules else f"{kind} with speculative decoding with mtp")
-    assert found_of_convolutions(**cached) is found_of_spaces(**cached) is None
+    assert found_of_convolutions(**cached) is found_of_spaces(**cached) is found_of_rules(**cached) is None
     said = "gated delta rules with speculative decoding with ngram and a prefix cache on a GPU"
-    assert found_of_rules(**cached) == said
+    with monkeypatch.context() as earlier:
+        earlier.setattr(coverage, "RAN", replace(coverage.RAN, drafts_beside_prefix_caches_on_gpus={}))
+        assert found_of_rules(**cached) == said
     said = "state spaces of Mamba-2 with speculative decoding and experts on a GPU"
     assert found_of_spaces(**cached, is_moe=True) == found_of_spaces(**uncached, is_moe=True) == said
     assert found_of_spaces(device="cuda", is_moe=True) is found_of_convolutions(**cached, is_moe=True) is None
@@ -1030,11 +1032,14 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
         assert found_of(**asked) is None
         assert found_of(**asked, tensor_parallel_size=2) == f"{kind} with a KV cache in fp8 by 2 workers"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found_of_rules(device="cuda", **asked) == "gated delta rules with a KV cache in fp8"
-    assert found_of_spaces(device="cuda", **asked) == "state spaces of Mamba-2 with a KV cache in fp8"
-    assert found_of_convolutions(device="cuda", **asked) == "short convolutions with a KV cache in fp8"
-    monkeypatch.setenv(UNTRIED.name, "1")
-    assert found_of_convolutions(device="cuda", **asked) is None
+    on_cpus_alone = {"cpu": tuple(named)}
+    for kind, found_of in named.items():
+        assert found_of(device="cuda", **asked) is None
+        with monkeypatch.context() as earlier:
+            earlier.setattr(coverage, "RAN", replace(coverage.RAN, fp8_kv_cache_beside=on_cpus_alone))
+            assert found_of(device="cuda", **asked) == f"{kind} with a KV cache in fp8"
+            earlier.setenv(UNTRIED.name, "1")
+            assert found_of(device="cuda", **asked) is None
 
 
 def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,31 +136,36 @@ def test_so_does_its_nvfp4(is_moe: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MODELOPT)
-def test_no_gpu_has_modelopt_in_fp8_and_experts_have_one_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_experts_have_one_kind_of_modelopt_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it by one worker."""
     config = MODELOPT[name]
     read = get_quantization_config("modelopt").from_config(json.loads(json.dumps(config)))
     [kind] = schemes.kinds(SimpleNamespace(quantization="modelopt"), read)
-    has_experts = config["quant_algo"] == "FP8"
-    assert found(config, is_moe=True) == ([] if has_experts else [f"quantisation {kind} of a mixture of experts"])
+    has_run = config["quant_algo"] == "FP8"
+    assert found(config, is_moe=True) == ([] if has_run else [f"quantisation {kind} of a mixture of experts"])
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    for is_moe in (False, True)[: 1 + has_experts]:
+    for is_moe in (False, True)[: 1 + has_run]:
         with monkeypatch.context() as untried:
-            assert found(config, "cuda", is_moe=is_moe) == [f"quantisation modelopt on a GPU of {kind}"]
+            refused = [f"quantisation modelopt on a GPU of {kind}"]
+            assert found(config, "cuda", is_moe=is_moe) == ([] if has_run else refused)
+            assert found(config, "cuda", is_moe=is_moe, workers=2) != []
             untried.setenv(UNTRIED.name, "1")
             assert found(config, "cuda", is_moe=is_moe) == []
 
 
 @pytest.mark.parametrize("target", [{"quantization": None}, {}], ids=["plain", "INT4"])
-def test_no_gpu_has_a_draft_model_of_modelopt_in_fp8(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its own configuration says: in FP4 it has."""
+def test_a_draft_model_is_in_what_a_gpu_has_served(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own configuration says."""
     read = staticmethod(lambda draft, of: get_quantization_config(draft.quantization).from_config(dict(of)))
     monkeypatch.setattr(patch_points.CONFIG.get(), "get_quantization_config", read)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     refused = ["a draft model in quantisation modelopt on a GPU"]
     for draft in MODELOPT.values():
-        assert found(W4A16, "cuda", draft=draft, **target) == refused
+        has_run = draft["quant_algo"] == "FP8"
+        assert found(W4A16, "cuda", draft=draft, **target) == ([] if has_run else refused)
     for other in (W4A16, FORMS["fp8 by blocks"].config, FORMATS["nvfp4 of ModelOpt"].config):
         assert found(W4A16, "cuda", draft=other, **target) == []
+    draft = next(one for one in MODELOPT.values() if one["quant_algo"] != "FP8")
     with monkeypatch.context() as untried:
         untried.setenv(UNTRIED.name, "1")
         assert found(W4A16, "cuda", draft=draft, **target) == []
@@ -451,20 +456,22 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
             untried.setenv(UNTRIED.name, "1")
             assert found(W4A16, "cuda", **more) == []
     for form in (of for name, of in FORMATS.items() if "nvfp4" in name):
-        [refused] = found(form.config, "cuda", is_moe=True)
-        assert " on a GPU of " in refused
+        assert found(form.config, "cuda", is_moe=True) == []
+        [refused] = found(form.config, "cuda", is_moe=True, workers=2)
         assert "with float4 weights" in refused
+        assert refused.endswith(" by several GPUs")
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
-            assert found(form.config, "cuda", is_moe=True) == []
+            assert found(form.config, "cuda", is_moe=True, workers=2) == []
     [with_cache] = found(NVFP4_OF_MODELOPT, "cuda")
     assert with_cache == "quantisation modelopt_fp4 on a GPU with its KV cache in FP8"
+    assert found(NVFP4_OF_MODELOPT, "cuda", is_moe=True) == []
     of_experts = {name for name, form in FORMS.items() if found(form.config, "cuda", is_moe=True) == []}
     by_two = {name for name in of_experts if found(FORMS[name].config, "cuda", is_moe=True, workers=2) == []}
     assert by_two == {
         *("fp8 by blocks", "fp8 by tensors", "compressed-tensors by blocks", "compressed-tensors by rows"),
     }
-    assert of_experts - by_two == {"fp8 by tensors, given", "compressed-tensors by tensors, given"}
+    assert of_experts - by_two == {f"{of} by tensors, given" for of in ("fp8", "compressed-tensors", "ModelOpt's")}
     asked = {"is_moe": True, "workers": 2, "whole_experts": True}
     assert {name for name in by_two if found(FORMS[name].config, "cuda", **asked)} == set()
     shared = {name for name, form in FORMS.items() if found(form.config, "cuda", workers=2) == []}
@@ -484,13 +491,3 @@ def test_a_plain_model_is_not_asked() -> None:
         device_config=SimpleNamespace(device_type="cpu"), model_config=SimpleNamespace(quantization=None)
     )
     assert [row.found(given) for row in ROWS.values()] == [None] * len(ROWS) == [None] * 3
-
-
-@pytest.mark.parametrize("has_experts", [True, False])
-def test_kinds_that_no_gpu_has_served_of_experts_are_theirs_alone(
-    has_experts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a model, and of one that drafts for it."""
-    kind = "modelopt with float4 weights"
-    monkeypatch.setattr(schemes, "kinds", lambda *_: (kind,))
-    assert coverage._on_cpus_alone(SimpleNamespace(is_moe=has_experts), None) == ({kind} if has_experts else set())

@@ -269,8 +269,12 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
     unshared = of_activations - {*shared}
+    if schemes.has_experts(model):
+        unshared |= {*schemes.kinds(model, of_weights)} & {*RAN.quantised_experts_by_one_gpu}
     found = {
-        "with its KV cache in FP8": name == "modelopt_fp4" and getattr(of_weights, "kv_cache_quant_algo", None),
+        "with its KV cache in FP8": name == "modelopt_fp4"
+        and getattr(of_weights, "kv_cache_quant_algo", None)
+        and not schemes.has_experts(model),
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
@@ -292,8 +296,7 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
 
 def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
     """Kinds of a quantised model's weights that no GPU has served."""
-    of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
-    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone, *of_experts}
+    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone}
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -1348,9 +1351,9 @@ COVERED = (
     ),
     Feature(
         "Images by two workers",
-        "which share layers or images, also by a tree: of Qwen3-VL and Gemma 3; on a CPU alone of Qwen3.5, Qwen2.5-VL, "
-        "GLM-4.1V, GLM-4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of "
-        "Gemma 4; also Qwen3.5 and Qwen3-VL with experts, and both in FP8 by blocks",
+        "which share layers or images, also by a tree: of Gemma 3, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last also "
+        "with experts, and both in FP8 by blocks; on a CPU alone of Qwen3-VL with experts, GLM-4.1V, GLM-4.5V, Llama "
+        "4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
     ),
     Feature(
         "Images on a CPU",
@@ -1382,7 +1385,7 @@ COVERED = (
         "Quantised experts",
         "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU with vLLM 0.32, "
         "on one or two GPUs with 0.33; NVFP4 of compressed-tensors and ModelOpt, gate and up each with its own scale, "
-        "on a CPU",
+        "there on one",
     ),
     Feature(
         "Experts whose weights and activations are FP8",
@@ -1404,7 +1407,7 @@ COVERED = (
     Feature(
         "Weights and activations in ModelOpt's FP8 (nvidia/*-FP8)",
         "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, of experts FP8, also beside its KV cache in "
-        "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32",
+        "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32, FP8 on a GPU with 0.33",
     ),
     Feature(
         "Weights quantised while they are loaded",
@@ -1477,7 +1480,7 @@ COVERED = (
     Feature(
         "ModelOpt's FP8 and KV caches in FP8 beside state spaces",
         "weights with a scale a tensor and given ones of activations, without experts; caches of any weights: by one "
-        "worker on a CPU with vLLM 0.32",
+        "worker on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1487,9 +1490,9 @@ COVERED = (
     ),
     Feature(
         "LoRA adapters beside states and images",
-        "of models without experts, not quantised: LFM2, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, and the text "
-        "models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3 and SmolVLM, by "
-        "one worker on a CPU with vLLM 0.32",
+        "of models without experts, not quantised: LFM2, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, by one worker "
+        "on a CPU with vLLM 0.32 and a GPU with 0.33, and on a CPU the text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, "
+        "Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3 and SmolVLM",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",
@@ -1734,7 +1737,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by several engines, in exact arithmetic, ModelOpt's FP8, experts in NVFP4, a KV cache beside its NVFP4",
+        "by engines, in exact arithmetic, ModelOpt's but FP8, by two its FP8, NVFP4 experts; dense NVFP4's cache",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -1954,8 +1957,8 @@ REFUSED = (
     ),
     Feature(
         "Short convolutions (LFM2) elsewhere, over 4 workers or 2 GPUs, several engines, drafts but n-grams, other "
-        "quantisation, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs FP8 caches, "
-        "quantised with drafts",
+        "quantisation, prompt embeddings, sleep on a CPU, states of another dtype or within pages; on GPUs quantised "
+        "with drafts; by several FP8 caches",
         "these have not been run",
         f"serve LFM2 by one worker; {envs.UNTRIED.name}=1 starts the last",
         _convolutions_elsewhere,
@@ -1964,7 +1967,7 @@ REFUSED = (
     Feature(
         "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
         "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "quantised or n-grams so, FP8 caches, not bf16",
+        "quantised so, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -1972,8 +1975,8 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised or experts with drafts, over 2, FP8 "
-        "caches, not bf16",
+        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised or experts with drafts, over 2, not "
+        "bf16; by several FP8 caches",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,

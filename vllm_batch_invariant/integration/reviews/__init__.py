@@ -229,7 +229,7 @@ class Ran:
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_on_cpus_alone: kinds of quantised weights and activations that no GPU has served.
-        quantised_experts_on_cpus_alone: kinds that no GPU has served of mixtures of experts.
+        quantised_experts_by_one_gpu: kinds of mixtures of experts that one has served, and several have not shared.
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
@@ -314,7 +314,7 @@ class Ran:
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_on_cpus_alone: tuple[str, ...]
-    quantised_experts_on_cpus_alone: tuple[str, ...]
+    quantised_experts_by_one_gpu: tuple[str, ...]
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]
     lightning_models: tuple[str, ...]
