@@ -119,7 +119,7 @@ EXPERTS = {
         "routed_scaling_factor": 2.5,
     },
 }
-"""Of Nemotron-H without a gate, as Nemotron 3 Nano has them, and vLLM none on a CPU."""
+"""Of Nemotron-H without a gate, as Nemotron 3 Nano has them."""
 started: Callable[..., Any] = partial(
     kept_states.started,
     afterwards=partial(kept_states.ask, of=STATES, length=LENGTH),
@@ -203,8 +203,6 @@ def test_other_dtypes_keep_their_bits(family: Family, checkpoint: Path, dtype: s
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) -> None:
     """Near Transformers' in fp32: in bf16 a token may have other experts."""
-    if name == "Nemotron-H" and not ON_GPU:
-        pytest.skip("vLLM has no experts without a gate there")
     folder = FAMILIES[name].checkpoint(tmp_path, **EXPERTS[name])
     other = started(folder, **DEFAULT)
     assert other["preemptions"] > 0

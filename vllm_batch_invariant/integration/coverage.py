@@ -691,6 +691,10 @@ _KDA = _Kept("Kimi Delta Attention", "Kimi Delta Attention", RAN.kda_models, RAN
 _LIGHTNING = _Kept("linear attention", "linear attention", RAN.lightning_models, RAN.lightning, RAN.lightning_workers)
 
 
+def _is_nemotron(config: Config) -> bool:
+    return getattr(config.model_config, "architecture", "") == "NemotronHForCausalLM"
+
+
 def _keeps(config: Config, kept: _Kept) -> bool:
     return getattr(config.model_config, "architecture", "") in kept.models
 
@@ -786,7 +790,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
         f"quantised weights by {most} workers": model.quantization and most > 2,
-        "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
+        "quantised experts": model.quantization
+        and schemes.has_experts(model)
+        and not (kept is _DELTA_RULES or _is_nemotron(config)),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
         "embeddings as prompts": model.enable_prompt_embeds,
@@ -826,15 +832,9 @@ def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ..
     if kept is _DELTA_RULES and ran_on == "cuda" and (several or is_moe):
         by_two = () if is_moe else RAN.delta_rule_quantised_by_two_gpus
         return by_two if several else RAN.delta_rule_experts_on_gpus
+    if _is_nemotron(config) and schemes.has_experts(config.model_config):
+        return RAN.mamba2_quantised_experts.get(ran_on, ())
     return kept.quantised.get(ran_on, ())
-
-
-def _experts_without_a_gate(config: Config) -> str | None:
-    """Of Nemotron-H: vLLM builds no layer of them on a CPU."""
-    if not _keeps(config, _STATE_SPACES):
-        return None
-    pattern = getattr(config.model_config.hf_text_config, "hybrid_override_pattern", None) or ""
-    return _when("E" in pattern, "experts without a gate")
 
 
 def _is_latent(config: Config) -> bool:
@@ -1994,13 +1994,6 @@ REFUSED = (
         "serve them by one worker",
         _states_shared,
         arguments=(TENSOR, SPECULATION, KV_CACHE, envs.TP_TREE.name),
-    ),
-    Feature(
-        "Experts without a gate (Nemotron 3 Nano) on a CPU",
-        "vLLM has none there",
-        "serve a Nemotron-H without experts, or this one on a GPU",
-        _experts_without_a_gate,
-        ("cpu",),
     ),
     Feature(
         "MLA but of DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash and Ling; sparse attention (DeepSeek-V3.2)",
