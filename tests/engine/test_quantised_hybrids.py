@@ -79,6 +79,9 @@ FAMILIES = {
 NANO = "Nemotron 3 Nano"
 """Nemotron-H with experts, which have no gate."""
 FAMILIES[NANO] = FAMILIES["Nemotron-H"]._replace(sizes=kept_states.NEMOTRON_H | test_mamba.EXPERTS["Nemotron-H"])
+SUPER = "Nemotron 3 Super"
+"""Whose experts have latent vectors."""
+FAMILIES[SUPER] = FAMILIES["Nemotron-H"]._replace(sizes=kept_states.NEMOTRON_H | test_mamba.LATENT)
 AS_NANO_IS_PUBLISHED = quantised_layers.KEPT.replace("(lm_head", r"(0\.mixer\.(in|out)_proj|[qkvo]_proj|lm_head")
 """Attention, and the state space before it, keep 16 bits, too."""
 WIDE = FAMILIES["Qwen3.5"]._replace(
@@ -95,6 +98,7 @@ CASES = [
     *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
     *((name, form) for name in test_mamba.FAMILIES for form in (MODELOPT, NVFP4)),
     *((NANO, form) for form in (MODELOPT, ROWS, *quantised_layers.NVFP4)),
+    *((SUPER, form) for form in (MODELOPT, NVFP4)),
 ]
 
 
@@ -136,7 +140,7 @@ def case(request: pytest.FixtureRequest, started: Callable[..., Any], tmp_path_f
     packed, unpacked = root / "packed", root / "unpacked"
     write(family.source(root / "source"), FORMS[form], packed, unpacked)
     alone = isinstance(FORMS[form], Stored)
-    fault = "" if alone else "one_scale_of_experts" if name == NANO else "one_scale_a_step"
+    fault = "" if alone else "one_scale_of_experts" if name in (NANO, SUPER) else "one_scale_a_step"
     asked = partial(ask, length=family.length, fault=fault)
     found = started(packed, afterwards=asked, variables=UNTRIED_THERE, **family.settings)
     return Case(name, alone, packed, unpacked, found)
@@ -307,14 +311,16 @@ def test_a_cache_in_fp8_moves_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("Qwen3.5", "mtp"), *((name, "ngram") for name in ("Qwen3.5", *test_mamba.FAMILIES))]
+    ("name", "method"), [("Qwen3.5", "mtp"), *((name, "ngram") for name in ("Qwen3.5", *test_mamba.FAMILIES, NANO))]
 )
 def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
     started: Callable[..., Any], tmp_path: Path, name: str, method: str
 ) -> None:
-    """Also those of a layer for more tokens, whose cache is in FP8, too; beside a prefix cache."""
+    """Also those of a layer for more tokens, whose cache is in FP8, too; beside a prefix cache; of experts in FP8."""
     source = FAMILIES[name].source(tmp_path / "source")
     folder = add_mtp(source) if method == "mtp" else source
+    if name == NANO:
+        folder = quantised(MODELOPT, tmp_path, source)
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
     settings = UNCACHED | {"kv_cache_dtype": "fp8", "variables": UNTRIED_THERE}

@@ -691,6 +691,12 @@ _KDA = _Kept("Kimi Delta Attention", "Kimi Delta Attention", RAN.kda_models, RAN
 _LIGHTNING = _Kept("linear attention", "linear attention", RAN.lightning_models, RAN.lightning, RAN.lightning_workers)
 
 
+def _has_latent_experts(model: Any) -> bool:
+    """Whether experts of a Nemotron-H are given vectors of another size than the others of the model."""
+    latent = getattr(getattr(model, "hf_text_config", None), "moe_latent_size", None)
+    return latent is not None and schemes.has_experts(model)
+
+
 def _is_nemotron(config: Config) -> bool:
     return getattr(config.model_config, "architecture", "") == "NemotronHForCausalLM"
 
@@ -797,6 +803,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
+        "latent experts on a GPU": ran_on == "cuda" and _has_latent_experts(model),
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": (kept.of_rules or method) and ran_on == "cuda" and of_model != "bfloat16",
@@ -1458,9 +1465,9 @@ COVERED = (
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1: on a CPU with vLLM 0.32, in bf16 on a GPU with "
-        "0.33, there also Nemotron-H with experts; with drafts of n-grams by one worker, without them and experts by "
-        "two, on a CPU also four, if these divide their groups; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts (Nemotron 3 Nano; Super's latent ones on a CPU), and Falcon-H1: on "
+        "a CPU with vLLM 0.32, in bf16 on a GPU with 0.33; with drafts of n-grams by one worker, without them and "
+        "experts by two, on a CPU also four, if these divide their groups; states in fp32",
     ),
     Feature(
         "Lightning attention, Kimi Delta Attention",
@@ -1475,9 +1482,10 @@ COVERED = (
         "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two; W4A4 NVFP4 on a CPU",
     ),
     Feature(
-        "ModelOpt's FP8 and KV caches in FP8 beside state spaces",
-        "weights with a scale a tensor and given ones of activations, without experts; caches of any weights: by one "
-        "worker on a CPU with vLLM 0.32",
+        "ModelOpt's FP8 and W4A4 NVFP4, and KV caches in FP8 beside state spaces",
+        "weights with a scale a tensor and given ones of activations, and NVFP4 as weights alone, also experts of "
+        "Nemotron-H (Nemotron 3 Nano), there also FP8 by rows and NVFP4 of compressed-tensors; caches of any weights: "
+        "by one worker on a CPU with vLLM 0.32",
     ),
     Feature(
         "LoRA adapters",
@@ -1971,9 +1979,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised or experts with drafts, over 2, FP8 "
-        "caches, not bf16",
+        "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, other quantisation, "
+        "embeddings, sleep on a CPU, states not in fp32; on GPUs quantised or experts with drafts, experts quantised "
+        "or latent, over 2, FP8 caches, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,

@@ -473,7 +473,9 @@ def problem_of_gate(gate: Any) -> str | None:
 
 
 def problem_of(runner: Any) -> str | None:
-    """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router and its sums are known."""
+    """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router, its sums and the linear layers around
+    latent experts are known.
+    """
     if type(runner.router).__name__ not in reviews.layers().routers:
         return f"its experts are chosen by {type(runner.router).__name__}"
     if getattr(runner.router, "eplb_state", None) is not None:
@@ -481,6 +483,6 @@ def problem_of(runner: Any) -> str | None:
     if runner.gate is not None and runner.shared_expert_gate is not None:
         return "its router and the gate of its shared expert are one matmul"
     for name in ("routed_input_transform", "routed_output_transform"):
-        if getattr(runner, name, None) is not None:
+        if type(getattr(runner, name, None)) not in (type(None), patch_points.REPLICATED.get()):
             return f"it has a {name}"
     return None
