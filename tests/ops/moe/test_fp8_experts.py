@@ -219,14 +219,14 @@ def test_a_token_has_the_bits_of_its_products_alone(
 
 @by_activation
 def test_scales_of_rows_serve_sizes_that_blocks_do_not(device, activation: str) -> None:
-    of = layer(device, torch.bfloat16, (136, 72), True, FP8, activation)
+    of = layer(device, dtype_of(device), (136, 72), True, FP8, activation)
     given = routed(device, of, 5)
     assert_same_bits(moe(*given, of), Written()(*given, of))
 
 
 def test_rows_of_up_alone_end_within_a_block(device) -> None:
     """As no gate's do, behind which those of up begin."""
-    of = layer(device, torch.bfloat16, (136, 72), True, activation=UNGATED)
+    of = layer(device, dtype_of(device), (136, 72), True, activation=UNGATED)
     given = routed(device, of, 5)
     assert_same_bits(moe(*given, of), Written()(*given, of))
 
