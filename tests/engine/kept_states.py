@@ -325,11 +325,13 @@ def check_company(found: dict[str, Any]) -> None:
     assert [name for name in SAME if found[name] != found["alone"]] == []
 
 
-def with_one_scale(engine: Engine, company: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+def with_one_scale(
+    engine: Engine, company: list[dict[str, Any]], fault: str = "one_scale_a_step"
+) -> tuple[list[Any], list[Any]]:
     """Answers of the targets alone and in a company, of an engine that from here on quantises all rows of a step by one
-    scale.
+    scale, or those of experts alone.
     """
-    engine.call("tests.engine.quantisers:one_scale_a_step")
+    engine.call(f"tests.engine.quantisers:{fault}")
     among = engine.step("one scale among others", [*company, *TARGETS], True)
     return alone(engine, "one scale"), seen(among.requests)
 

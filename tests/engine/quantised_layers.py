@@ -19,7 +19,7 @@ from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
 KEPT = (
     r"(^|\.)(lm_head|embed_tokens|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|in_proj_(a|b|ba)|mtp\.fc|eh_proj|"
-    r"shared_head\.head|(visual|vision_tower|multi_modal_projector|embed_vision)\..*)$"
+    r"shared_head\.head|fc[12]_latent_proj|(visual|vision_tower|multi_modal_projector|embed_vision)\..*)$"
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}

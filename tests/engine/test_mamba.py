@@ -119,7 +119,9 @@ EXPERTS = {
         "routed_scaling_factor": 2.5,
     },
 }
-"""Of Nemotron-H without a gate, as Nemotron 3 Nano has them, and vLLM none on a CPU."""
+"""Of Nemotron-H without a gate, as Nemotron 3 Nano has them."""
+LATENT = EXPERTS["Nemotron-H"] | {"moe_latent_size": 128}
+"""As Nemotron 3 Super has them: experts of vectors of that size, between two linear layers."""
 started: Callable[..., Any] = partial(
     kept_states.started,
     afterwards=partial(kept_states.ask, of=STATES, length=LENGTH),
@@ -203,8 +205,6 @@ def test_other_dtypes_keep_their_bits(family: Family, checkpoint: Path, dtype: s
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) -> None:
     """Near Transformers' in fp32: in bf16 a token may have other experts."""
-    if name == "Nemotron-H" and not ON_GPU:
-        pytest.skip("vLLM has no experts without a gate there")
     folder = FAMILIES[name].checkpoint(tmp_path, **EXPERTS[name])
     other = started(folder, **DEFAULT)
     assert other["preemptions"] > 0
@@ -213,6 +213,17 @@ def test_experts_beside_state_spaces_keep_their_bits(tmp_path: Path, name: str) 
     in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
     assert distance_from_float64(folder, in_fp32) < 1e-4
     assert [fault for of in STATES for fault in FAULTS[of] if other[f"{fault}: {of}"] == other["alone"]] == []
+
+
+@untried_on_gpu
+def test_latent_experts_of_a_super_keep_their_bits(tmp_path: Path) -> None:
+    """Near Transformers' in fp32."""
+    folder = FAMILIES["Nemotron-H"].checkpoint(tmp_path, **LATENT)
+    found = started(folder, **DEFAULT)
+    kept_states.check_company(found)
+    assert decodes_as_it_prefills(found)
+    in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
+    assert distance_from_float64(folder, in_fp32) < 1e-4
 
 
 @kept_states.by_first_runner

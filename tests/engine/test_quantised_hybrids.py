@@ -46,7 +46,7 @@ NEAR = 0.25
 NEAR_IN_CODES = 1.5
 """The same where activations have codes of three bits behind the first."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
-MODELOPT = "ModelOpt's by tensors, given"
+MODELOPT, NVFP4 = "ModelOpt's by tensors, given", quantised_layers.NVFP4[1]
 FORMS: dict[str, Form | Stored] = quantised_layers.FORMS | {MODELOPT: fp8_checkpoints.FORMS[MODELOPT]}
 FORMS |= {name: quantised_checkpoints.FORMATS[name] for name in quantised_layers.NVFP4}
 
@@ -76,6 +76,14 @@ FAMILIES = {
         *(test_short_conv.written, test_short_conv.DEFAULT, test_short_conv.LENGTH),
     ),
 }
+NANO = "Nemotron 3 Nano"
+"""Nemotron-H with experts, which have no gate."""
+FAMILIES[NANO] = FAMILIES["Nemotron-H"]._replace(sizes=kept_states.NEMOTRON_H | test_mamba.EXPERTS["Nemotron-H"])
+SUPER = "Nemotron 3 Super"
+"""Whose experts have latent vectors."""
+FAMILIES[SUPER] = FAMILIES["Nemotron-H"]._replace(sizes=kept_states.NEMOTRON_H | test_mamba.LATENT)
+AS_NANO_IS_PUBLISHED = quantised_layers.KEPT.replace("(lm_head", r"(0\.mixer\.(in|out)_proj|[qkvo]_proj|lm_head")
+"""Attention, and the state space before it, keep 16 bits, too."""
 WIDE = FAMILIES["Qwen3.5"]._replace(
     sizes=kept_states.QWEN3_5
     | dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 128)
@@ -86,9 +94,11 @@ CASES = [
     *(("Qwen3.5", form) for form in quantised_layers.FORMS),
     *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if "Mistral" not in form),
     *(("Qwen3.5-MoE", form) for form in quantised_layers.NVFP4),
-    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, quantised_layers.NVFP4[1])),
+    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, NVFP4)),
     *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
-    *((name, MODELOPT) for name in test_mamba.FAMILIES),
+    *((name, form) for name in test_mamba.FAMILIES for form in (MODELOPT, NVFP4)),
+    *((NANO, form) for form in (MODELOPT, ROWS, *quantised_layers.NVFP4)),
+    *((SUPER, form) for form in (MODELOPT, NVFP4)),
 ]
 
 
@@ -113,13 +123,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return partial(kept_states.started, path=path, **PAGES)
 
 
-def ask(engine: Engine, length: int, of_weights_alone: bool) -> dict[str, Any]:
+def ask(engine: Engine, length: int, fault: str) -> dict[str, Any]:
     """What :func:`kept_states.ask` finds; and where activations are quantised, as "one scale", answers alone and among
-    others when all rows of a step share one.
+    others when all rows of a step share one, by a ``fault`` of :mod:`.quantisers`.
     """
     found = kept_states.ask(engine, (), length)
-    if not of_weights_alone:
-        found["one scale"] = kept_states.with_one_scale(engine, kept_states.others(length))
+    if fault:
+        found["one scale"] = kept_states.with_one_scale(engine, kept_states.others(length), fault)
     return found
 
 
@@ -130,7 +140,8 @@ def case(request: pytest.FixtureRequest, started: Callable[..., Any], tmp_path_f
     packed, unpacked = root / "packed", root / "unpacked"
     write(family.source(root / "source"), FORMS[form], packed, unpacked)
     alone = isinstance(FORMS[form], Stored)
-    asked = partial(ask, length=family.length, of_weights_alone=alone)
+    fault = "" if alone else "one_scale_of_experts" if name in (NANO, SUPER) else "one_scale_a_step"
+    asked = partial(ask, length=family.length, fault=fault)
     found = started(packed, afterwards=asked, variables=UNTRIED_THERE, **family.settings)
     return Case(name, alone, packed, unpacked, found)
 
@@ -159,7 +170,7 @@ def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
 
 def test_logprobs_are_near_those_of_transformers_in_float64(case: Case) -> None:
     """With the matrices that codes stand for."""
-    if "num_experts" in case.family.sizes:
+    if {"num_experts", "n_routed_experts"} & {*case.family.sizes}:
         pytest.skip("in bf16 a token may have other experts")
     near = NEAR if case.of_weights_alone else NEAR_IN_CODES
     assert distance_from_float64(case.unpacked, case.found["alone"]) < near
@@ -170,14 +181,23 @@ def quantised(form: str, folder: Path, source: Path | None = None) -> Path:
     return write(source or FAMILIES["Qwen3.5"].source(folder / "source"), FORMS[form], folder / "packed")
 
 
-def test_one_element_of_one_matrix_shows(started: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "form", "of"),
+    [
+        ("Qwen3.5", INTEGERS, "model.layers.0.linear_attn.out_proj.weight"),
+        (NANO, NVFP4, "backbone.layers.1.mixer.experts.3.up_proj.weight"),
+    ],
+)
+def test_one_element_of_one_matrix_shows(
+    started: Callable[..., Any], tmp_path: Path, name: str, form: str, of: str
+) -> None:
     """So the comparison with matrices would see a wrong code."""
-    source, settings = FAMILIES["Qwen3.5"].source(tmp_path / "source"), {"variables": UNTRIED_THERE} | DEFAULT
-    write(source, FORMS[INTEGERS], tmp_path / "packed", tmp_path / "unpacked")
+    source, settings = FAMILIES[name].source(tmp_path / "source"), {"variables": UNTRIED_THERE} | DEFAULT
+    write(source, FORMS[form], tmp_path / "packed", tmp_path / "unpacked")
     given = started(tmp_path / "packed", afterwards=kept_states.alone, **settings)
     file = tmp_path / "unpacked" / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    tensors["model.layers.0.linear_attn.out_proj.weight"][5, 7] += 2
+    tensors[of][5, 7] += 2
     save_file(tensors, file, metadata={"format": "pt"})
     assert started(tmp_path / "unpacked", afterwards=kept_states.alone, **settings) != given
 
@@ -225,10 +245,12 @@ def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path,
     assert counted["drafts"] > 0
 
 
-@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
-def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"), [("Qwen3.5", BLOCKS), ("Qwen3.5", INTEGERS), *((NANO, form) for form in (MODELOPT, ROWS, NVFP4))]
+)
+def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Path, name: str, form: str) -> None:
     """As those of an engine that was started with them."""
-    first = quantised(form, tmp_path / "first")
+    first = quantised(form, tmp_path / "first", FAMILIES[name].source(tmp_path / "first" / "source"))
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "source", dtype=torch.bfloat16)
     with torch.no_grad():
         for name, weight in other.named_parameters():
@@ -289,14 +311,16 @@ def test_a_cache_in_fp8_moves_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("Qwen3.5", "mtp"), *((name, "ngram") for name in ("Qwen3.5", *test_mamba.FAMILIES))]
+    ("name", "method"), [("Qwen3.5", "mtp"), *((name, "ngram") for name in ("Qwen3.5", *test_mamba.FAMILIES, NANO))]
 )
 def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
     started: Callable[..., Any], tmp_path: Path, name: str, method: str
 ) -> None:
-    """Also those of a layer for more tokens, whose cache is in FP8, too; beside a prefix cache."""
+    """Also those of a layer for more tokens, whose cache is in FP8, too; beside a prefix cache; of experts in FP8."""
     source = FAMILIES[name].source(tmp_path / "source")
     folder = add_mtp(source) if method == "mtp" else source
+    if name == NANO:
+        folder = quantised(MODELOPT, tmp_path, source)
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
     settings = UNCACHED | {"kv_cache_dtype": "fp8", "variables": UNTRIED_THERE}
@@ -306,14 +330,22 @@ def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
     assert counted["accepted" if method == "ngram" else "drafts"] > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "of", "kept"),
+    [
+        ("Nemotron-H", MODELOPT, quantised_layers.KEPT),
+        *((NANO, of, AS_NANO_IS_PUBLISHED) for of in (MODELOPT, NVFP4)),
+    ],
+    ids=["Nemotron-H", "Nano in FP8", "Nano in NVFP4"],
+)
 def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
-    started: Callable[..., Any], tmp_path: Path
+    started: Callable[..., Any], tmp_path: Path, name: str, of: str, kept: str
 ) -> None:
     """And the bits of a cache in bf16 of the codes' numbers."""
-    family = FAMILIES["Nemotron-H"]
+    family, form = FAMILIES[name], FORMS[of]
     scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    form = fp8_checkpoints.FORMS[MODELOPT]
-    folder = write(family.source(tmp_path / "source"), replace(form, config=form.config | scheme), tmp_path / "packed")
+    source = family.source(tmp_path / "source")
+    folder = write(source, replace(form, config=form.config | scheme), tmp_path / "packed", kept=kept)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     [key] = [name.removesuffix(".weight") for name in tensors if name.endswith(".k_proj.weight")]

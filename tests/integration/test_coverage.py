@@ -1014,7 +1014,48 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     by[0] = "compressed-tensors with int4 weights"
     assert rules(is_moe=True) is convolutions() is spaces() is None
     assert convolutions(is_moe=True) == "short convolutions with quantised experts"
-    assert spaces(is_moe=True) == "state spaces of Mamba-2 with quantised experts"
+    assert spaces(is_moe=True) == f"state spaces of Mamba-2 with quantisation {by[0]}"
+    of_granite = partial(spaces, architecture="GraniteMoeHybridForCausalLM")
+    assert of_granite() is None
+    assert of_granite(is_moe=True) == "state spaces of Mamba-2 with quantised experts"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "modelopt with float8 weights (one scale a tensor) and float8 static tensor activations",
+        "modelopt with float4 weights (one scale a tensor_group 16) and float4 dynamic tensor_group activations",
+    ],
+)
+def test_quantised_experts_of_nemotron_h_are_served_where_they_have_run(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one worker on a CPU."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: (kind,))
+    nano = partial(found_of_spaces, quantization="modelopt", is_moe=True, cache_dtype="fp8")
+    assert nano() is nano(speculative_config=SimpleNamespace(method="ngram")) is None
+    of_granite = nano(architecture="GraniteMoeHybridForCausalLM")
+    assert of_granite == "state spaces of Mamba-2 with quantised experts"
+    shared = partial(found_of_states, "Short convolutions and state spaces by several workers", "NemotronHForCausalLM")
+    assert shared(quantization="modelopt", is_moe=True, tensor_parallel_size=2) is not None
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert nano(device="cuda") == f"state spaces of Mamba-2 with quantisation {kind}"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert nano(device="cuda") is None
+
+
+def test_latent_experts_are_served_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = SimpleNamespace(moe_latent_size=128, hybrid_override_pattern="ME*E")
+    none = SimpleNamespace(moe_latent_size=128, hybrid_override_pattern="M-*-")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    assert found_of_spaces(is_moe=True, hf_text_config=latent) is None
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    on_a_gpu = partial(found_of_spaces, device="cuda", is_moe=True)
+    assert on_a_gpu(hf_text_config=latent) == "state spaces of Mamba-2 with latent experts on a GPU"
+    assert on_a_gpu() is on_a_gpu(hf_text_config=none) is None
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_a_gpu(hf_text_config=latent) is None
 
 
 @pytest.mark.parametrize("asked", [{"cache_dtype": "fp8"}, {"quant_config": SimpleNamespace(kv_cache_scheme={1: 1})}])

@@ -398,6 +398,26 @@ def test_layers_of_experts_are_known_where_ours_serves_them(method: Any) -> None
         review.check(bare(routed_experts, quant_method=type("Fp8MoEMethod", (), {})()))
 
 
+def test_linear_layers_around_latent_experts_are_known(method: Any) -> None:
+    kind = patch_points.REPLICATED.get()
+    around = {f"routed_{side}_transform": bare(kind, quant_method=None) for side in ("input", "output")}
+    assert experts.problem_of(runner(**around)) is None
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_cpu_configures_experts_without_a_gate_as_a_gpu_does(gated: bool) -> None:
+    """And only while it does so."""
+    module = patch_points.EXPERTS_CONFIG.module()
+
+    def complete(config: Any) -> None:
+        config.like_a_gpu = module.current_platform.is_cuda_alike()
+
+    config = SimpleNamespace(is_act_and_mul=gated)
+    experts._with_or_without_a_gate(complete)(config)
+    assert config.like_a_gpu is (not gated or torch.cuda.is_available())
+    assert module.current_platform.is_cuda_alike() is torch.cuda.is_available()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -89,6 +89,7 @@ from vllm_batch_invariant.ops.moe import ExpertAdapters, Experts, MoeReduction, 
 from vllm_batch_invariant.ops.moe import cuda as moe
 from vllm_batch_invariant.ops.moe.deep_gemm import ExpertsProblem, GroupedDeepGemm
 from vllm_batch_invariant.ops.moe.params import Codes
+from vllm_batch_invariant.ops.moe.reduction import UNGATED
 from vllm_batch_invariant.ops.norm import NormReduction
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.norm_backward import cuda as norm_backward
@@ -587,16 +588,18 @@ def experts_in_fp8(n: int, k: int, form: Format = FP8_BLOCK) -> StoredExperts:
     return StoredExperts(form, (codes.view(E4M3), torch.ones(4, *shape)), torch.bfloat16)
 
 
-def experts_in_codes(hidden: int, intermediate: int) -> None:
+def experts_in_codes(hidden: int, intermediate: int, activation: str = "silu") -> None:
     """The products of a layer in FP8, by every tile."""
+    rows = intermediate if activation in UNGATED else 2 * intermediate
     for layer, form in itertools.product(moe.layer_schedules(torch.bfloat16, Gpu.of(0), scaled=True), (FP8_BLOCK, FP8)):
         groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
-        for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
+        for n, k, tile in ((rows, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
             scales = torch.ones(8) if form is FP8 else torch.ones(8, -(-k // GROUP))
             x = Codes(torch.zeros(8, k, dtype=torch.uint8).view(E4M3), scales, torch.bfloat16)
-            gate = "silu" if tile is layer.gate_up else ""
+            gate = activation if tile is layer.gate_up else ""
             moe.grouped_gemm(x, experts_in_fp8(n, k, form), None, groups, 8, torch.bfloat16, tile, activation=gate)
-    experts_by_library(hidden, intermediate)
+    if activation == "silu":
+        experts_by_library(hidden, intermediate)
 
 
 def experts_by_library(hidden: int, intermediate: int, tokens: int = 8) -> None:
@@ -620,6 +623,7 @@ def every_expert_in_codes() -> None:
     if Gpu.of(0).fp8_mma:
         experts_in_codes(2048, 768)
         experts_in_codes(200, 128)
+        experts_in_codes(2688, 1856, "relu2_no_mul")
 
 
 def every_expert() -> None:
@@ -641,15 +645,21 @@ def packed_experts() -> None:
     tiles of Triton, and those of Hopper.
     """
     schedules, gpu = moe.layer_schedules(torch.bfloat16, Gpu.of(0)), Gpu.of(0)
-    of_models = (MXFP4, 2880, 2880), (NVFP4_STEPS, 2048, 768), (integers(4, 128, zeros=True), 2048, 768)
-    for form, hidden, intermediate in of_models:
-        is_packed = moe.is_packed(form, hidden, intermediate, torch.bfloat16, gpu, "swigluoai")
+    of_models = (
+        (MXFP4, 2880, 2880, "swigluoai"),
+        (NVFP4_STEPS, 2048, 768, "swigluoai"),
+        (integers(4, 128, zeros=True), 2048, 768, "swigluoai"),
+        (NVFP4_STEPS, 2688, 1856, "relu2_no_mul"),
+    )
+    for form, hidden, intermediate, activation in of_models:
+        is_packed = moe.is_packed(form, hidden, intermediate, torch.bfloat16, gpu, activation)
+        rows = intermediate if activation in UNGATED else 2 * intermediate
         of_hopper = moe.layer_schedules(torch.bfloat16, gpu, True) if is_packed else ()
         for layer in (schedules[0], schedules[-1], *(of_hopper if form.packing == 2 else of_hopper[:1])):
             groups = moe.group(torch.zeros(8, 1, dtype=torch.int64), 4, layer)
-            for n, k, tile in ((2 * intermediate, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
+            for n, k, tile in ((rows, hidden, layer.gate_up), (hidden, intermediate, layer.down)):
                 weight = stored_experts(form, n, k, 4)
-                gate = "swigluoai" if tile is layer.gate_up else ""
+                gate = activation if tile is layer.gate_up else ""
                 moe.grouped_gemm(
                     torch.zeros(8, k, dtype=torch.bfloat16), weight, None, groups, 8, torch.bfloat16, tile,
                     activation=gate,

@@ -44,7 +44,7 @@ def test_another_seed_gives_other_weights_and_the_same_tokenizer(folder: Path, t
     ("hybrid", "kind", "experts"),
     [
         *(("conv", "conv", 0), ("delta", "linear_attention", 0), ("delta", "linear_attention", 4)),
-        ("mamba2", "linear_attention", 0),
+        *(("mamba2", "linear_attention", 0), ("mamba2", "linear_attention", 4)),
     ],
 )
 def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, hybrid: str, kind: str, experts: int):
@@ -52,7 +52,7 @@ def test_a_hybrid_is_a_model_of_transformers_with_every_weight(tmp_path: Path, h
     folder = make_checkpoint(tmp_path, replace(SMALL, hybrid=hybrid, layers=3, experts=experts))
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
-    assert [one for one in model.config.layer_types if one != "mlp"] == [kind, "full_attention", kind]
+    assert [one for one in model.config.layer_types if one not in ("mlp", "moe")] == [kind, "full_attention", kind]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("for row in rows:", return_tensors="pt").input_ids
     with torch.no_grad():

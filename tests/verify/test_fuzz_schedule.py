@@ -635,6 +635,22 @@ def test_quantised_weights_are_drawn_with_the_workers_and_drafts_that_have_run(
     assert drafting == ({True, False} if device == "cpu" else {False} if architecture == "Qwen3_5" else set())
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_experts_beside_state_spaces_are_drawn_by_one_worker(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a checkpoint of ModelOpt's with a KV cache in FP8, with drafts and without."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+    of_weights = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
+    model = {"architectures": ["NemotronHForCausalLM"], "torch_dtype": "bfloat16", "n_routed_experts": 8}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
+    model |= {"quantization_config": of_weights} if quantised else {}
+    drawn = [draw_settings("nano", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
+    assert {(one.workers, one.stages, one.tree) for one in drawn} == {(1, 1, 1)}
+    assert {one.drafter for one in drawn if one.drafts} == {"ngram"}
+    assert {(one.drafts > 0, one.prefix_cache) for one in drawn} == {*product((True, False), repeat=2)}
+    assert {one.options.get("cache", NONE) for one in drawn} >= {NONE}
+
+
 def test_a_small_cache_holds_what_windows_and_the_states_of_cuda_graphs_take_beside_keys() -> None:
     config = {"layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 2, "sliding_window": 128}
     assert pages_of_windows(config, 16, 300) == 3 * 28

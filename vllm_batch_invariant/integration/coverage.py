@@ -694,6 +694,16 @@ _KDA = _Kept("Kimi Delta Attention", "Kimi Delta Attention", RAN.kda_models, RAN
 _LIGHTNING = _Kept("linear attention", "linear attention", RAN.lightning_models, RAN.lightning, RAN.lightning_workers)
 
 
+def _has_latent_experts(model: Any) -> bool:
+    """Whether experts of a Nemotron-H are given vectors of another size than the others of the model."""
+    latent = getattr(getattr(model, "hf_text_config", None), "moe_latent_size", None)
+    return latent is not None and schemes.has_experts(model)
+
+
+def _is_nemotron(config: Config) -> bool:
+    return getattr(config.model_config, "architecture", "") == "NemotronHForCausalLM"
+
+
 def _keeps(config: Config, kept: _Kept) -> bool:
     return getattr(config.model_config, "architecture", "") in kept.models
 
@@ -789,11 +799,14 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
         f"quantised weights by {most} workers": model.quantization and most > 2,
-        "quantised experts": model.quantization and schemes.has_experts(model) and kept is not _DELTA_RULES,
+        "quantised experts": model.quantization
+        and schemes.has_experts(model)
+        and not (kept is _DELTA_RULES or _is_nemotron(config)),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
         f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
+        "latent experts on a GPU": ran_on == "cuda" and _has_latent_experts(model),
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": (kept.of_rules or method) and ran_on == "cuda" and of_model != "bfloat16",
@@ -829,15 +842,9 @@ def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ..
     if kept is _DELTA_RULES and ran_on == "cuda" and (several or is_moe):
         by_two = () if is_moe else RAN.delta_rule_quantised_by_two_gpus
         return by_two if several else RAN.delta_rule_experts_on_gpus
+    if _is_nemotron(config) and schemes.has_experts(config.model_config):
+        return RAN.mamba2_quantised_experts.get(ran_on, ())
     return kept.quantised.get(ran_on, ())
-
-
-def _experts_without_a_gate(config: Config) -> str | None:
-    """Of Nemotron-H: vLLM builds no layer of them on a CPU."""
-    if not _keeps(config, _STATE_SPACES):
-        return None
-    pattern = getattr(config.model_config.hf_text_config, "hybrid_override_pattern", None) or ""
-    return _when("E" in pattern, "experts without a gate")
 
 
 def _is_latent(config: Config) -> bool:
@@ -1461,9 +1468,9 @@ COVERED = (
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts, and Falcon-H1: on a CPU with vLLM 0.32, in bf16 on a GPU with "
-        "0.33, there also Nemotron-H with experts; with drafts of n-grams by one worker, without them and experts by "
-        "two, on a CPU also four, if these divide their groups; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts (Nemotron 3 Nano; Super's latent ones on a CPU), and Falcon-H1: on "
+        "a CPU with vLLM 0.32, in bf16 on a GPU with 0.33; with drafts of n-grams by one worker, without them and "
+        "experts by two, on a CPU also four, if these divide their groups; states in fp32",
     ),
     Feature(
         "Lightning attention, Kimi Delta Attention",
@@ -1478,9 +1485,10 @@ COVERED = (
         "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two; W4A4 NVFP4 on a CPU",
     ),
     Feature(
-        "ModelOpt's FP8 and KV caches in FP8 beside state spaces",
-        "weights with a scale a tensor and given ones of activations, without experts; caches of any weights: by one "
-        "worker on a CPU with vLLM 0.32, on a GPU with 0.33",
+        "ModelOpt's FP8 and W4A4 NVFP4, and KV caches in FP8 beside state spaces",
+        "FP8 with given scales of activations, and NVFP4 as weights alone, also experts of Nemotron-H (Nemotron 3 "
+        "Nano), there also FP8 by rows and NVFP4 of compressed-tensors, by one worker on a CPU with vLLM 0.32; FP8 "
+        "without experts and caches of any weights also on a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1974,9 +1982,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 4 workers, several engines, drafts but n-grams, other quantisation, "
-        "prompt embeddings, sleep on a CPU, states not in fp32; on GPUs quantised or experts with drafts, over 2, not "
-        "bf16; by several FP8 caches",
+        "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, other quantisation, "
+        "embeddings, sleep on a CPU, states not in fp32; by several FP8 caches; on GPUs quantised or experts with "
+        "drafts, experts quantised or latent, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,
@@ -1997,13 +2005,6 @@ REFUSED = (
         "serve them by one worker",
         _states_shared,
         arguments=(TENSOR, SPECULATION, KV_CACHE, envs.TP_TREE.name),
-    ),
-    Feature(
-        "Experts without a gate (Nemotron 3 Nano) on a CPU",
-        "vLLM has none there",
-        "serve a Nemotron-H without experts, or this one on a GPU",
-        _experts_without_a_gate,
-        ("cpu",),
     ),
     Feature(
         "MLA but of DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash and Ling; sparse attention (DeepSeek-V3.2)",

@@ -111,7 +111,8 @@ class Shape:
     """What decides a checkpoint, apart from its seed.
 
     Attributes:
-        experts: of each layer but the first ``dense_layers``, of a Qwen3.5 of each; 0 for a dense model.
+        experts: of each layer but the first ``dense_layers``, of a Qwen3.5 and a Nemotron-H of each; 0 for a dense
+            model.
         top_k: experts of a token.
         expert_intermediate: intermediate size of one expert.
         dense_layers: layers without experts, before the others.
@@ -163,7 +164,7 @@ class Shape:
             raise ValueError(f"{self.family} has neither experts nor other layers here, and heads of 64")
         if self.latent and (self.images or self.hybrid):
             raise ValueError("DeepSeek-V3 has neither other layers nor images")
-        if self.hybrid in ("conv", "mamba2") and self.experts:
+        if self.hybrid == "conv" and self.experts:
             raise ValueError(f"{HYBRIDS[self.hybrid]} has no experts here")
         if self.hybrid == "conv" and self.hidden != self.heads * self.head_size:
             raise ValueError(f"{self.family} has a hidden size of {self.heads} heads of {self.head_size}")
@@ -177,6 +178,8 @@ class Shape:
             return "DeepSeek-V3"
         if self.hybrid in _LING:
             return HYBRIDS[self.hybrid]
+        if self.hybrid == "mamba2" and self.experts:
+            return "Nemotron 3 Nano"
         return HYBRIDS.get(self.hybrid, "Qwen3") + ("-MoE" if self.experts else "")
 
     def has_experts(self, layer: int) -> bool:
@@ -522,7 +525,8 @@ def nemotron_h_weights(
     shape: Shape, tokens: int, drawn: Callable[..., "torch.Tensor"]
 ) -> "Iterator[dict[str, torch.Tensor]]":
     """As :func:`random_weights`, of a Nemotron-H: state spaces of Mamba-2, and attention in some layers, each before an
-    MLP. Gates are near 1, so that a token reads what was long ago.
+    MLP, or before experts without a gate and one that all tokens share. Gates are near 1, so that a token reads what
+    was long ago.
     """
     normal, near = distributions(shape, drawn)
     named = {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f", "lm_head": "lm_head"}
@@ -536,11 +540,18 @@ def nemotron_h_weights(
         layer = f"backbone.layers.{i}."
         mixer = layer + "mixer."
         weights = {layer + "norm.weight": near(1, shape.hidden)}
-        if kind == "mlp":
-            weights |= {
-                mixer + "up_proj.weight": normal(shape.intermediate, shape.hidden),
-                mixer + "down_proj.weight": normal(shape.hidden, shape.intermediate, shape.residual_gain),
-            }
+        if kind in ("mlp", "moe"):
+            mlps = {mixer: shape.intermediate}
+            if kind == "moe":
+                weights[mixer + "gate.weight"] = normal(shape.experts, shape.hidden)
+                weights[mixer + "gate.e_score_correction_bias"] = near(0.1, shape.experts).float()
+                names = (*(f"experts.{expert}" for expert in range(shape.experts)), "shared_experts")
+                mlps = {f"{mixer}{name}.": shape.expert_intermediate for name in names}
+            for mlp, intermediate in mlps.items():
+                weights |= {
+                    mlp + "up_proj.weight": normal(intermediate, shape.hidden),
+                    mlp + "down_proj.weight": normal(shape.hidden, intermediate, shape.residual_gain),
+                }
         elif kind == "full_attention":
             weights |= {
                 mixer + "q_proj.weight": normal(heads, shape.hidden),
@@ -563,12 +574,23 @@ def nemotron_h_weights(
 
 
 def _nemotron_h_layers(shape: Shape) -> list[str]:
-    return [kind for mixer in _qwen3_5_layers(shape) for kind in (mixer, "mlp")]
+    return [kind for mixer in _qwen3_5_layers(shape) for kind in (mixer, "moe" if shape.experts else "mlp")]
 
 
 def nemotron_h_config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
     """As :func:`config_of`, of a Nemotron-H."""
-    return {
+    of_experts = {
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": shape.top_k,
+        "moe_intermediate_size": shape.expert_intermediate,
+        "moe_shared_expert_intermediate_size": shape.expert_intermediate,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
+    return (of_experts if shape.experts else {}) | {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
         "hidden_size": shape.hidden,
@@ -889,7 +911,7 @@ def add_arguments(parser: OneLineParser) -> None:
         type=at_least(0),
         default=Shape.experts,
         metavar="N",
-        help="experts of each layer but the first, with --hybrid delta of each",
+        help="experts of each layer but the first, with --hybrid delta and mamba2 of each",
     )
     parser.add_argument(
         "--hybrid",
@@ -936,8 +958,8 @@ def run(options: argparse.Namespace, parser: OneLineParser) -> int:
 
     if options.format and options.format not in CHECKPOINT_FORMATS:
         parser.error(f"--format {options.format!r} is none of {', '.join(CHECKPOINT_FORMATS)}")
-    if options.hybrid and options.experts and options.format:
-        parser.error("--hybrid with --experts is a model of plain weights: leave out --format")
+    if options.hybrid == "delta" and options.experts and options.format:
+        parser.error("--hybrid delta with --experts is a model of plain weights: leave out --format")
     if options.hybrid in _LING and options.format:
         parser.error(f"--hybrid {options.hybrid} is a model of plain weights: leave out --format")
     if options.latent and (options.hybrid or options.images):

@@ -25,8 +25,9 @@ ODD = (200, 128)
 
 
 QUICK = (
-    "test_a_token_has_the_same_bits_alone_and_among_others",
-    "test_each_mistake_is_found[interpreted-blocks-one scale a row]",
+    "test_a_token_has_the_same_bits_alone_and_among_others[interpreted-blocks-gate]",
+    "test_a_token_has_the_same_bits_alone_and_among_others[interpreted-rows",
+    "test_each_mistake_is_found[interpreted-blocks-one scale a row-gate]",
 )
 """Of those in the interpreter, which take half a minute each: that run also where each minute counts."""
 
@@ -42,6 +43,10 @@ def tensor_core_of_the_interpreter(
     yield
 
 
+UNGATED = "relu2_no_mul"
+by_activation = pytest.mark.parametrize(
+    "activation", [pytest.param("silu", id="gate"), pytest.param(UNGATED, id="no gate")]
+)
 by_form = pytest.mark.parametrize("form", [pytest.param(FP8_BLOCK, id="blocks"), pytest.param(FP8, id="rows")])
 
 
@@ -63,15 +68,21 @@ def reduction_of(device, dtype: torch.dtype, form: Format = FP8_BLOCK, **fields:
 
 
 def layer(
-    device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES, biased: bool = False, form: Format = FP8_BLOCK
+    device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int] = SIZES,
+    biased: bool = False,
+    form: Format = FP8_BLOCK,
+    activation: str = "silu",
 ) -> Experts:
     hidden, intermediate = sizes
     draw = torch.Generator().manual_seed(7)
-    sides = (2 * intermediate, hidden) if biased else ()
+    rows = intermediate if activation == UNGATED else 2 * intermediate
+    sides = (rows, hidden) if biased else ()
     biases = [torch.randn(EXPERTS, side, generator=draw).to(device.type, dtype) for side in sides]
-    shapes = (2 * intermediate, hidden), (hidden, intermediate)
+    shapes = (rows, hidden), (hidden, intermediate)
     products = (stored(device, *shape, dtype, seed, form) for seed, shape in enumerate(shapes, 1))
-    return Experts(*products, reduction_of(device, dtype, form), *biases)
+    return Experts(*products, reduction_of(device, dtype, form, activation=activation), *biases)
 
 
 def routed(device, of: Experts, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,6 +92,11 @@ def routed(device, of: Experts, count: int) -> tuple[torch.Tensor, torch.Tensor,
     x[count // 3, :128] = 0
     logits = device.draw(count, EXPERTS, seed=1)
     return x.to(of.reduction.dtype), *route(logits, of.reduction)
+
+
+def activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    """[1, intermediate] of what the first product gives."""
+    return hidden.float().relu().square().to(hidden.dtype) if activation == UNGATED else silu_and_mul(hidden)
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,7 @@ class Written:
             total = torch.zeros(x.shape[1], device=x.device)
             for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
                 hidden = self._multiply(row[None], of.gate_up, of.gate_up_bias, expert)
-                made = self._multiply(silu_and_mul(hidden), of.down, of.down_bias, expert)
+                made = self._multiply(activated(hidden, of.reduction.activation), of.down, of.down_bias, expert)
                 total = total + made[0].float() * weight
             out[token] = total.to(x.dtype)
         return out
@@ -190,42 +206,56 @@ def dtype_of(device) -> torch.dtype:
     ],
 )
 @by_form
+@by_activation
 def test_a_token_has_the_bits_of_its_products_alone(
-    device, dtype: torch.dtype, sizes, biased: bool, form: Format
+    device, dtype: torch.dtype, sizes, biased: bool, form: Format, activation: str
 ) -> None:
-    of = layer(device, dtype, sizes, biased, form)
+    of = layer(device, dtype, sizes, biased, form, activation)
     given = routed(device, of, 2 if device.is_interpreted else 7)
     found = moe(*given, of)
     assert found.isfinite().all()
     assert_same_bits(found, Written()(*given, of))
 
 
-def test_scales_of_rows_serve_sizes_that_blocks_do_not(device) -> None:
-    of = layer(device, torch.bfloat16, (136, 72), True, FP8)
+@by_activation
+def test_scales_of_rows_serve_sizes_that_blocks_do_not(device, activation: str) -> None:
+    of = layer(device, dtype_of(device), (136, 72), True, FP8, activation)
     given = routed(device, of, 5)
     assert_same_bits(moe(*given, of), Written()(*given, of))
 
 
-def test_one_scale_of_a_matrix_is_that_of_each_of_its_rows(device) -> None:
+def test_rows_of_up_alone_end_within_a_block(device) -> None:
+    """As no gate's do, behind which those of up begin."""
+    of = layer(device, dtype_of(device), (136, 72), True, activation=UNGATED)
+    given = routed(device, of, 5)
+    assert_same_bits(moe(*given, of), Written()(*given, of))
+
+
+@by_activation
+def test_one_scale_of_a_matrix_is_that_of_each_of_its_rows(device, activation: str) -> None:
     """Gate and up have one each."""
-    of = layer(device, dtype_of(device), form=FP8)
+    of = layer(device, dtype_of(device), form=FP8, activation=activation)
+    parts = 1 + of.reduction.is_gated
     few = [
         replace(one, tensors=(one.tensors[0], one.tensors[1][:, :: one.shape[1] // count].contiguous()))
-        for one, count in ((of.gate_up, 2), (of.down, 1))
+        for one, count in ((of.gate_up, parts), (of.down, 1))
     ]
     all_rows = [
         replace(one, tensors=(one.tensors[0], one.tensors[1].repeat_interleave(one.shape[1] // count, 1)))
-        for one, count in zip(few, (2, 1), strict=True)
+        for one, count in zip(few, (parts, 1), strict=True)
     ]
     given = routed(device, of, 3)
     found, expected = (moe(*given, replace(of, gate_up=of_all[0], down=of_all[1])) for of_all in (few, all_rows))
     assert_same_bits(found, expected)
-    one_for_both = replace(few[0], tensors=(few[0].tensors[0], few[0].tensors[1][:, :1].contiguous()))
-    assert not torch.equal(found, moe(*given, replace(of, gate_up=one_for_both, down=few[1])))
+    codes, scales = few[0].tensors
+    other = scales[:, :1].contiguous() if parts == 2 else scales.roll(1, 0)  # of gate for both, or of another expert
+    wrong = replace(of, gate_up=replace(few[0], tensors=(codes, other)), down=few[1])
+    assert not torch.equal(found, moe(*given, wrong))
 
 
-def test_rows_have_codes_by_a_given_scale(device) -> None:
-    of = layer(device, dtype_of(device), form=FP8)
+@by_activation
+def test_rows_have_codes_by_a_given_scale(device, activation: str) -> None:
+    of = layer(device, dtype_of(device), form=FP8, activation=activation)
     scales = tuple(torch.tensor([scale / 2, scale, scale / 3], device=device.type) for scale in (0.031, 0.0017))
     x, weights, ids = routed(device, of, 3)
     found = moe(x, weights, ids, replace(of, given=scales))
@@ -244,9 +274,10 @@ def test_rows_have_codes_by_a_given_scale(device) -> None:
         for name in mistakes
     ],
 )
-def test_each_mistake_is_found(device, form: Format, mistake: str) -> None:
+@by_activation
+def test_each_mistake_is_found(device, form: Format, mistake: str, activation: str) -> None:
     """In fp32, in which every sum shows."""
-    of = layer(device, torch.float32, form=form)
+    of = layer(device, torch.float32, form=form, activation=activation)
     given = routed(device, of, 3)
     found = moe(*given, of)
     assert not torch.equal(found, MISTAKES[form][mistake](*given, of))
@@ -269,14 +300,18 @@ def differing(device, of: Experts) -> list[int]:
     ]
 
 
+@by_activation
 @by_form
-def test_a_token_has_the_same_bits_alone_and_among_others(device, form: Format) -> None:
-    assert differing(device, layer(device, dtype_of(device), form=form)) == []
+def test_a_token_has_the_same_bits_alone_and_among_others(device, form: Format, activation: str) -> None:
+    assert differing(device, layer(device, dtype_of(device), form=form, activation=activation)) == []
 
 
+@by_activation
 @by_form
-def test_one_scale_of_all_tokens_fails_the_same_sweep(device, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
-    module, of = device.module("moe"), layer(device, dtype_of(device), form=form)
+def test_one_scale_of_all_tokens_fails_the_same_sweep(
+    device, monkeypatch: pytest.MonkeyPatch, form: Format, activation: str
+) -> None:
+    module, of = device.module("moe"), layer(device, dtype_of(device), form=form, activation=activation)
 
     def of_step(rows: torch.Tensor, reduction: MoeReduction, *_: object) -> Codes:
         codes, scales = quantise(rows, rows.abs().max().float().reshape(1) / 448, codes=E4M3)
@@ -288,9 +323,10 @@ def test_one_scale_of_all_tokens_fails_the_same_sweep(device, monkeypatch: pytes
     assert differing(device, of)
 
 
+@by_activation
 @by_form
-def test_a_part_of_the_experts_has_the_bits_of_that_part(device, form: Format) -> None:
-    of = layer(device, dtype_of(device), biased=True, form=form)
+def test_a_part_of_the_experts_has_the_bits_of_that_part(device, form: Format, activation: str) -> None:
+    of = layer(device, dtype_of(device), biased=True, form=form, activation=activation)
     x, weights, ids = routed(device, of, 20)
     here = torch.tensor([4, 1])
     places = torch.full((EXPERTS,), -1, dtype=torch.int32).index_copy_(0, here, torch.arange(2, dtype=torch.int32))
@@ -321,10 +357,11 @@ def test_a_cpu_has_the_sums_of_each_tensor_core_that_has_a_model(device, form: F
     assert not torch.equal(moe(*given, of), Written(product=lambda *o: scaled_linear(*o, other))(*given, of))
 
 
+@by_activation
 @by_form
-def test_results_are_near_the_float64_reference(device, form: Format) -> None:
+def test_results_are_near_the_float64_reference(device, form: Format, activation: str) -> None:
     """Where a number lies between two codes a rounding may decide, and that moves it by up to 1 in 16."""
-    of = layer(device, torch.float32, biased=True, form=form)
+    of = layer(device, torch.float32, biased=True, form=form, activation=activation)
     given = [one.cpu() for one in routed(device, of, 12)]
     expected = reference.moe(*given, _on_cpu(of))
     found = moe(*(one.to(device.type) for one in given), of).cpu().double()
@@ -359,17 +396,20 @@ def scales_of_next_columns(right: Callable[..., torch.Tensor]) -> Callable[..., 
     return wrong
 
 
+@by_activation
 @by_form
-def test_tiles_are_certified_and_a_wrong_scale_is_found(device, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
+def test_tiles_are_certified_and_a_wrong_scale_is_found(
+    device, monkeypatch: pytest.MonkeyPatch, form: Format, activation: str
+) -> None:
     if device.name == "cpu":
         pytest.skip("of GPUs")
     cuda, dtype = device.module("moe"), dtype_of(device)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    given = 256, 136, dtype, torch.device(device.type), "silu", form, reduction_of(device, dtype, form).products
+    given = 256, 136, dtype, torch.device(device.type), activation, form, reduction_of(device, dtype, form).products
     if device.is_interpreted:
         few = cuda.layer_schedules(dtype, cuda.Gpu.of(0), scaled=True)[:1]
         monkeypatch.setattr(cuda, "layer_schedules", lambda *_, **__: few)
-        monkeypatch.setattr(cuda, "_activated", lambda hidden, *_: silu_and_mul(hidden))
+        monkeypatch.setattr(cuda, "_activated", lambda hidden, *_: activated(hidden, activation))
     assert cuda.certify(*given) > 0
     monkeypatch.setattr(cuda, "grouped_gemm", scales_of_next_columns(cuda.grouped_gemm))
     with pytest.raises(

@@ -67,10 +67,12 @@ def stored(form: Format, n: int, k: int, dtype: torch.dtype, seed: int) -> Store
 
 
 def layer(form: Format, dtype: torch.dtype, hidden: int, intermediate: int, activation: str) -> Experts:
-    gate_up, down = stored(form, 2 * intermediate, hidden, dtype, 1), stored(form, hidden, intermediate, dtype, 2)
+    reduction = MoeReduction(EXPERTS, TOP_K, dtype, activation=activation)
+    rows = (1 + reduction.is_gated) * intermediate
+    gate_up, down = stored(form, rows, hidden, dtype, 1), stored(form, hidden, intermediate, dtype, 2)
     draw = torch.Generator().manual_seed(3)
-    biases = [torch.randn(EXPERTS, n, generator=draw).to(dtype) for n in (2 * intermediate, hidden)]
-    return Experts(gate_up, down, MoeReduction(EXPERTS, TOP_K, dtype, activation=activation), *biases)
+    biases = [torch.randn(EXPERTS, n, generator=draw).to(dtype) for n in (rows, hidden)]
+    return Experts(gate_up, down, reduction, *biases)
 
 
 def unpacked(of: Experts) -> Experts:
@@ -107,6 +109,18 @@ def test_odd_numbers_of_groups_have_the_bits_of_the_matrices(
     of = layer(form, dtype, *sizes, "silu")
     for count in (3, 80):
         assert torch.equal(made(of, count), made(unpacked(of), count))
+
+
+@pytest.mark.parametrize(("form", "dtype"), FORMATS.values(), ids=FORMATS)
+def test_experts_without_a_gate_have_the_bits_of_the_matrices(form: Format, dtype: torch.dtype) -> None:
+    of = layer(form, dtype, 96, 64, "relu2_no_mul")
+    for count in (3, 80):
+        assert torch.equal(made(of, count), made(unpacked(of), count))
+    codes, *others = of.gate_up.tensors
+    wrong = codes.clone()
+    wrong[:, 5, 1] ^= 1  # so the comparison sees one code
+    other = replace(of, gate_up=replace(of.gate_up, tensors=(wrong, *others)))
+    assert not torch.equal(made(other, 80), made(of, 80))
 
 
 def test_odd_numbers_of_groups_of_16_have_the_bits_of_the_matrices() -> None:

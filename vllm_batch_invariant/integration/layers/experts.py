@@ -4,9 +4,10 @@ vLLM asks a layer's method either for whole layers, with the logits of the route
 that were found elsewhere. Ours takes whole layers in every version, so that what chooses experts is ours, too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -249,9 +250,25 @@ class CudaExperts(BatchInvariantExperts):
 
 def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
     """What of a layer no engine on a GPU has been compared with."""
-    if envs.starts_untried() or reduction.activation in ("silu", "gelu_tanh", "swigluoai", "relu2_no_mul"):
+    if envs.starts_untried():
         return None
-    return f"the activation {reduction.activation}"
+    if reduction.products is not None and not reduction.is_gated:
+        return "products of codes and no gate"
+    known = ("silu", "gelu_tanh", "swigluoai", "relu2_no_mul")
+    return None if reduction.activation in known else f"the activation {reduction.activation}"
+
+
+@contextmanager
+def with_names(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
+    """Have names of a module, those that it has, stand for others."""
+    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 @cache
@@ -269,8 +286,26 @@ def certify(
 
 
 def install_cpu(kind: type[CpuExperts] = CpuExperts) -> None:
-    """Have every layer of experts computed by ours."""
+    """Have every layer of experts computed by ours, also those without a gate, which vLLM configures on GPUs alone."""
     _install(kind)
+    config = patch_points.EXPERTS_CONFIG.get()
+    if not hasattr(config.__post_init__, "__wrapped__"):
+        config.__post_init__ = _with_or_without_a_gate(config.__post_init__)
+
+
+def _with_or_without_a_gate(complete: Callable[[Any], None]) -> Callable[[Any], None]:
+    """What completes a configuration of experts on a CPU: of those without a gate as on a GPU, where vLLM has kernels
+    for them. Nothing else of it asks which platform this is.
+    """
+
+    @wraps(complete)
+    def __post_init__(config: Any) -> None:  # noqa: N807 - Python's
+        of_gpus = SimpleNamespace(is_cuda_alike=lambda: True)
+        names = {} if config.is_act_and_mul else {"current_platform": of_gpus}
+        with with_names(patch_points.EXPERTS_CONFIG.module(), names):
+            complete(config)
+
+    return __post_init__
 
 
 def install_cuda() -> None:
@@ -438,7 +473,9 @@ def problem_of_gate(gate: Any) -> str | None:
 
 
 def problem_of(runner: Any) -> str | None:
-    """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router and its sums are known."""
+    """Why a layer of vLLM's class ``MoERunner`` is refused; None if its router, its sums and the linear layers around
+    latent experts are known.
+    """
     if type(runner.router).__name__ not in reviews.layers().routers:
         return f"its experts are chosen by {type(runner.router).__name__}"
     if getattr(runner.router, "eplb_state", None) is not None:
@@ -446,6 +483,6 @@ def problem_of(runner: Any) -> str | None:
     if runner.gate is not None and runner.shared_expert_gate is not None:
         return "its router and the gate of its shared expert are one matmul"
     for name in ("routed_input_transform", "routed_output_transform"):
-        if getattr(runner, name, None) is not None:
+        if type(getattr(runner, name, None)) not in (type(None), patch_points.REPLICATED.get()):
             return f"it has a {name}"
     return None

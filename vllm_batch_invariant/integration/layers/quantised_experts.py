@@ -7,11 +7,9 @@ multiplies is made of them, or reads them where they lie.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from ...ops.moe import MoeReduction, StoredExperts, of_codes
 from ..reviews import schemes
 from ..reviews.patch_points import PatchPoint
 from . import fp8
-from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts
+from .experts import BatchInvariantExperts, CpuExperts, CudaExperts, PreparedExperts, with_names
 from .linear import PreparedWeight
 
 PRODUCTS = ("w13", "w2")
@@ -626,19 +624,6 @@ def refuse_flaw(made: StoredExperts, name: str) -> None:
         raise NotCovered(
             f"{made.format.name} with {flaw} ({name})", "no matrix has these elements", "download the checkpoint again"
         )
-
-
-@contextmanager
-def with_names(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
-    """Have names of a module, those that it has, stand for others."""
-    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 def install_cpu() -> None:

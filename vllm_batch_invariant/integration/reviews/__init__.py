@@ -271,6 +271,7 @@ class Ran:
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
+        mamba2_quantised_experts: kinds of those of Nemotron-H with experts, by device.
         kda: versions whose engines have served Kimi Delta Attention, by device.
         kda_workers: numbers of workers above 1 that have shared it, by device.
         kda_drafters: methods of speculative decoding that have been run beside it, by device.
@@ -356,6 +357,7 @@ class Ran:
     mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_drafters: Mapping[str, tuple[str, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
+    mamba2_quantised_experts: Mapping[str, tuple[str, ...]]
     kda: Mapping[str, str]
     kda_workers: Mapping[str, tuple[int, ...]]
     kda_drafters: Mapping[str, tuple[str, ...]]

@@ -116,6 +116,8 @@ EXPERTS_METHOD = PatchPoint(
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",), "UnquantizedFusedMoEMethod"
 )
 """Computes every unquantised layer of experts, and is told of it once its weights are loaded."""
+EXPERTS_CONFIG = PatchPoint(("vllm.model_executor.layers.fused_moe.config",), "FusedMoEConfig")
+"""Sizes and settings of a layer of experts, completed by its ``__post_init__``."""
 ROUTED_EXPERTS = PatchPoint(("vllm.model_executor.layers.fused_moe.routed_experts",), "RoutedExperts")
 """The layer that has their weights, and whose method that is."""
 MOE_RUNNER = PatchPoint(("vllm.model_executor.layers.fused_moe.runner.moe_runner",), "MoERunner")
@@ -446,6 +448,7 @@ MEMBERS = {
     "PUNICA_WRAPPER": ("_update_base_metadata",),
     "LORA_WORKER": ("_load_adapter",),
     "MOE_RUNNER": ("__init__",),
+    "EXPERTS_CONFIG": ("__post_init__",),
     "LORA_EXPERTS": ("__init__", "set_mapping"),
     "RENDERER": ("_process_mm_uuids", "_process_multimodal"),
     "MEAN_POOL": ("forward",),

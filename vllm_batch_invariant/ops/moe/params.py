@@ -273,7 +273,7 @@ class Experts:
 
     def _check_codes(self, in_blocks: bool) -> None:
         """Refuse experts whose codes have no products."""
-        if in_blocks and self.down.shape[2] % SIDE:
+        if in_blocks and self.reduction.is_gated and self.down.shape[2] % SIDE:
             raise ValueError(f"a block of {SIDE} rows has one scale, and gate has {self.down.shape[2]} rows")
         form, shared = (FP8_BLOCK, "blocks") if in_blocks else (FP8, "rows")
         if self.given and (in_blocks or [one.dtype for one in self.given] != [torch.float32] * 2):

@@ -87,12 +87,11 @@ class MoeReduction:
                 "they are defined for codes of e4m3, and results of tokens' dtype",
                 "serve another model, no setting helps",
             )
-        if of is not None and self.activation in ("swigluoai", *UNGATED):
-            in_turn = self.activation == "swigluoai"
+        if of is not None and self.activation == "swigluoai":
             raise NotCovered(
-                f"experts in FP8 {'whose rows are those of gate and up in turn' if in_turn else 'without a gate'}",
+                "experts in FP8 whose rows are those of gate and up in turn",
                 f"a block of {GROUP} rows has one scale for both"
-                if in_turn and of.in_blocks
+                if of.in_blocks
                 else "nobody has compared their products",
                 "serve a checkpoint of which the weights alone are quantised",
             )
