@@ -14,12 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import fp8_checkpoints, quantised_checkpoints
-from tests.engine import kept_states, multimodal, quantised_layers, test_mamba, test_short_conv
+from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
-from tests.engine.quantised_layers import write
+from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, MODELOPT, NVFP4, ROWS, write
 from tests.engine.test_delta_rule import (
     DEFAULT,
     LENGTH,
@@ -27,7 +26,6 @@ from tests.engine.test_delta_rule import (
     UNCACHED,
     WITH_EXPERTS,
 )
-from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
@@ -45,10 +43,6 @@ NEAR = 0.25
 """Of logprobs in bf16."""
 NEAR_IN_CODES = 1.5
 """The same where activations have codes of three bits behind the first."""
-BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
-MODELOPT = "ModelOpt's by tensors, given"
-FORMS: dict[str, Form | Stored] = quantised_layers.FORMS | {MODELOPT: fp8_checkpoints.FORMS[MODELOPT]}
-FORMS |= {name: quantised_checkpoints.FORMATS[name] for name in quantised_layers.NVFP4}
 
 
 class Family(NamedTuple):
@@ -83,12 +77,12 @@ WIDE = FAMILIES["Qwen3.5"]._replace(
 )
 """Of which two workers have whole blocks."""
 CASES = [
-    *(("Qwen3.5", form) for form in quantised_layers.FORMS),
-    *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if "Mistral" not in form),
-    *(("Qwen3.5-MoE", form) for form in quantised_layers.NVFP4),
-    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, quantised_layers.NVFP4[1])),
-    *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
-    *((name, MODELOPT) for name in test_mamba.FAMILIES),
+    *(("Qwen3.5", form) for form in FORMS),
+    *(("Qwen3.5-MoE", form) for form in FORMS if "Mistral" not in form),
+    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, NVFP4[1])),
+    *((name, form) for name in test_mamba.FAMILIES for form in (ROWS, INTEGERS, MODELOPT, NVFP4[1])),
+    ("Nemotron-H", NVFP4[0]),
+    *(("LFM2", form) for form in (ROWS, INTEGERS, BLOCKS)),
 ]
 
 
@@ -201,7 +195,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS, MODELOPT, NVFP4[1]])
 def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path: Path, form: str) -> None:
     """By a tree, which is another order of sums than one worker has without it."""
     folder, tree = quantised(form, tmp_path, WIDE.source(tmp_path / "source")), UNTRIED_THERE | {TP_TREE.name: "2"}
@@ -312,7 +306,7 @@ def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
     """And the bits of a cache in bf16 of the codes' numbers."""
     family = FAMILIES["Nemotron-H"]
     scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    form = fp8_checkpoints.FORMS[MODELOPT]
+    form = FORMS[MODELOPT]
     folder = write(family.source(tmp_path / "source"), replace(form, config=form.config | scheme), tmp_path / "packed")
     file = folder / "model.safetensors"
     tensors = load_file(file)
