@@ -17,11 +17,17 @@ from tests import fp8_checkpoints, quantised_checkpoints
 from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
+_ENCODERS = "(visual|vision_tower|multi_modal_projector|embed_vision)"
 KEPT = (
-    r"(^|\.)(lm_head|embed_tokens|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|in_proj_(a|b|ba)|mtp\.fc|eh_proj|"
-    r"shared_head\.head|fc[12]_latent_proj|(visual|vision_tower|multi_modal_projector|embed_vision)\..*)$"
+    r"(^|\.)(lm_head|embed_tokens|embed_tokens_per_layer|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|"
+    r"in_proj_(a|b|ba)|router\.proj|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|"
+    rf"{_ENCODERS}\..*)$"
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
+BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
+MODELOPT = "ModelOpt's by tensors, given"
+NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
+"""Of which activations keep 16 bits."""
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 FORMS: dict[str, Form | Stored] = {
     "fp8 by blocks": fp8_checkpoints.FORMS["fp8 by blocks"],
@@ -33,10 +39,10 @@ FORMS: dict[str, Form | Stored] = {
     "w4a16 of 128": quantised_checkpoints.FORMATS["w4a16 of 128"],
     "awq": quantised_checkpoints.FORMATS["awq"],
     "gptq": Stored(gptq, Integers(4, 128, False), GPTQ),
+    MODELOPT: fp8_checkpoints.FORMS[MODELOPT],
+    **{name: quantised_checkpoints.FORMATS[name] for name in NVFP4},
 }
 """By a name; with those of the first kind activations are codes too."""
-NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
-"""Others, in :data:`tests.quantised_checkpoints.FORMATS`, whose activations keep 16 bits."""
 
 
 def parts_of(form: Form | Stored, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -56,8 +62,32 @@ def config_of(form: Form | Stored, kept: Sequence[str]) -> dict[str, Any]:
         case "gptq":
             return config | {"dynamic": {rf"-:.*\.(in_proj_ba|gate|{'|'.join(re.escape(one) for one in kept)})$": {}}}
         case "modelopt":
-            return config | {"ignore": list(kept)}
+            patterns = (re.sub(rf"{_ENCODERS}\..*", r"\1*", one) for one in kept)  # as published
+            return config | {"ignore": [*dict.fromkeys(["lm_head", *patterns])]}  # also a head that is the embeddings
     return config | {"modules_to_not_convert": list(kept)}
+
+
+def with_each_expert(folder: Path, inputs_first: bool = False) -> Path:
+    """Give a checkpoint in bf16 a matrix for each expert, as quantised ones have them.
+
+    Args:
+        folder: changed in place.
+        inputs_first: whether it has those of all experts as [experts, K, N], and not [experts, N, K].
+    """
+    file, tensors = folder / "model.safetensors", {}
+    for weight, tensor in load_file(file).items():
+        layer, of_experts, projection = weight.rpartition(".experts.")
+        if not of_experts or tensor.dim() < 3:
+            tensors[weight] = tensor
+            continue
+        of_all = tensor.mT if inputs_first else tensor
+        is_fused = projection == "gate_up_proj"
+        names = ("gate_proj", "up_proj") if is_fused else (projection,)
+        for name, of_name in zip(names, of_all.chunk(len(names), 1), strict=True):
+            for number, matrix in enumerate(of_name):
+                tensors[f"{layer}.experts.{number}.{name}.weight"] = matrix.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 def write(source: Path, form: Form | Stored, packed: Path, unpacked: Path | None = None, kept: str = KEPT) -> Path:

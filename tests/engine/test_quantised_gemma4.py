@@ -3,21 +3,24 @@ their own: a request has the same bits alone and among others, from chunks of an
 prefix cache, and in pages of NaN; of weights alone that are quantised those of the matrices that they stand for.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine import gemma4, kept_states, multimodal
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64
-from tests.engine.quantised_layers import FORMS, KEPT, write
+from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, KEPT, MODELOPT, NVFP4, ROWS, with_each_expert, write
 from tests.engine.test_gemma4 import DEFAULT, EXTENSION, FEW_PAGES, WAYS, started
-from tests.engine.test_quantised_hybrids import BLOCKS, INTEGERS, NEAR, NEAR_IN_CODES, ROWS, Case
+from tests.engine.test_quantised_hybrids import NEAR, NEAR_IN_CODES, Case
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.verify.harness.worker import EngineFailed
 
 COVERED = reviews.ran().quantised["cuda" if ON_GPU else "cpu"]
 pytestmark = [
@@ -30,7 +33,7 @@ OF_LAYERS = r"per_layer_(input_gate|projection|model_projection)$"
 CASES = [
     *(("31B", form) for form in FORMS if form != "gptq" and "Mistral" not in form),
     *(("E2B", form) for form in (BLOCKS, ROWS, INTEGERS)),
-    *(("26B-A4B", form) for form in (BLOCKS, ROWS, INTEGERS, "awq")),
+    *(("26B-A4B", form) for form in (BLOCKS, ROWS, INTEGERS, "awq", MODELOPT, *NVFP4)),
 ]
 """vLLM loads no GPTQ of keys that are the values, and no Gemma 4 in Mistral's names."""
 
@@ -46,28 +49,13 @@ def ask(engine: Any, of_weights_alone: bool) -> dict[str, Any]:
 
 
 def source(name: str, folder: Path, seed: int = 0) -> Path:
-    """A checkpoint in bf16 with a matrix for each expert, as quantised ones have them."""
-    gemma4.written(name, folder, seed)
-    file, tensors = folder / "model.safetensors", {}
-    for weight, tensor in load_file(folder / "model.safetensors").items():
-        match weight.rpartition(".experts."):
-            case (layer, ".experts.", "gate_up_proj"):
-                named = zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True)
-            case (layer, ".experts.", projection):
-                named = ((projection, tensor),)
-            case _:
-                tensors[weight] = tensor
-                continue
-        for projection, of_all in named:
-            for number, matrix in enumerate(of_all):
-                tensors[f"{layer}.experts.{number}.{projection}.weight"] = matrix.contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
+    """A checkpoint in bf16 with a matrix for each expert."""
+    return with_each_expert(gemma4.written(name, folder, seed))
 
 
 def kept_of(form: str) -> str:
     """Names of the layers that keep 16 bits, as a regular expression."""
-    return rf"{KEPT}|(embed_tokens_per_layer|router\.proj)$" + f"|{OF_LAYERS}" * (form != ROWS)
+    return KEPT + f"|{OF_LAYERS}" * (form != ROWS)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
@@ -114,7 +102,7 @@ def test_logprobs_are_near_those_of_transformers_in_float64(case: Case) -> None:
     assert distance_from_float64(case.unpacked, case.found["alone"]) < near
 
 
-@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS, NVFP4[1]])
 def test_a_checkpoint_as_it_is_published_has_the_bits_of_the_text_model(tmp_path: Path, form: str) -> None:
     """With an encoder that keeps 16 bits, served as text."""
     text = write(gemma4.written("31B", tmp_path / "source"), FORMS[form], tmp_path / "packed")
@@ -122,6 +110,24 @@ def test_a_checkpoint_as_it_is_published_has_the_bits_of_the_text_model(tmp_path
     of_text = started(text, kept_states.alone, **DEFAULT)
     path = multimodal.python_path(tmp_path / "path")
     assert started(around, kept_states.alone, path=path, language_model_only=True, **DEFAULT) == of_text
+
+
+def test_a_cache_in_bf16_leaves_the_scales_of_one_in_fp8_alone(tmp_path: Path) -> None:
+    """Which ModelOpt's checkpoints have, and which is refused beside heads of two sizes."""
+    folder = write(source("31B", tmp_path / "source"), FORMS[NVFP4[1]], tmp_path / "packed", kept=kept_of(NVFP4[1]))
+    plain = started(folder, kept_states.alone, **DEFAULT)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors, said = load_file(file), json.loads(config.read_text())
+    layers = [
+        name.removesuffix("_proj.weight") for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))
+    ]
+    scales = {f"{layer}_proj.{layer[-1]}_scale": torch.tensor(0.03125) for layer in layers}
+    save_file(tensors | scales, file, metadata={"format": "pt"})
+    said["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    config.write_text(json.dumps(said))
+    assert started(folder, kept_states.alone, kv_cache_dtype="bfloat16", **DEFAULT) == plain
+    with pytest.raises(EngineFailed, match="a KV cache in fp8"):
+        started(folder, kept_states.alone, **DEFAULT)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")

@@ -14,12 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import fp8_checkpoints, quantised_checkpoints
-from tests.engine import kept_states, multimodal, quantised_layers, test_mamba, test_short_conv
+from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
-from tests.engine.quantised_layers import write
+from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, KEPT, MODELOPT, NVFP4, ROWS, write
 from tests.engine.test_delta_rule import (
     DEFAULT,
     LENGTH,
@@ -27,7 +26,6 @@ from tests.engine.test_delta_rule import (
     UNCACHED,
     WITH_EXPERTS,
 )
-from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
@@ -45,10 +43,6 @@ NEAR = 0.25
 """Of logprobs in bf16."""
 NEAR_IN_CODES = 1.5
 """The same where activations have codes of three bits behind the first."""
-BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
-MODELOPT, NVFP4 = "ModelOpt's by tensors, given", quantised_layers.NVFP4[1]
-FORMS: dict[str, Form | Stored] = quantised_layers.FORMS | {MODELOPT: fp8_checkpoints.FORMS[MODELOPT]}
-FORMS |= {name: quantised_checkpoints.FORMATS[name] for name in quantised_layers.NVFP4}
 
 
 class Family(NamedTuple):
@@ -82,7 +76,7 @@ FAMILIES[NANO] = FAMILIES["Nemotron-H"]._replace(sizes=kept_states.NEMOTRON_H | 
 SUPER = "Nemotron 3 Super"
 """Whose experts have latent vectors."""
 FAMILIES[SUPER] = FAMILIES["Nemotron-H"]._replace(sizes=kept_states.NEMOTRON_H | test_mamba.LATENT)
-AS_NANO_IS_PUBLISHED = quantised_layers.KEPT.replace("(lm_head", r"(0\.mixer\.(in|out)_proj|[qkvo]_proj|lm_head")
+AS_NANO_IS_PUBLISHED = KEPT.replace("(lm_head", r"(0\.mixer\.(in|out)_proj|[qkvo]_proj|lm_head")
 """Attention, and the state space before it, keep 16 bits, too."""
 WIDE = FAMILIES["Qwen3.5"]._replace(
     sizes=kept_states.QWEN3_5
@@ -91,14 +85,14 @@ WIDE = FAMILIES["Qwen3.5"]._replace(
 )
 """Of which two workers have whole blocks."""
 CASES = [
-    *(("Qwen3.5", form) for form in quantised_layers.FORMS),
-    *(("Qwen3.5-MoE", form) for form in quantised_layers.FORMS if "Mistral" not in form),
-    *(("Qwen3.5-MoE", form) for form in quantised_layers.NVFP4),
-    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, NVFP4)),
-    *((name, form) for name in (*test_mamba.FAMILIES, "LFM2") for form in (ROWS, INTEGERS)),
-    *((name, form) for name in test_mamba.FAMILIES for form in (MODELOPT, NVFP4)),
-    *((NANO, form) for form in (MODELOPT, ROWS, *quantised_layers.NVFP4)),
-    *((SUPER, form) for form in (MODELOPT, NVFP4)),
+    *(("Qwen3.5", form) for form in FORMS),
+    *(("Qwen3.5-MoE", form) for form in FORMS if "Mistral" not in form),
+    *(("Qwen3-Next", form) for form in (BLOCKS, ROWS, INTEGERS, NVFP4[1])),
+    *((name, form) for name in test_mamba.FAMILIES for form in (ROWS, INTEGERS, MODELOPT, NVFP4[1])),
+    ("Nemotron-H", NVFP4[0]),
+    *(("LFM2", form) for form in (ROWS, INTEGERS, BLOCKS)),
+    *((NANO, form) for form in (MODELOPT, ROWS, *NVFP4)),
+    *((SUPER, form) for form in (MODELOPT, NVFP4[1])),
 ]
 
 
@@ -185,7 +179,7 @@ def quantised(form: str, folder: Path, source: Path | None = None) -> Path:
     ("name", "form", "of"),
     [
         ("Qwen3.5", INTEGERS, "model.layers.0.linear_attn.out_proj.weight"),
-        (NANO, NVFP4, "backbone.layers.1.mixer.experts.3.up_proj.weight"),
+        (NANO, NVFP4[1], "backbone.layers.1.mixer.experts.3.up_proj.weight"),
     ],
 )
 def test_one_element_of_one_matrix_shows(
@@ -221,7 +215,7 @@ def test_a_multimodal_checkpoint_as_text_has_the_bits_of_the_text_model(
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("form", [BLOCKS, INTEGERS])
+@pytest.mark.parametrize("form", [BLOCKS, INTEGERS, MODELOPT, NVFP4[1]])
 def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path: Path, form: str) -> None:
     """By a tree, which is another order of sums than one worker has without it."""
     folder, tree = quantised(form, tmp_path, WIDE.source(tmp_path / "source")), UNTRIED_THERE | {TP_TREE.name: "2"}
@@ -246,7 +240,8 @@ def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("Qwen3.5", BLOCKS), ("Qwen3.5", INTEGERS), *((NANO, form) for form in (MODELOPT, ROWS, NVFP4))]
+    ("name", "form"),
+    [("Qwen3.5", BLOCKS), ("Qwen3.5", INTEGERS), *((NANO, form) for form in (MODELOPT, ROWS, NVFP4[1]))],
 )
 def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Path, name: str, form: str) -> None:
     """As those of an engine that was started with them."""
@@ -333,8 +328,8 @@ def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
 @pytest.mark.parametrize(
     ("name", "of", "kept"),
     [
-        ("Nemotron-H", MODELOPT, quantised_layers.KEPT),
-        *((NANO, of, AS_NANO_IS_PUBLISHED) for of in (MODELOPT, NVFP4)),
+        ("Nemotron-H", MODELOPT, KEPT),
+        *((NANO, of, AS_NANO_IS_PUBLISHED) for of in (MODELOPT, NVFP4[1])),
     ],
     ids=["Nemotron-H", "Nano in FP8", "Nano in NVFP4"],
 )

@@ -4,6 +4,8 @@ quantised those of the matrices that they stand for.
 """
 
 import os
+import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine import (
     gemma4,
@@ -32,7 +35,7 @@ from tests.engine.engines import (
     arguments_of,
     differing_answers,
 )
-from tests.engine.quantised_layers import FORMS, write
+from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, MODELOPT, NVFP4, ROWS, with_each_expert, write
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -43,7 +46,6 @@ pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(not patch_points.installed_version().startswith(RAN.encoding[ON]), reason="refused"),
 ]
-BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
 Requests = list[dict[str, Any]]
 
 
@@ -57,15 +59,42 @@ class Family(NamedTuple):
     requests: tuple[Requests, Requests, Requests]
     side: int | None = None
 
+    def source(self, folder: Path) -> Path:
+        """A checkpoint in bf16 with a matrix for each expert."""
+        folder.mkdir()
+        config = self.config()
+        images.save(config, torch.bfloat16, folder)
+        return with_each_expert(folder, inputs_first=config.model_type == "qwen3_vl_moe")
+
+    @property
+    def patch(self) -> int:
+        """In pixels, what images are counted in."""
+        return self.side or images.patch_of(self.config())
+
+    def engine(self, folder: Path, path: Path) -> Engine:
+        """Of a checkpoint; ``path`` is a folder for what vLLM imports."""
+        paths = os.pathsep.join([*multimodal.python_path(path), PATHS])
+        arguments = arguments_of(self.limits | OF_DEVICE | EAGER_ON_GPU | {"dtype": "bfloat16"})
+        return Engine(str(folder), arguments, "1", SETTINGS | UNTRIED_THERE | {"PYTHONPATH": paths}, patience=600)
+
 
 OF_QWEN = test_images.TARGETS, test_images.FEW, test_images.MANY[:10]
 QWEN_LIMITS = test_images.LIMITS | {"max_num_batched_tokens": test_images.BUDGET}
-MISTRAL3 = test_image_families.MISTRAL3
-OF_MISTRAL = MISTRAL3.targets, MISTRAL3.few, MISTRAL3.many[:8]
 OF_GEMMA = test_image_ranges.TARGETS, test_image_ranges.FEW, test_image_ranges.MANY[:8]
+
+
+def of_family(name: str) -> Family:
+    """One of the further models."""
+    family = test_image_families.FAMILIES[name]
+    limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit}
+    return Family(family.config, limits, (family.targets, family.few, family.many[:8]))
+
+
 FAMILIES = {
-    "qwen3-vl": Family(images.qwen3_vl, QWEN_LIMITS, OF_QWEN),
-    "qwen2.5-vl": Family(images.qwen2_5_vl, QWEN_LIMITS, OF_QWEN),
+    **{
+        name: Family(config, QWEN_LIMITS | test_images.FURTHER.get(name, {}), OF_QWEN)
+        for name, config in test_images.MODELS.items()
+    },
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
     "gemma4": Family(
         partial(images.gemma4, "31B"),
@@ -73,16 +102,18 @@ FAMILIES = {
         (test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]),
         gemma4.SIDE,
     ),
-    "mistral3": Family(images.mistral3, test_image_families.LIMITS, OF_MISTRAL),
-    "mistral3 around ministral3": Family(images.ministral3, test_image_families.LIMITS, OF_MISTRAL),
-    "qwen3.5": Family(images.qwen3_5, QWEN_LIMITS | test_images.FURTHER["qwen3.5"], OF_QWEN),
+    **{name: of_family(name) for name in ("mistral3", "mistral3 around ministral3", "internvl3")},
 }
 CASES = [
-    *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS)),
-    *((name, form) for name in ("qwen2.5-vl", "gemma3", "mistral3") for form in (INTEGERS, ROWS)),
-    *(("gemma4", form) for form in (BLOCKS, INTEGERS, ROWS)),
+    *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
+    *(("qwen3-vl with experts", form) for form in (BLOCKS, NVFP4[1])),
+    *(("qwen2.5-vl", form) for form in (INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
+    *((name, form) for name in ("gemma3", "mistral3") for form in (INTEGERS, ROWS, "awq")),
+    *(("gemma4", form) for form in (BLOCKS, INTEGERS, ROWS, "awq", MODELOPT, NVFP4[1])),
     ("mistral3 around ministral3", "fp8 by tensors, given, in Mistral's names"),
-    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS)),
+    *(("internvl3", form) for form in (ROWS, "awq")),
+    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, NVFP4[1])),
+    ("qwen3.5 with experts", BLOCKS),
 ]
 
 
@@ -111,22 +142,16 @@ def alone(runs: dict[str, dict[str, Any]]) -> Requests:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, form = request.param
     family, root = FAMILIES[name], tmp_path_factory.mktemp("quantised")
-    config = family.config()
-    (root / "source").mkdir()
-    images.save(config, torch.bfloat16, root / "source")
-    write(root / "source", FORMS[form], root / "packed", root / "unpacked")
-    weights_alone = isinstance(FORMS[form], Stored)
-    path = os.pathsep.join([*multimodal.python_path(tmp_path_factory.mktemp("path")), PATHS])
-    environment = SETTINGS | UNTRIED_THERE | {"PYTHONPATH": path}
-    arguments = arguments_of(family.limits | OF_DEVICE | EAGER_ON_GPU | {"dtype": "bfloat16"})
-    patch, asked = family.side or config.vision_config.patch_size, images.runs_of(*family.requests)
+    write(family.source(root / "source"), FORMS[form], root / "packed", root / "unpacked")
+    weights_alone, path = isinstance(FORMS[form], Stored), tmp_path_factory.mktemp("path")
+    patch, asked = family.patch, images.runs_of(*family.requests)
 
     def answers(engine: Engine, run: str) -> dict[str, Any]:
         requests, _, reset = asked[run]
         return engine.call("tests.engine.images:answers", requests, patch, reset)
 
     def served(folder: Path, runs: list[str], fault: str = "") -> tuple[dict[str, dict[str, Any]], Any]:
-        with Engine(str(folder), arguments, "1", environment, patience=600) as engine:
+        with family.engine(folder, path) as engine:
             found = {run: answers(engine, run) for run in runs}
             if not fault:
                 return found, None
@@ -163,3 +188,28 @@ def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
     if case.with_one_scale is None:
         pytest.skip("activations are not quantised")
     assert differing_answers(*case.with_one_scale) == [0]
+
+
+@pytest.mark.parametrize(("name", "form"), [("qwen2.5-vl", MODELOPT), ("qwen3-vl with experts", BLOCKS)])
+def test_codes_have_the_scales_of_the_checkpoint(name: str, form: str, tmp_path: Path) -> None:
+    """Without them they would have the same bits in any company, too."""
+    family = FAMILIES[name]
+    packed, matrices, other = (tmp_path / folder for folder in ("packed", "matrices", "other"))
+    write(family.source(tmp_path / "source"), FORMS[form], packed, matrices)
+    shutil.copytree(packed, other)
+    tensors = load_file(packed / "model.safetensors")
+    for layer in [layer for layer in tensors if re.search(r"up_proj\.weight_scale(_inv)?$", layer)]:
+        tensors[layer] = tensors[layer] * 4
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    target = family.requests[0][0]
+    asked = target | {"params": target["params"] | {"max_tokens": 1, "logprobs": -1}}
+
+    def logprobs(folder: Path) -> torch.Tensor:
+        with family.engine(folder, tmp_path / "path") as engine:
+            [given] = engine.call("tests.engine.images:answers", [asked], family.patch, "cache")["given"]
+        listed = sorted((token, float.fromhex(value)) for token, value, _ in given["completions"][0]["logprobs"][0])
+        return torch.tensor([value for _, value in listed])
+
+    exact = logprobs(matrices)
+    near, far = ((logprobs(folder) - exact).square().mean().sqrt() for folder in (packed, other))
+    assert 0 < 2 * near < far

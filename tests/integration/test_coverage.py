@@ -102,6 +102,24 @@ def test_quantised_experts_of_gemma_4_have_not_run_beside_images(monkeypatch: py
     assert found(**IMAGES, **with_experts, is_moe=True) == [said]
 
 
+@pytest.mark.parametrize("architecture", coverage.RAN.encoded_quantised)
+def test_quantised_text_models_pass_beside_images_on_devices_that_have_run_them(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    text = SimpleNamespace(model_type=coverage.RAN.text_models.get(architecture, ("",))[0])
+    beside = partial(found, architecture=architecture, quantization="a method", hf_text_config=text, **IMAGES)
+    ran = coverage.RAN.encoded_quantised[architecture]
+    for kind in ran["cpu"]:
+        by[:] = [kind]
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+        assert beside(is_moe=False) == []
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+        said = [] if kind in ran.get("cuda", ()) else [f"image inputs with quantisation {kind}"]
+        assert beside(is_moe=False, device="cuda") == said
+
+
 def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     heard = {"architecture": "Qwen3ASRForConditionalGeneration", "limits": {"audio": 8}}
@@ -994,7 +1012,8 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     by.append(BLOCKS)
     assert rules() is rules(tensor_parallel_size=2) is None
     assert rules(tensor_parallel_size=4) == "gated delta rules with quantised weights by 4 workers"
-    assert convolutions() == f"short convolutions with quantisation {BLOCKS}"
+    assert convolutions() is None
+    assert spaces() == f"state spaces of Mamba-2 with quantisation {BLOCKS}"
     by.append("modelopt with float4 weights")
     assert rules() == f"gated delta rules with quantisation {by[1]}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
@@ -1010,6 +1029,12 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert on_a_gpu(is_moe=True) == on_a_gpu(tensor_parallel_size=2) == f"gated delta rules with quantisation {by[0]}"
     by[0] = BLOCKS
     assert spaces(device="cuda") == f"state spaces of Mamba-2 with quantisation {BLOCKS}"
+    assert convolutions(device="cuda") == f"short convolutions with quantisation {BLOCKS}"
+    of_modelopt = [kind for kind in coverage.RAN.delta_rule_quantised["cpu"] if kind.startswith("modelopt")]
+    for by[0] in of_modelopt:
+        assert on_a_gpu() == f"gated delta rules with quantisation {by[0]}"
+        assert spaces(device="cuda") == f"state spaces of Mamba-2 with quantisation {by[0]}"
+    assert len(of_modelopt) == 2
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"
     assert rules(is_moe=True) is convolutions() is spaces() is None

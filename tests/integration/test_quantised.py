@@ -15,6 +15,7 @@ from tests.assertions import assert_same_bits
 from tests.fakes.workers import be_worker
 from tests.quantised_checkpoints import FORMATS, Stored
 from vllm_batch_invariant.errors import NotCovered
+from vllm_batch_invariant.integration.layers import linear as prepared
 from vllm_batch_invariant.integration.layers import quantised
 from vllm_batch_invariant.integration.reviews import patch_points
 
@@ -150,6 +151,25 @@ def test_a_quantised_output_head_is_unpacked(name: str, size: int, worker: Calla
         for part in set(parts) & set(head._parameters):
             head._parameters[part].weight_loader(head._parameters[part], parts[part])
         assert_same_bits(unpack(head), matrix.chunk(size)[rank])
+
+
+def test_a_head_that_keeps_16_bits_leaves_an_embedding_that_is_tied_to_it_its_weight(
+    worker: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ModelOpt's configuration gives such a head the method of linear layers, which let go of theirs on a CPU."""
+    monkeypatch.setattr(patch_points.CPU_GEMM.module(), patch_points.CPU_GEMM.attribute, prepared.dispatch)
+    worker(0, 1)
+    sizes = {"params_dtype": torch.bfloat16, "padding_size": 32}
+    embedding = vocab_parallel_embedding.VocabParallelEmbedding(VOCABULARY, HIDDEN, **sizes)
+    stored = FORMATS["nvfp4 of ModelOpt with activations"]
+    config = configuration(replace(stored, config=stored.config | {"ignore": ["lm_head"]}))
+    head = vocab_parallel_embedding.ParallelLMHead(VOCABULARY, HIDDEN, **sizes, quant_config=config, prefix="lm_head")
+    head = head.tie_weights(embedding)
+    assert type(head.quant_method) is patch_points.LINEAR_METHOD.get()
+    weight = weight_of(VOCABULARY, HIDDEN, 4)
+    embedding.weight.data[:VOCABULARY] = weight
+    head.quant_method.process_weights_after_loading(head)
+    assert_same_bits(embedding(torch.arange(VOCABULARY)), weight)
 
 
 def test_the_method_is_one_of_plain_weights(worker: Callable[..., None]) -> None:

@@ -298,6 +298,20 @@ def test_two_workers_are_drawn_beside_images_of_models_that_two_have_shared(monk
     assert of_odd_widths == {(1, 1, NONE), (2, 1, NONE), (2, 1, "data")}
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_cache_in_fp8_is_drawn_beside_images_of_a_model_of_16_bits(
+    monkeypatch: pytest.MonkeyPatch, quantised: bool
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}}
+    place = Place("cpu", 4, model=SEEING | (config if quantised else {}), encodes=True)
+    drawn = [draw_settings(0, number, CONTEXT, place) for number in range(120)]
+    beside_images = {one.options.get("cache", NONE) for one in drawn if not one.text}
+    assert "fp8" in {one.options.get("cache", NONE) for one in drawn if one.text}
+    assert ("fp8" in beside_images) is not quantised
+
+
 @pytest.mark.parametrize("architecture", coverage.RAN.encoded_by_two["cpu"])
 def test_two_workers_are_drawn_of_each_model_that_two_have_shared_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, architecture: str

@@ -1370,8 +1370,8 @@ COVERED = (
     Feature(
         "Quantised text models beside images and videos",
         "encoders in 16 bits: FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral "
-        "3, on a CPU with vLLM 0.32, a GPU with 0.33; FP8 by rows and INT4 of compressed-tensors, of Qwen2.5-VL, "
-        "Qwen3-VL, Gemma 3, Mistral 3 and INT4 of Qwen3.5 on the former",
+        "3, on a CPU with vLLM 0.32, a GPU with 0.33; on the former FP8 by rows, INT4, NVFP4 and ModelOpt's FP8 of "
+        "these, Qwen2.5-VL, Gemma 3 and 4, InternVL and Qwens with experts, by kinds",
     ),
     Feature(
         "Audio",
@@ -1447,8 +1447,8 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, with audio, FP8 by blocks or rows, INT4 or drafts of n-grams by one worker, "
-        "with images and videos by one or two, as text by four; on a GPU with 0.33, n-grams, as text two",
+        "experts: on a CPU with vLLM 0.32, audio, FP8 (blocks, rows, ModelOpt), INT4, NVFP4 or n-grams by one "
+        "worker, with images and videos by one or two, as text by four; on a GPU with 0.33, n-grams, as text two",
     ),
     Feature(
         "Attention in chunks",
@@ -1481,14 +1481,15 @@ COVERED = (
     Feature(
         "Quantised weights beside these",
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
-        "GPTQ, and FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, on a GPU "
-        "with 0.33, there with experts not AWQ; blocks (fp8) and INT4 of Qwen3.5 by two; W4A4 NVFP4 on a CPU",
+        "GPTQ, FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, a GPU with "
+        "0.33, there with experts not AWQ; blocks (fp8), INT4 of Qwen3.5 by two; on a CPU W4A4 NVFP4, LFM2 in "
+        "blocks",
     ),
     Feature(
-        "ModelOpt's FP8 and W4A4 NVFP4, and KV caches in FP8 beside state spaces",
-        "FP8 with given scales of activations, and NVFP4 as weights alone, also experts of Nemotron-H (Nemotron 3 "
-        "Nano), there also FP8 by rows and NVFP4 of compressed-tensors, by one worker on a CPU with vLLM 0.32; FP8 "
-        "without experts and caches of any weights also on a GPU with 0.33",
+        "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
+        "FP8 with given scales, also of delta rules, NVFP4 as weights alone, also experts of Nemotron-H (Nemotron 3 "
+        "Nano), there FP8 by rows and NVFP4 of compressed-tensors, too, by one worker on a CPU with vLLM 0.32; FP8 "
+        "beside state spaces and any caches on a GPU with 0.33, too",
     ),
     Feature(
         "LoRA adapters",
@@ -1983,8 +1984,8 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, other quantisation, "
-        "embeddings, sleep on a CPU, states not in fp32; by several FP8 caches; on GPUs quantised or experts with "
-        "drafts, experts quantised or latent, over 2, not bf16",
+        "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs drafts of experts or codes, "
+        "experts in codes or latent, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,

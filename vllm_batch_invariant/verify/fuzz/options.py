@@ -580,6 +580,11 @@ def _has_fp8_caches(place: Place) -> bool:
     return _has_run(coverage.RAN.fp8_kv_cache, place) and not place.cache_scheme
 
 
+def _has_cache_beside_items(settings: Any, place: Place) -> bool:
+    """Whether one in fp8 may be beside what is encoded: not of a quantised text model."""
+    return bool(settings.text) or not (place.encodes and place.is_quantised)
+
+
 def _scales_tokens(place: Place) -> bool:
     """Whether one with a scale a token and head has run on such a device."""
     return OF_TOKENS in coverage.RAN.fp8_kv_cache_scales.get(place.device, ())
@@ -628,12 +633,14 @@ OPTIONS = (
         {"fp8": (coverage.KV_CACHE, "fp8")},
         (NONE, "fp8", NONE),
         lambda place: _has_fp8_caches(place) and not _scales_tokens(place),
+        _has_cache_beside_items,
     ),
     Option(
         "cache",
         {name: (coverage.KV_CACHE, name) for name in ("fp8", TOKEN_CACHE)},
         (NONE, "fp8", NONE, TOKEN_CACHE),
         lambda place: _has_fp8_caches(place) and _scales_tokens(place),
+        _has_cache_beside_items,
     ),
     *(
         Option(name, values, (NONE, *values), of_pooling=True)
