@@ -1985,7 +1985,7 @@ REFUSED = (
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, other quantisation, "
         "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs drafts of experts or codes, "
-        "experts in codes or latent, over 2, not bf16",
+        "latent or coded experts, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,
