@@ -14,14 +14,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.engine import kept_states, multimodal, test_adapters
+from tests.engine import kept_states, multimodal, test_adapters, test_mamba
 from tests.engine.adapters import FAULTS
 from tests.engine.engines import UNTRIED_THERE, request, tokens
+from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, ROWS, write
 from tests.engine.test_adapters import IN_ENGINE, NAMES, ROOM, asked, differing, without_adapters
-from tests.engine.test_quantised_hybrids import FAMILIES
+from tests.engine.test_quantised_hybrids import FAMILIES, Family
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.adapters import write_for
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 COVERED = reviews.ran().lora["cuda" if torch.cuda.is_available() else "cpu"]
@@ -45,7 +47,10 @@ COMPANY = [
 ]
 PAGES = {"num_gpu_blocks_override": 60}
 """So many that states of a prompt are found again, and are filled anew when requests are preempted."""
-DENSE = [name for name, family in FAMILIES.items() if "num_experts" not in family.sizes]
+SHARED = ("LFM2", "Qwen3.5", *test_mamba.GROUPS_FOR)
+"""Models that two workers share."""
+BY_TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+DENSE = [name for name, one in FAMILIES.items() if {"num_experts", "n_routed_experts"}.isdisjoint(one.sizes)]
 
 
 def written(folder: Path, model: Path) -> dict[str, Path]:
@@ -66,14 +71,19 @@ def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
     return found | {"no fault": together()}
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_a_request_has_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
-    family = FAMILIES[name]
-    model = family.source(tmp_path / "model")
-    settings = family.settings | PAGES | kept_states.IN_GRAPHS | {"variables": UNTRIED_THERE}
-    settings |= {"path": multimodal.python_path(tmp_path)}
-    ask = partial(in_company, folders=written(tmp_path, model))
-    found = kept_states.started(model, ask, **settings, **ROOM)
+def check_company(
+    family: Family, folder: Path, variables: Mapping[str, str], form: str = "", **workers: int
+) -> dict[str, Any]:
+    """A request had the same bits in any company, one without an adapter those of an engine without LoRA, and no two
+    adapters had the same. Of weights that are stored in a form; empty: bf16.
+    """
+    source = model = family.source(folder / "model")
+    if form:
+        model = write(source, FORMS[form], folder / "packed")
+    settings = family.settings | PAGES | kept_states.IN_GRAPHS | workers | {"variables": variables}
+    settings |= {"path": multimodal.python_path(folder)}
+    ask = partial(in_company, folders=written(folder, source))
+    found: dict[str, Any] = kept_states.started(model, ask, **settings, **ROOM)
     answers = [*found["alone"].values()]
     assert all(one != other for number, one in enumerate(answers) for other in answers[:number])
     assert found["preempted"]["preemptions"] > 0
@@ -82,6 +92,59 @@ def test_a_request_has_the_same_bits_in_any_company(name: str, tmp_path: Path) -
     assert [place for place in places if differing(found, place)] == []
     assert all(differing(found, fault) for fault in FAULTS)
     assert kept_states.started(model, partial(without_adapters, targets=TARGETS), **settings) == found["alone"]["None"]
+    return found
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_request_has_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
+    check_company(FAMILIES[name], tmp_path, UNTRIED_THERE)
+
+
+@kept_states.needs_two
+@pytest.mark.parametrize("name", SHARED)
+def test_two_workers_give_a_request_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
+    check_company(FAMILIES[name], tmp_path, UNTRIED_THERE | kept_states.cores_of(2), **BY_TWO)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("Qwen3.5", form) for form in (BLOCKS, ROWS, INTEGERS)),
+        ("LFM2", ROWS),
+        ("Nemotron-H", INTEGERS),
+    ],
+)
+def test_adapters_of_quantised_weights_give_a_request_the_same_bits_in_any_company(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    check_company(FAMILIES[name], tmp_path, UNTRIED_THERE, form)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_drafts_of_n_grams_leave_answers_with_adapters_alone(name: str, tmp_path: Path) -> None:
+    """Beside a prefix cache; in an engine without drafts each request is alone."""
+    family = FAMILIES[name]
+    model = family.source(tmp_path / "model")
+    folders = written(tmp_path, model)
+    settings = family.settings | {"variables": UNTRIED_THERE, "path": multimodal.python_path(tmp_path)} | ROOM
+    mine = [(one, name) for one in (*kept_states.REPEATING[:2], TARGETS[0]) for name in NAMES]
+
+    def drafted(engine: Engine) -> tuple[Any, dict[str, int]]:
+        cold, warm = (asked(engine, folders, [*mine, *COMPANY], reset=reset) for reset in (True, False))
+        assert max(warm["cached"]) > 0
+        counted: dict[str, int] = engine.call("tests.engine.drafters:counts")
+        return [answers["answers"][: len(mine)] for answers in (cold, warm)], counted
+
+    def undrafted(engine: Engine) -> list[Any]:
+        return [asked(engine, folders, [one])["answers"][0] for one in mine]
+
+    drafts = json.dumps(NGRAMS | {"num_speculative_tokens": 3})
+    with_drafts = settings | PAGES | kept_states.IN_GRAPHS | {"max_num_batched_tokens": 256}
+    answers, counted = kept_states.started(model, drafted, speculative_config=drafts, **with_drafts)
+    assert 0 < counted["accepted"] < counted["drafts"]
+    right = kept_states.started(model, undrafted, **settings)
+    assert [found == right for found in answers] == [True, True]
+    assert len({str(one) for one in right}) > 3, "adapters show"
 
 
 def merged(model: Path, adapter: Path, without: str = "-") -> torch.nn.Module:
@@ -95,13 +158,11 @@ def merged(model: Path, adapter: Path, without: str = "-") -> torch.nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_logprobs_are_near_those_of_merged_weights_in_float64(name: str, tmp_path: Path) -> None:
-    """Of which no kind of layer may be left out."""
-    family = FAMILIES[name]
-    model = family.source(tmp_path / "model")
-    folders = written(tmp_path, model)
-    settings = {"path": multimodal.python_path(tmp_path), "variables": UNTRIED_THERE, "dtype": "float32"}
+def check_merged(family: Family, folder: Path, variables: Mapping[str, str], **workers: int) -> None:
+    """Logprobs were near those of merged weights in float64, of which no kind of layer may be left out."""
+    model = family.source(folder / "model")
+    folders = written(folder, model)
+    settings = {"path": multimodal.python_path(folder), "variables": variables, "dtype": "float32"} | workers
 
     def with_a(engine: Engine) -> list[Any]:
         return [asked(engine, folders, [(one, "A")])["answers"][0] for one in TARGETS]
@@ -110,3 +171,15 @@ def test_logprobs_are_near_those_of_merged_weights_in_float64(name: str, tmp_pat
     assert kept_states.distance_from(merged(model, folders["A"]), answers) < NEAR
     kinds = json.loads((folders["A"] / "adapter_config.json").read_text())["target_modules"]
     assert all(kept_states.distance_from(merged(model, folders["A"], kind), answers) > 10 * NEAR for kind in kinds)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logprobs_are_near_those_of_merged_weights_in_float64(name: str, tmp_path: Path) -> None:
+    check_merged(FAMILIES[name], tmp_path, UNTRIED_THERE)
+
+
+@kept_states.needs_two
+@pytest.mark.parametrize("name", SHARED)
+def test_logprobs_of_two_workers_are_near_those_of_merged_weights(name: str, tmp_path: Path) -> None:
+    """So each has its part of every adapter."""
+    check_merged(FAMILIES[name], tmp_path, UNTRIED_THERE | kept_states.cores_of(2), **BY_TWO)

@@ -28,6 +28,7 @@ from tests.engine.engines import (
     differing_answers,
     request,
 )
+from tests.engine.kept_states import cores_of, needs_two
 from tests.engine.test_adapters import IN_ENGINE, ROOM
 from tests.engine.test_images_of_workers import CASES, Case
 from vllm_batch_invariant.integration import reviews
@@ -50,6 +51,8 @@ LAYERS = {
 NAMES = (*LAYERS, None)
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 MODELS = ("qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3", "mistral3", "internvl3", "glm4.1v", "idefics3", "smolvlm")
+SHARED = MODELS[:3]
+"""Of which two workers share the encoder, too."""
 Runs = dict[str, dict[str, Any]]
 
 
@@ -80,8 +83,11 @@ def given(runs: Runs, names: dict[str, slice], run: str) -> Sequence[dict[str, A
     return runs[run]["given"][names[run]]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [*((name, 1) for name in MODELS), *(pytest.param(name, 2, marks=needs_two) for name in SHARED)],
+)
+def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, workers: int, tmp_path: Path) -> None:
     case, model = CASES[name], tmp_path / "model"
     config = case.config()
     case.save(config, getattr(torch, DTYPE), model)
@@ -93,6 +99,9 @@ def test_a_request_with_images_has_the_same_bits_in_any_company(name: str, tmp_p
     paths = [*case.path(tmp_path / "path"), *multimodal.python_path(tmp_path / "path"), PATHS]
     variables = SETTINGS | UNTRIED_THERE | {"PYTHONPATH": os.pathsep.join(paths)}
     limits = case.limits | OF_DEVICE | {"dtype": DTYPE}
+    if workers > 1:
+        variables |= cores_of(workers)
+        limits |= {"tensor_parallel_size": workers}
     target = {key: value for key, value in runs["alone 0"][0][0].items() if key != "adapter"}
     with Engine(str(model), arguments_of(limits | ROOM), "1", variables, patience=500) as engine:
 

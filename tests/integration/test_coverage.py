@@ -274,6 +274,26 @@ def test_two_gpus_share_encoders_that_cpus_have_shared_where_untried_ones_start(
     assert found(**images) == []
 
 
+def test_two_gpus_share_encoders_by_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of a step, a tree, and a prefix cache beside states."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    qwen, qwen3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
+    by_two = {**IMAGES, "device": "cuda", "tensor_parallel_size": 2}
+    data = {"settings": {"mm_encoder_tp_mode": "data"}}
+    assert found(**by_two, **data) == found(**by_two | {"architecture": qwen}) == []
+    [refused] = found(**by_two | {"architecture": qwen}, **data)
+    assert refused.endswith("--mm-encoder-tp-mode data on GPUs")
+    cached = SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True)
+    [refused] = found(**by_two | {"architecture": qwen3}, cache_config=cached)
+    assert refused.endswith("a prefix cache beside states on GPUs")
+    monkeypatch.setenv(TP_TREE.name, "2")
+    assert found(**by_two) == []
+    [refused] = found(**by_two | {"architecture": qwen})
+    assert refused.endswith(f"{TP_TREE.name}=2 on GPUs")
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**by_two | {"architecture": qwen}, **data) == []
+
+
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
         ROWS["DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU"],
@@ -673,9 +693,29 @@ def test_adapters_beside_states_pass_and_beside_images_on_a_cpu(monkeypatch: pyt
     for changes in (SEEING, KEEPING, KEEPING | nemotron):
         assert refusals_of_adapters(**changes) == []
         assert bool(refusals_of_adapters("0.33.0", "cuda", **changes)) == (changes is SEEING)
+        assert refusals_of_adapters("0.33.0", "cuda", **changes | {"architecture": "FalconH1ForCausalLM"}) != []
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
             assert refusals_of_adapters("0.33.0", "cuda", **changes) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tensor_parallel_size": 2},
+        {"speculative_config": SimpleNamespace(method="ngram")},
+        {"quantization": "fp8", "kind": BLOCKS},
+    ],
+    ids=["two workers", "drafts", "quantised"],
+)
+def test_more_beside_adapters_and_states_passes_on_a_cpu(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusals_of_adapters(**KEEPING, **more) == []
+    if "tensor_parallel_size" in more:
+        assert refusals_of_adapters(**SEEING, **more) == []
+    [refused] = refusals_of_adapters("0.33.0", "cuda", **KEEPING, **more)
+    assert refused.startswith("LoRA adapters beside states and ")
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert refusals_of_adapters("0.33.0", "cuda", **KEEPING, **more) == []
 
 
 def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -731,10 +771,20 @@ def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.Monkey
         ),
         ({"is_hybrid": True, "architecture": "BambaForCausalLM"}, "with layers that keep states"),
         (KEEPING | {"architecture": "BailingMoeV3ForCausalLM"}, "with layers that keep states, Kimi Delta Attention"),
-        (SEEING | {"tensor_parallel_size": 2}, "beside images and tensor parallelism 2"),
-        (KEEPING | {"tensor_parallel_size": 2}, "beside states and tensor parallelism 2"),
-        (KEEPING | {"speculative_config": SimpleNamespace(method="ngram")}, "beside states and speculative decoding"),
-        (KEEPING | {"quantization": "fp8", "kind": BLOCKS}, "beside states and quantised weights"),
+        (
+            SEEING | {"architecture": "SmolVLMForConditionalGeneration", "tensor_parallel_size": 2},
+            "beside images and tensor parallelism 2",
+        ),
+        (SEEING | {"speculative_config": SimpleNamespace(method="ngram")}, "beside images and speculative decoding"),
+        (SEEING | {"quantization": "fp8", "kind": BLOCKS}, "beside images and quantised weights"),
+        (
+            KEEPING | {"tensor_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")},
+            "beside states and speculative decoding",
+        ),
+        (
+            KEEPING | {"tensor_parallel_size": 2, "quantization": "fp8", "kind": BLOCKS},
+            "beside states and quantised weights",
+        ),
         ({"enable_prompt_embeds": True}, "beside embeddings as prompts"),
         ({"kv_connector": "ExampleConnector"}, "beside a KV connector"),
         ({"fully_sharded_loras": True}, "with --fully-sharded-loras"),
@@ -976,11 +1026,9 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
         assert found_of(**uncached) is None
         with_mtp = found_of(**cached | {"speculative_config": SimpleNamespace(method="mtp")})
         assert with_mtp == (None if found_of is found_of_rules else f"{kind} with speculative decoding with mtp")
-    assert found_of_convolutions(**cached) is found_of_spaces(**cached) is found_of_rules(**cached) is None
+    assert found_of_convolutions(**cached) is found_of_spaces(**cached) is None
     said = "gated delta rules with speculative decoding with ngram and a prefix cache on a GPU"
-    with monkeypatch.context() as earlier:
-        earlier.setattr(coverage, "RAN", replace(coverage.RAN, drafts_beside_prefix_caches_on_gpus={}))
-        assert found_of_rules(**cached) == said
+    assert found_of_rules(**cached) == said
     said = "state spaces of Mamba-2 with speculative decoding and experts on a GPU"
     assert found_of_spaces(**cached, is_moe=True) == found_of_spaces(**uncached, is_moe=True) == said
     assert found_of_spaces(device="cuda", is_moe=True) is found_of_convolutions(**cached, is_moe=True) is None
@@ -1033,7 +1081,8 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     of_modelopt = [kind for kind in coverage.RAN.delta_rule_quantised["cpu"] if kind.startswith("modelopt")]
     for by[0] in of_modelopt:
         assert on_a_gpu() == f"gated delta rules with quantisation {by[0]}"
-        assert spaces(device="cuda") == f"state spaces of Mamba-2 with quantisation {by[0]}"
+        refused = f"state spaces of Mamba-2 with quantisation {by[0]}"
+        assert spaces(device="cuda") == (refused if "float4" in by[0] else None)
     assert len(of_modelopt) == 2
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"
@@ -1106,6 +1155,31 @@ def test_a_cache_in_fp8_is_served_beside_states_where_it_has_run(
             assert found_of(device="cuda", **asked) == f"{kind} with a KV cache in fp8"
             earlier.setenv(UNTRIED.name, "1")
             assert found_of(device="cuda", **asked) is None
+
+
+def test_a_cache_in_fp8_beside_states_on_a_gpu_has_run_with_its_model_drafts_weights_and_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    cache = {"device": "cuda", "cache_dtype": "fp8"}
+    n_grams = {"speculative_config": SimpleNamespace(method="ngram")}
+    assert found_of_spaces(**cache, **n_grams) is found_of_rules(**cache, architecture="Qwen3_5MoeForCausalLM") is None
+    for refused in (
+        found_of_spaces(**cache, architecture="FalconH1ForCausalLM"),
+        found_of_rules(**cache, architecture="Qwen3NextForCausalLM"),
+        found_of_rules(**cache, **n_grams, architecture="Qwen3_5MoeForCausalLM", enable_prefix_caching=False),
+        found_of_convolutions(**cache, **n_grams),
+        found_of_convolutions(**cache, dtype="torch.float16"),
+        found_of_spaces(**cache, is_moe=True),
+    ):
+        assert str(refused).endswith("with a KV cache in fp8")
+    by: list[str] = ["modelopt with float8 weights (one scale a tensor) and float8 static tensor activations"]
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    assert found_of_spaces(**cache, quantization="modelopt") is None
+    assert "quantisation" in found_of_spaces(device="cuda", quantization="modelopt", architecture="FalconH1ForCausalLM")
+    by[0] = "compressed-tensors with int4 weights"
+    assert found_of_spaces(device="cuda", quantization="compressed-tensors") is None
+    assert str(found_of_spaces(**cache, quantization="compressed-tensors")).endswith("with a KV cache in fp8")
 
 
 def test_a_cache_in_fp8_with_a_scale_a_head_is_served_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,18 +154,16 @@ def test_gpus_and_experts_have_one_kind_of_modelopt_in_fp8(name: str, monkeypatc
 
 
 @pytest.mark.parametrize("target", [{"quantization": None}, {}], ids=["plain", "INT4"])
-def test_a_draft_model_is_in_what_a_gpu_has_served(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its own configuration says."""
+def test_no_gpu_has_a_draft_model_of_modelopt_in_fp8(target: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own configuration says: in FP4 it has."""
     read = staticmethod(lambda draft, of: get_quantization_config(draft.quantization).from_config(dict(of)))
     monkeypatch.setattr(patch_points.CONFIG.get(), "get_quantization_config", read)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     refused = ["a draft model in quantisation modelopt on a GPU"]
     for draft in MODELOPT.values():
-        has_run = draft["quant_algo"] == "FP8"
-        assert found(W4A16, "cuda", draft=draft, **target) == ([] if has_run else refused)
+        assert found(W4A16, "cuda", draft=draft, **target) == refused
     for other in (W4A16, FORMS["fp8 by blocks"].config, FORMATS["nvfp4 of ModelOpt"].config):
         assert found(W4A16, "cuda", draft=other, **target) == []
-    draft = next(one for one in MODELOPT.values() if one["quant_algo"] != "FP8")
     with monkeypatch.context() as untried:
         untried.setenv(UNTRIED.name, "1")
         assert found(W4A16, "cuda", draft=draft, **target) == []
@@ -456,16 +454,14 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
             untried.setenv(UNTRIED.name, "1")
             assert found(W4A16, "cuda", **more) == []
     for form in (of for name, of in FORMATS.items() if "nvfp4" in name):
-        assert found(form.config, "cuda", is_moe=True) == []
-        [refused] = found(form.config, "cuda", is_moe=True, workers=2)
+        [refused] = found(form.config, "cuda", is_moe=True)
+        assert " on a GPU of " in refused
         assert "with float4 weights" in refused
-        assert refused.endswith(" by several GPUs")
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
-            assert found(form.config, "cuda", is_moe=True, workers=2) == []
+            assert found(form.config, "cuda", is_moe=True) == []
     [with_cache] = found(NVFP4_OF_MODELOPT, "cuda")
     assert with_cache == "quantisation modelopt_fp4 on a GPU with its KV cache in FP8"
-    assert found(NVFP4_OF_MODELOPT, "cuda", is_moe=True) == []
     of_experts = {name for name, form in FORMS.items() if found(form.config, "cuda", is_moe=True) == []}
     by_two = {name for name in of_experts if found(FORMS[name].config, "cuda", is_moe=True, workers=2) == []}
     assert by_two == {

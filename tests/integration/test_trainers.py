@@ -27,7 +27,8 @@ CHANGED = {
 """Arguments that no example has -> a value, and what the check or vLLM says to it."""
 OF_ITSELF = re.compile(
     r"LoRA adapters (beside (images and )?tensor parallelism 2|with the multimodal model \w+)"
-    r"|image and video inputs of \w+ with tensor parallelism 2|gated delta rules with tensor parallelism 2"
+    r"|image and video inputs of \w+ with (tensor parallelism 2|a prefix cache beside states on GPUs)"
+    r"|gated delta rules with tensor parallelism 2"
 )
 """Why an example of verl's may be refused, though its model is covered and two GPUs are enough: what it serves is more
 than the model, or images by both of them.

@@ -553,7 +553,7 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     assert plain.state_pages == 0
 
 
-def test_adapters_beside_states_are_drawn_by_one_worker_without_drafts_and_new_weights(
+def test_adapters_beside_states_are_drawn_with_n_grams_and_without_new_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
@@ -561,7 +561,8 @@ def test_adapters_beside_states_are_drawn_by_one_worker_without_drafts_and_new_w
     drawn = [draw_settings("adapters", number, 256, Place("cpu", 4, model=model)) for number in range(120)]
     beside = [one for one in drawn if "adapters" in one.options]
     assert len(beside) > 10
-    assert {(one.workers, one.tree, one.drafts) for one in beside} == {(1, 1, 0)}
+    assert {(one.workers, one.tree, one.drafts > 0) for one in beside} == {(1, 1, False), (1, 1, True)}
+    assert {one.drafter for one in beside if one.drafts} == {"ngram"}
     assert not {"updates", "sleep", "cache"} & {name for one in beside for name in one.options}
     others = [one for one in drawn if "adapters" not in one.options]
     assert {name for one in others for name in one.options} >= {"updates", "sleep"}

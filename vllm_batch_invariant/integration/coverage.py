@@ -269,12 +269,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
     unshared = of_activations - {*shared}
-    if schemes.has_experts(model):
-        unshared |= {*schemes.kinds(model, of_weights)} & {*RAN.quantised_experts_by_one_gpu}
     found = {
-        "with its KV cache in FP8": name == "modelopt_fp4"
-        and getattr(of_weights, "kv_cache_quant_algo", None)
-        and not schemes.has_experts(model),
+        "with its KV cache in FP8": name == "modelopt_fp4" and getattr(of_weights, "kv_cache_quant_algo", None),
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
@@ -291,12 +287,14 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
-    return _when(_on_cpus_alone(draft, read), f"a draft model in quantisation {name} on a GPU")
+    untried = _on_cpus_alone(draft, read) | {*schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone}
+    return _when(untried, f"a draft model in quantisation {name} on a GPU")
 
 
 def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
     """Kinds of a quantised model's weights that no GPU has served."""
-    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone}
+    of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
+    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone, *of_experts}
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -332,6 +330,23 @@ def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
     """Whether a KV cache is in e4m3, beside states or in a model that takes images where none such has been."""
     has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) and _cache_scales(config) == schemes.ONE_SCALE
     return _cache_dtype(config) in FP8_CACHES and not has_run
+
+
+def _is_fp8_not_run_on_gpus(config: Config) -> bool:
+    """Whether such a cache is on a GPU beside states of a model, drafts, weights or a dtype that have not run."""
+    if _cache_dtype(config) not in FP8_CACHES or not _by_gpus_alone(config):
+        return False
+    model, method = config.model_config, getattr(config.speculative_config, "method", None)
+    drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
+    kinds = schemes.kinds(model, config.quant_config) if model.quantization else ()
+    quantised = model.quantization and not all(kind.startswith("modelopt") for kind in kinds)
+    return bool(
+        drafters is None
+        or method not in (None, *drafters)
+        or quantised
+        or _dtype_of(model) != "bfloat16"
+        or (_is_nemotron(config) and schemes.has_experts(model))
+    )
 
 
 def _kv_cache(config: Config) -> str | None:
@@ -462,7 +477,8 @@ def _other_adapters(config: Config) -> str | None:
         f"quantisation {other}": other,
         "pooling": _pools(config),
         f"the multimodal model {model.architecture}": model.is_multimodal_model and model.architecture not in beside,
-        f"layers that keep states{f', {states}' if states else ''}": _has_states(model) and states not in beside,
+        f"layers that keep states{f', {states}' if states else ''}": _has_states(model)
+        and not {states, model.architecture} & {*beside},
         f"--{setting.replace('_', '-')}": bool(setting),
         f"--lora-dtype {dtype} of a model in {of_model}": dtype not in ("auto", of_model),
         f"logits in {of_head} of a model in {of_model}": of_head != of_model,
@@ -514,11 +530,16 @@ def _beside_adapters(config: Config) -> str | None:
         "a KV connector": bool(connectors.name(config)),
     }
     if model.is_multimodal_model or kept_by(model.architecture):
-        of_model = "images" if model.is_multimodal_model else "states"
+        of_model, beside = "states", kept_by(model.architecture)
+        if model.is_multimodal_model:
+            of_model, beside = "images", model.architecture
+        ran_on = _ran_on(device.ops.type)
+        shared = beside in RAN.lora_beside_by_two.get(ran_on, ())
+        more = workers == 1 and beside in RAN.lora_beside_more.get(ran_on, ())
         found |= {
-            f"{of_model} and tensor parallelism {workers}": workers > 1,
-            f"{of_model} and speculative decoding": method is not None,
-            f"{of_model} and quantised weights": model.quantization is not None,
+            f"{of_model} and tensor parallelism {workers}": workers > (2 if shared else 1),
+            f"{of_model} and speculative decoding": method is not None and not more,
+            f"{of_model} and quantised weights": model.quantization is not None and not more,
         }
     first = _first(found)
     return _when(first, f"LoRA adapters beside {first}")
@@ -799,10 +820,14 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
         f"quantised weights by {most} workers": model.quantization and most > 2,
+        f"experts in ModelOpt's FP8 by {most} workers": most > 1
+        and getattr(model, "quantization", None) == "modelopt"
+        and schemes.has_experts(model),
         "quantised experts": model.quantization
         and schemes.has_experts(model)
         and not (kept is _DELTA_RULES or _is_nemotron(config)),
-        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on),
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on)
+        or _is_fp8_not_run_on_gpus(config),
         f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
@@ -844,7 +869,8 @@ def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ..
         return by_two if several else RAN.delta_rule_experts_on_gpus
     if _is_nemotron(config) and schemes.has_experts(config.model_config):
         return RAN.mamba2_quantised_experts.get(ran_on, ())
-    return kept.quantised.get(ran_on, ())
+    without = RAN.quantised_not_run_with.get(ran_on, {}).get(config.model_config.architecture, ())
+    return tuple(kind for kind in kept.quantised.get(ran_on, ()) if kind not in without)
 
 
 def _is_latent(config: Config) -> bool:
@@ -925,10 +951,16 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
     if found := _beside_layers(config, named, *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised):
         return found
-    model = config.model_config
-    if not (_by_gpus_alone(config) and _has_heads_of_two_sizes(config)):
+    model, workers = config.model_config, config.parallel_config.tensor_parallel_size
+    if not _has_heads_of_two_sizes(config):
         return None
-    dtype, workers = _dtype_of(model), config.parallel_config.tensor_parallel_size
+    kinds = schemes.kinds(model, getattr(config, "quant_config", None)) if model.quantization else ()
+    kind = next((kind for kind in kinds if kind in RAN.large_head_quantised_by_one), "")
+    if kind and (config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1):
+        return f"{named} with quantisation {kind} by several workers or beside drafts"
+    if not _by_gpus_alone(config):
+        return None
+    dtype = _dtype_of(model)
     asked = {
         "quantised weights": model.quantization,
         "speculative decoding": config.speculative_config is not None,
@@ -1088,14 +1120,26 @@ def _encoded_by_several(config: Config) -> str | None:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
-    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
+    kinds = schemes.kinds(model, getattr(config, "quant_config", None)) if model.quantization else ()
+    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ()) and not (
+        {*kinds} - {*RAN.encoded_kinds_by_two}
+    )
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
+    by_gpus = ran_on == "cuda"
+    on_gpus = RAN.encoded_by_two_gpus if by_gpus else dict.fromkeys(("data", "tree"), (model.architecture,))
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
         f"{SHARED_IMAGES} data": shares_images and not shared,
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
+        f"{SHARED_IMAGES} data on GPUs": shares_images and model.architecture not in on_gpus["data"],
+        f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images and by_gpus and model.quantization,
+        f"{tree} on GPUs": k_slices > 1 and model.architecture not in on_gpus["tree"],
+        "a prefix cache beside states on GPUs": by_gpus
+        and several
+        and kept_by(model.architecture)
+        and config.cache_config.enable_prefix_caching,
         "quantised weights by several workers": several and model.quantization and not shares_quantised,
         f"a KV cache in {_cache_dtype(config)} by several workers": several and _cache_dtype(config) in FP8_CACHES,
     }
@@ -1358,9 +1402,9 @@ COVERED = (
     ),
     Feature(
         "Images by two workers",
-        "which share layers or images, also by a tree: of Gemma 3, Qwen2.5-VL, Qwen3-VL and Qwen3.5, the last also "
-        "with experts, and both in FP8 by blocks; on a CPU alone of Qwen3-VL with experts, GLM-4.1V, GLM-4.5V, Llama "
-        "4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
+        "which share layers or images: of Gemma 3 and Qwen3-VL, also by a tree, layers of Qwen2.5-VL, Qwen3.5, also "
+        "with experts, layers of both Qwen3s in FP8; on a CPU alone more of these, Qwen3-VL with experts, GLM-4.1V, "
+        "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
     ),
     Feature(
         "Images on a CPU",
@@ -1392,7 +1436,7 @@ COVERED = (
         "Quantised experts",
         "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU with vLLM 0.32, "
         "on one or two GPUs with 0.33; NVFP4 of compressed-tensors and ModelOpt, gate and up each with its own scale, "
-        "there on one",
+        "on a CPU",
     ),
     Feature(
         "Experts whose weights and activations are FP8",
@@ -1489,7 +1533,7 @@ COVERED = (
         "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
         "FP8 with given scales, also of delta rules, NVFP4 as weights alone, also experts of Nemotron-H (Nemotron 3 "
         "Nano), there FP8 by rows and NVFP4 of compressed-tensors, too, by one worker on a CPU with vLLM 0.32; FP8 "
-        "beside state spaces and any caches on a GPU with 0.33, too",
+        "of Nemotron-H, and caches of it, LFM2 and Qwen3.5, on a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1499,9 +1543,9 @@ COVERED = (
     ),
     Feature(
         "LoRA adapters beside states and images",
-        "of models without experts, not quantised: LFM2, Qwen3.5, Nemotron-H, Granite 4 H, Falcon-H1, by one worker "
-        "on a CPU with vLLM 0.32 and a GPU with 0.33, and on a CPU the text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, "
-        "Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3 and SmolVLM",
+        "of LFM2, Qwen3.5, Nemotron-H without experts on a GPU with vLLM 0.33; with 0.32 on a CPU of Granite 4 H and "
+        "Falcon-H1, too, also quantised or with n-grams, or but Granite by two workers; and text models of Qwen2.5-VL, "
+        "Qwen3-VL, Qwen3.5, also by two, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3, SmolVLM",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",
@@ -1746,7 +1790,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by engines, in exact arithmetic, ModelOpt's but FP8, by two its FP8, NVFP4 experts; dense NVFP4's cache",
+        "by engines, in exact arithmetic, ModelOpt's but FP8, by two its FP8; NVFP4 experts; dense NVFP4's cache",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -1797,8 +1841,8 @@ REFUSED = (
     ),
     Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
-        "FlexAttention, FP8 caches, offloading and embeddings as prompts; with states or images several workers, "
-        "drafts, quantisation, and new weights",
+        "FlexAttention, FP8 caches, offloading and embeddings as prompts; with states or images new weights, and but "
+        "where a row above has them two workers, drafts, codes",
         "these have not been run together",
         "leave one out, or merge the adapter",
         _beside_adapters,
@@ -1976,7 +2020,7 @@ REFUSED = (
     Feature(
         "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
         "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "quantised so, not bf16",
+        "quantised or n-grams so, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,

@@ -20,8 +20,8 @@ _INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
 }
 _FLOATS: dict[str, Callable[..., torch.Tensor]] = {
     "mul": lambda a, b: a * b,
-    "sub": lambda a, b: a - b,
-    "fma": lambda a, b, c: a * b + c,
+    "sub": lambda a, b: _sum(a, -b),
+    "fma": lambda a, b, c: _sum(a * b, c),
 }
 
 
@@ -34,7 +34,8 @@ def evaluated(ptx: str, **operands: torch.Tensor | int) -> dict[str, torch.Tenso
 
     Raises:
         KeyError: an instruction that is not known here, or a register that nothing has written.
-        ValueError: a result of floating-point numbers that fp32 does not have, which would be rounded twice here.
+        ValueError: a result of floating-point numbers that fp32 does not have, which would be rounded twice here, as
+            NaN and sums that float64 does not have are said to be.
     """
     registers = {name.replace("_", "$"): torch.as_tensor(one) & _MASK for name, one in operands.items()}
     for line in re.findall(r"([a-z][\w.]*) ([^;]+);", re.sub(r"\.reg[^;]*;", "", ptx)):
@@ -67,6 +68,14 @@ def _result(name: str, given: list[torch.Tensor]) -> torch.Tensor:
             raise ValueError(f"{name}: rounded twice")
         made.append(exact.float().to(dtype).view(torch.int16).long() & 0xFFFF)
     return made[0] | made[1] << 16
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """NaN where float64 does not have it: what is lost is found by subtractions (Knuth's two-sum)."""
+    total = a + b
+    of_b = total - a
+    lost = (a - (total - of_b)) + (b - of_b)
+    return torch.where(lost == 0, total, torch.nan)
 
 
 def _looked_up(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:

@@ -97,8 +97,9 @@ def test_hoppers_instructions_give_every_number_of_nvfp4_with_both_scales() -> N
     scales = torch.arange(256, dtype=torch.uint8)
     scales = scales[scales & 127 != 127].view(torch.float8_e4m3fn)[:, None]
     packed = PACKED.expand(len(scales), -1)
-    for exponent in range(-110, 100, 7):
-        of_rows = torch.full((len(scales), 1), 1.2345678 * 2.0**exponent)
+    for exponent in (*range(-110, 110, 7), 110):
+        mantissa = 1.0 if exponent == 110 else 1.2345678  # the largest that is let through
+        of_rows = torch.full((len(scales), 1), mantissa * 2.0**exponent)
         _, steps = by_steps((packed, scales, of_rows), torch.bfloat16)
         one, three_halves = (steps.view(torch.int16).long() & 0xFFFF).unbind(-1)
         with_more = evaluated(sm90_packed._WITH_MORE_IN_PTX.value, _1=one | three_halves << 16)["$0"]

@@ -27,7 +27,7 @@ ODD = (200, 128)
 QUICK = (
     "test_a_token_has_the_same_bits_alone_and_among_others[interpreted-blocks-gate]",
     "test_a_token_has_the_same_bits_alone_and_among_others[interpreted-rows",
-    "test_each_mistake_is_found[interpreted-blocks-one scale a row-gate]",
+    "test_each_mistake_is_found[interpreted-gate-blocks-one scale a row]",
 )
 """Of those in the interpreter, which take half a minute each: that run also where each minute counts."""
 

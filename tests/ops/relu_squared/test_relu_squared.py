@@ -35,6 +35,11 @@ def test_numbers_of_every_kind(device):
     assert relu_squared(x)[7].isnan()
 
 
+def test_what_is_too_large_for_fp16_is_infinite(device):
+    x = torch.tensor([-300.0, 200.0, 300.0], dtype=torch.float16).to(device.type)
+    assert relu_squared(x).tolist() == [0, 40_000, torch.inf]
+
+
 def test_any_dimensions_and_no_element(device):
     x = device.draw(2, 3, 20)
     assert_same_bits(relu_squared(x).view(6, 20), relu_squared(x.view(6, 20)))

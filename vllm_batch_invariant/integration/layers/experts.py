@@ -7,7 +7,8 @@ that were found elsewhere. Ours takes whole layers in every version, so that wha
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from types import ModuleType, SimpleNamespace
+from threading import RLock
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -258,17 +259,22 @@ def _not_run_on_gpus(reduction: MoeReduction) -> str | None:
     return None if reduction.activation in known else f"the activation {reduction.activation}"
 
 
+_NAMES = RLock()
+"""Held while names of vLLM's modules stand for others."""
+
+
 @contextmanager
 def with_names(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
-    """Have names of a module, those that it has, stand for others."""
-    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
+    """Have names of a module, those that it has, stand for others, for one thread at a time."""
+    with _NAMES:
+        before = {name: getattr(module, name) for name in values if hasattr(module, name)}
+        for name in before:
+            setattr(module, name, values[name])
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
 
 
 @cache
@@ -293,6 +299,19 @@ def install_cpu(kind: type[CpuExperts] = CpuExperts) -> None:
         config.__post_init__ = _with_or_without_a_gate(config.__post_init__)
 
 
+class _AsOnGpus:
+    """A platform that says it is a GPU's."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+
 def _with_or_without_a_gate(complete: Callable[[Any], None]) -> Callable[[Any], None]:
     """What completes a configuration of experts on a CPU: of those without a gate as on a GPU, where vLLM has kernels
     for them. Nothing else of it asks which platform this is.
@@ -300,9 +319,9 @@ def _with_or_without_a_gate(complete: Callable[[Any], None]) -> Callable[[Any], 
 
     @wraps(complete)
     def __post_init__(config: Any) -> None:  # noqa: N807 - Python's
-        of_gpus = SimpleNamespace(is_cuda_alike=lambda: True)
-        names = {} if config.is_act_and_mul else {"current_platform": of_gpus}
-        with with_names(patch_points.EXPERTS_CONFIG.module(), names):
+        module = patch_points.EXPERTS_CONFIG.module()
+        names = {} if config.is_act_and_mul else {"current_platform": _AsOnGpus(module.current_platform)}
+        with with_names(module, names):
             complete(config)
 
     return __post_init__

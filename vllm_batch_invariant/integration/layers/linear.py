@@ -216,7 +216,7 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool, kind: Any = PreparedLi
     elif layer.weight.is_meta or layer.weight.ndim != 2:
         layer.cpu_linear = torch.nn.functional.linear
     else:
-        # by a head's weight, of which ModelOpt's says the same, an embedding may look up
+        # by a head's weight, of which ModelOpt's says the same, an embedding may look up: the head does not know
         is_head = isinstance(layer, patch_points.VOCABULARY_LAYER.get())
         layer.cpu_linear = kind(layer, remove_weight and not is_head)
         layer.cpu_linear.prepare()

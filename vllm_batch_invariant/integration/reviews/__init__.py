@@ -229,7 +229,13 @@ class Ran:
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_on_cpus_alone: kinds of quantised weights and activations that no GPU has served.
-        quantised_experts_by_one_gpu: kinds of mixtures of experts that one has served, and several have not shared.
+        quantised_experts_on_cpus_alone: kinds of mixtures of experts that no GPU has served with these kernels.
+        quantised_drafts_on_cpus_alone: kinds that GPUs have served, and of which no model has drafted there.
+        encoded_kinds_by_two: kinds that two workers have shared of models that take images.
+        large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
+        quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
+        fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
+        encoded_by_two_gpus: models of which two have shared images ("data"), or the encoder by a tree ("tree").
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
@@ -280,6 +286,8 @@ class Ran:
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
         lora: versions whose engines have served LoRA adapters, by device.
         lora_beside: states, and models that take images, beside which they have been served, by device.
+        lora_beside_by_two: of these what two workers have shared, by device.
+        lora_beside_more: beside what one worker has served them with drafts and quantised weights, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
         lora_experts: mixtures of experts that have been served with them, by device.
@@ -315,7 +323,13 @@ class Ran:
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_on_cpus_alone: tuple[str, ...]
-    quantised_experts_by_one_gpu: tuple[str, ...]
+    quantised_experts_on_cpus_alone: tuple[str, ...]
+    quantised_drafts_on_cpus_alone: tuple[str, ...]
+    encoded_kinds_by_two: tuple[str, ...]
+    large_head_quantised_by_one: tuple[str, ...]
+    quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
+    fp8_kv_cache_of_states_on_gpus: Mapping[str, tuple[str, ...]]
+    encoded_by_two_gpus: Mapping[str, tuple[str, ...]]
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]
     lightning_models: tuple[str, ...]
@@ -366,6 +380,8 @@ class Ran:
     kv_connectors: Mapping[str, Mapping[str, str]]
     lora: Mapping[str, str]
     lora_beside: Mapping[str, tuple[str, ...]]
+    lora_beside_by_two: Mapping[str, tuple[str, ...]]
+    lora_beside_more: Mapping[str, tuple[str, ...]]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_expert_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]
