@@ -264,6 +264,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
+    if name in RAN.quantised_on_cpus_alone:
+        return where
     if untried := _on_cpus_alone(model, of_weights):
         return f"{where} of {min(untried)}"
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
@@ -295,8 +297,8 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
 
 
 def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
-    """Kinds of a quantised model's weights that no GPU has served."""
-    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone}
+    """Kinds of a quantised model's weights, or vLLM's name of all, that no GPU has served."""
+    return {*schemes.kinds(model, of_weights), model.quantization} & {*RAN.quantised_on_cpus_alone}
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -1417,6 +1419,12 @@ COVERED = (
         "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32, FP8 on a GPU with 0.33",
     ),
     Feature(
+        "Mixed precision of ModelOpt (Nemotron 3 Super in NVFP4)",
+        "layers in FP8 with given scales, in NVFP4 as weights alone, or in 16 bits, each with the bits that it has in "
+        "a checkpoint of one format, also beside its KV cache in FP8: where both formats are covered, on a CPU with "
+        "vLLM 0.32",
+    ),
+    Feature(
         "Weights quantised while they are loaded",
         "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
         "by tokens; on a CPU with vLLM 0.32, on a GPU with 0.33",
@@ -1746,7 +1754,8 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by engines, in exact arithmetic, ModelOpt's but FP8, by two its FP8, NVFP4 experts; dense NVFP4's cache",
+        "by engines, in exact arithmetic, ModelOpt's but FP8 and NVFP4, by two its FP8, NVFP4 experts; dense NVFP4's "
+        "cache",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,

@@ -228,7 +228,8 @@ class Ran:
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
-        quantised_on_cpus_alone: kinds of quantised weights and activations that no GPU has served.
+        quantised_on_cpus_alone: kinds of quantised weights and activations, and names of methods, that no GPU has
+            served.
         quantised_experts_by_one_gpu: kinds of mixtures of experts that one has served, and several have not shared.
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
