@@ -192,19 +192,17 @@ def reference(folder: Path) -> torch.nn.Module:
 
 
 def test_its_logprobs_are_near_float64(case: Case) -> None:
-    """One of which a layer has the scale of another is not."""
+    """One of which a layer has another scale is not; norms take that of queries and keys out."""
     if case.name != "Qwen3":
         pytest.skip("in bf16 a token may have other experts")
     model = reference(case.unpacked)
     near = kept_states.distance_from(model, case.found["alone"])
-    recipes = said(case.packed)["quantized_layers"]
     far = []
-    for algorithm in ("FP8", "NVFP4"):
-        layer = model.get_submodule(next(name for name, recipe in recipes.items() if recipe["quant_algo"] == algorithm))
+    for name in ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"):
+        layer = model.get_submodule(name)
         layer.weight.data *= 1.5
         far.append(kept_states.distance_from(model, case.found["alone"]))
         layer.weight.data /= 1.5
-    print("NEAR", near, far)
     assert near < NEAR < min(far)
 
 
@@ -314,8 +312,7 @@ def test_codes_of_what_the_configuration_leaves_out_are_no_weights(
 def test_weights_of_16_bits_of_one_expert_are_no_codes(started: Callable[..., Any], tmp_path: Path, of: str) -> None:
     """Which vLLM takes to be quantised as the others are, of which alone it asks."""
     family = FAMILIES["Qwen3 with experts"]
-    mixture = Mixture(*("^$", r"experts\.[^1]\.") if of == "eight" else (r"experts\.[^1]\.", "self_attn"))
+    mixture = Mixture(*("^$", r"experts\.[^1]\.") if of == "eight" else (r"experts\.[^1]\.", r"self_attn\.._proj$"))
     folder = write(family.source(tmp_path / "source"), mixture, tmp_path / "packed")
-    with pytest.raises(EngineFailed) as refused:
+    with pytest.raises(EngineFailed, match="size of tensor a" if of == "four" else "experts in bfloat16"):
         started(folder, afterwards=kept_states.alone, **family.settings)
-    print(str(refused.value)[-500:])
