@@ -824,12 +824,13 @@ def _states_shared(config: Config) -> str | None:
     if workers == 1 or kept is None:
         return None
     model = config.model_config
+    of_experts = RAN.mamba2_expert_workers.get(_ran_on(devices.of_config(config).ops.type), ())
     sizes = getattr(model, "hf_text_config", None)
     groups = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers))
     found = {
         f"{groups} groups": kept is _STATE_SPACES and groups % workers > 0,
         "drafts": config.speculative_config is not None,
-        "experts": schemes.has_experts(model),
+        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts),
         "quantised weights": model.quantization,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
         "a tree on GPUs": tensor_tree.k_slices() > 1 and _by_gpus_alone(config),
@@ -2009,8 +2010,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Short convolutions and state spaces by several workers beside drafts, experts, quantisation or FP8 caches, on "
-        "GPUs a tree, or with groups that they do not divide",
+        "Short convolutions and state spaces by several workers beside drafts, experts but of Nemotron-H by two on a "
+        "CPU, quantisation or FP8 caches, on GPUs a tree, or with groups that they do not divide",
         "these have not been run together",
         "serve them by one worker",
         _states_shared,

@@ -271,6 +271,7 @@ class Ran:
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
+        mamba2_expert_workers: numbers of workers above 1 that have shared those of Nemotron-H with experts, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
         mamba2_quantised_experts: kinds of those of Nemotron-H with experts, by device.
         kda: versions whose engines have served Kimi Delta Attention, by device.
@@ -357,6 +358,7 @@ class Ran:
     mamba2: Mapping[str, str]
     mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_drafters: Mapping[str, tuple[str, ...]]
+    mamba2_expert_workers: Mapping[str, tuple[int, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
     mamba2_quantised_experts: Mapping[str, tuple[str, ...]]
     kda: Mapping[str, str]
