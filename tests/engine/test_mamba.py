@@ -270,6 +270,24 @@ def test_four_workers_without_a_tree_leave_a_request_its_bits(name: str, tmp_pat
     kept_states.check_workers_without_a_tree(started, folder, DEFAULT, {}, 4)
 
 
+@untried_on_gpu
+@kept_states.needs_two
+@pytest.mark.parametrize("sizes", [EXPERTS["Nemotron-H"], LATENT], ids=["Nano", "Super"])
+def test_two_workers_with_whole_experts_have_the_bits_of_one(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    folder = FAMILIES["Nemotron-H"].checkpoint(tmp_path, **sizes)
+    kept_states.check_workers(started, folder, LENGTH, DEFAULT, UNTRIED_THERE, enable_expert_parallel=True)
+
+
+@untried_on_gpu
+@kept_states.needs_two
+@pytest.mark.parametrize("sizes", [EXPERTS["Nemotron-H"], LATENT], ids=["Nano", "Super"])
+@pytest.mark.parametrize("whole", [False, True], ids=["by columns", "whole"])
+def test_two_workers_share_experts_without_a_tree(tmp_path: Path, sizes: dict[str, Any], whole: bool) -> None:
+    folder = FAMILIES["Nemotron-H"].checkpoint(tmp_path, **sizes)
+    settings = DEFAULT | {"enable_expert_parallel": whole}
+    kept_states.check_workers_without_a_tree(started, folder, settings, UNTRIED_THERE)
+
+
 @kept_states.needs_two_gpus
 @pytest.mark.parametrize("name", GROUPS_FOR)
 def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, tmp_path: Path) -> None:

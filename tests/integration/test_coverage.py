@@ -1002,6 +1002,13 @@ def test_several_workers_share_nothing_else_with_states(monkeypatch: pytest.Monk
         assert convolutions(**changes) is rules(**two, **changes) is None
         assert convolutions(**two, **changes) == f"short convolutions with {said} by 2 workers"
         assert convolutions(**four, **changes) == f"short convolutions with {said} by 4 workers"
+    assert spaces(**two, is_moe=True) is None
+    assert spaces(**four, is_moe=True) == "state spaces of Mamba-2 with experts by 4 workers"
+    on_gpus = spaces(**two, is_moe=True, device="cuda")
+    assert on_gpus == "state spaces of Mamba-2 with experts by 2 workers"
+    assert (
+        spaces(**two, is_moe=True, quantization="fp8") == "state spaces of Mamba-2 with quantised weights by 2 workers"
+    )
     monkeypatch.setenv(TP_TREE.name, "2")
     assert convolutions(is_moe=True) == "short convolutions with experts by 2 workers"
 

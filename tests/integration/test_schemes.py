@@ -332,7 +332,7 @@ def test_a_layer_that_gptq_leaves_alone_is_not_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["torchao", "quark", "inc", "mxfp8", "fbgemm_fp8", "modelopt_mxfp8", "modelopt_mixed", "one of a later vLLM"],
+    ["torchao", "quark", "inc", "mxfp8", "fbgemm_fp8", "modelopt_mxfp8", "one of a later vLLM"],
 )
 def test_a_method_without_a_row_is_refused(name: str) -> None:
     model = SimpleNamespace(quantization=name)

@@ -571,6 +571,26 @@ def test_experts_in_nvfp4_are_drawn_as_those_of_16_bit_activations(tmp_path: Pat
         assert ({one.options.get("cache") for one in settings} == {None}) is name.endswith("kv8")
 
 
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_mixture_of_formats_is_drawn_as_its_layers(tmp_path: Path, experts: int) -> None:
+    """Which have given scales in FP8 and none in NVFP4; whole experts by two workers in the latter alone."""
+    shape = Shape(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_size=64, vocab=512, experts=experts)
+    place = place_of(str(make_checkpoint(tmp_path, shape, form="mixed-modelopt")), (), "cpu")
+    assert (place.has_experts, place.is_quantised, place.activations) == (bool(experts), True, "tensor")
+    settings = [draw_settings(0, number, 300, place) for number in range(80)]
+    drawn = {(one.workers, one.options.get("experts")) for one in settings}
+    assert {(1, None), (2, None)} <= drawn
+    assert ((2, "whole") in drawn) is bool(experts)
+    assert {one.options.get("cache") for one in settings} == {None}
+    of_weights = place.model["quantization_config"]
+    eight = {name: {"quant_algo": "FP8"} for name in of_weights["quantized_layers"]}
+    in_fp8 = replace(place, model=place.model | {"quantization_config": of_weights | {"quantized_layers": eight}})
+    assert in_fp8.shares_experts(whole=True) is not bool(experts)
+    four = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in of_weights["quantized_layers"]}
+    in_fp4 = replace(place, model=place.model | {"quantization_config": of_weights | {"quantized_layers": four}})
+    assert in_fp4.activations == ""
+
+
 @pytest.mark.parametrize("name", ["fp8 by blocks", "compressed-tensors by rows", "w4a16 of 128"])
 def test_trees_and_workers_are_drawn_of_quantised_experts_where_they_cut_no_group(name: str) -> None:
     """Of shared experts neither; a tree of one worker's cuts the matrix that codes of four bits stand for."""

@@ -651,7 +651,9 @@ def test_quantised_weights_are_drawn_with_the_workers_and_drafts_that_have_run(
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_experts_beside_state_spaces_are_drawn_by_one_worker(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_beside_state_spaces_are_drawn_by_two_workers_without_codes(
+    quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of a checkpoint of ModelOpt's with a KV cache in FP8, with drafts and without."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     scheme = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -660,7 +662,10 @@ def test_experts_beside_state_spaces_are_drawn_by_one_worker(quantised: bool, mo
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
     model |= {"quantization_config": of_weights} if quantised else {}
     drawn = [draw_settings("nano", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
-    assert {(one.workers, one.stages, one.tree) for one in drawn} == {(1, 1, 1)}
+    assert {one.workers for one in drawn} == ({1} if quantised else {1, 2})
+    assert {one.stages for one in drawn} == {1}
+    assert all(one.options.get("experts") == "whole" for one in drawn if one.workers > 1 and one.tree > 1)
+    assert not any(one.drafts for one in drawn if one.workers > 1 or one.tree > 1)
     assert {one.drafter for one in drawn if one.drafts} == {"ngram"}
     assert {(one.drafts > 0, one.prefix_cache) for one in drawn} == {*product((True, False), repeat=2)}
     assert {one.options.get("cache", NONE) for one in drawn} >= {NONE}

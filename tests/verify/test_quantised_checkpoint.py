@@ -13,12 +13,27 @@ from safetensors.torch import load_file
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.ops.formats import fp4
 from vllm_batch_invariant.verify.demo_model import Shape, gpt_oss_weights, make_checkpoint, random_weights
-from vllm_batch_invariant.verify.quantised_model import CHECKPOINT_FORMATS, CheckpointFormat, quantised
+from vllm_batch_invariant.verify.quantised_model import (
+    CHECKPOINT_FORMATS,
+    CheckpointFormat,
+    quantised,
+    quantization_config,
+)
 
 SMALL = Shape(hidden=256, intermediate=384, layers=1, heads=2, kv_heads=2, head_size=128, vocab=1024)
-NEAR = {"w4": 0.13, "gptq-": 0.13, "awq": 0.13, "nvfp4": 0.11, "mxfp4": 0.13, "w8a16-g": 0.01, "w8a16-c": 0.01}
+NEAR = {
+    "w4": 0.13,
+    "gptq-": 0.13,
+    "awq": 0.13,
+    "nvfp4": 0.11,
+    "mxfp4": 0.13,
+    "mixed": 0.11,
+    "w8a16-g": 0.01,
+    "w8a16-c": 0.01,
+}
 NEAR |= {"gptq8": 0.01, "w8a8-int8": 0.01, "w8a16-fp8": 0.03, "w8a8-fp8": 0.03}
 """Of the formats whose names begin so: the distance from the weights, relative to them."""
+E4M3 = torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("form", CHECKPOINT_FORMATS.values(), ids=lambda form: form.name)
 
 
@@ -36,13 +51,14 @@ def test_it_stands_for_matrices_near_the_weights_and_leaves_the_others(form: Che
     weights = weights_of(form.of_experts)
     packed, plain = quantised(weights, form)
     assert plain.keys() == weights.keys()
-    near = next(most for begin, most in NEAR.items() if form.name.startswith(begin))
     for name, weight in weights.items():
         assert (plain[name].shape, plain[name].dtype) == (weight.shape, weight.dtype)
         if form.layer_of(name) is None:
             assert torch.equal(plain[name], weight)
             assert torch.equal(packed[name], weight)
         else:
+            of = form.of(form.layer_of(name)).name
+            near = next(most for begin, most in NEAR.items() if of.startswith(begin))
             distance = ((plain[name] - weight).float().norm() / weight.float().norm()).item()
             assert near / 4 < distance < near, name
     assert sum(form.layer_of(name) is not None for name in weights) == (2 if form.of_experts else 7)
@@ -55,7 +71,7 @@ def test_vllm_reads_the_configuration(form: CheckpointFormat) -> None:
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-    given = json.loads(json.dumps(form.config))
+    given = json.loads(json.dumps(quantization_config(form, weights_of(form.of_experts))))
     method = given["quant_method"]
     for name in QUANTIZATION_METHODS:
         found = get_quantization_config(name).override_quantization_method(given, user_quant=None)
@@ -121,6 +137,31 @@ def test_modelopt_is_written_in_both_files_as_vllm_reads_it(tmp_path: Path, name
     assert len(of_experts) == (6 if experts else 0)
     of_cache = {f"model.layers.0.self_attn.{one}_proj.{one}_scale" for one in "kv"}
     assert of_cache & {*scales} == (of_cache if has_cache else set())
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "mamba2"])
+def test_layers_of_a_mixture_are_named_with_their_formats(tmp_path: Path, kind: str) -> None:
+    """As those of Nemotron 3 Super: MLPs and experts in NVFP4, all else in FP8, with the scales of a KV cache."""
+    of_experts = {"experts": 4, "expert_intermediate": 64, "top_k": 2, "dense_layers": 0} if kind == "experts" else {}
+    shape = replace(SMALL, layers=2, hybrid="mamba2" if kind == "mamba2" else "", **of_experts)
+    folder = make_checkpoint(tmp_path, shape, form="mixed-modelopt")
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["quant_algo"]) == ("modelopt", "MIXED_PRECISION")
+    layers = config["quantized_layers"]
+    quantised = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype in (torch.uint8, E4M3)}
+    codes = {name.removesuffix(".weight"): dtype for name, dtype in quantised.items() if name.endswith(".weight")}
+    four, eight = {"quant_algo": "NVFP4", "group_size": 16}, {"quant_algo": "FP8"}
+    assert layers == {name: four if dtype == torch.uint8 else eight for name, dtype in codes.items()}
+    in_four = {name.rpartition(".")[2] for name, recipe in layers.items() if recipe == four}
+    in_eight = {name.rpartition(".")[2] for name, recipe in layers.items() if recipe == eight}
+    assert in_four <= {"gate_proj", "up_proj", "down_proj"}
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= in_eight
+    assert ("in_proj" in in_eight) is (kind == "mamba2")
+    assert any(".experts.3." in name for name in layers) is (kind == "experts")
+    assert sum(name.endswith(("k_proj.k_scale", "v_proj.v_scale")) for name in tensors) == (
+        2 if kind == "mamba2" else 4
+    )
 
 
 @pytest.mark.parametrize("name", ["w8a8-fp8-block", "w4a16-g128", "awq-g128", "gptq-g128"])

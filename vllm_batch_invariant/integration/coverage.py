@@ -264,6 +264,8 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
+    if name in RAN.quantised_on_cpus_alone:
+        return where
     if untried := _on_cpus_alone(model, of_weights):
         return f"{where} of {min(untried)}"
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
@@ -292,9 +294,9 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
 
 
 def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
-    """Kinds of a quantised model's weights that no GPU has served."""
+    """Kinds of a quantised model's weights, or vLLM's name of all, that no GPU has served."""
     of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
-    return {*schemes.kinds(model, of_weights)} & {*RAN.quantised_on_cpus_alone, *of_experts}
+    return {*schemes.kinds(model, of_weights), model.quantization} & {*RAN.quantised_on_cpus_alone, *of_experts}
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -847,12 +849,13 @@ def _states_shared(config: Config) -> str | None:
     if workers == 1 or kept is None:
         return None
     model = config.model_config
+    of_experts = RAN.mamba2_expert_workers.get(_ran_on(devices.of_config(config).ops.type), ())
     sizes = getattr(model, "hf_text_config", None)
     groups = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers))
     found = {
         f"{groups} groups": kept is _STATE_SPACES and groups % workers > 0,
         "drafts": config.speculative_config is not None,
-        "experts": schemes.has_experts(model),
+        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts),
         "quantised weights": model.quantization,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
         "a tree on GPUs": tensor_tree.k_slices() > 1 and _by_gpus_alone(config),
@@ -1461,6 +1464,12 @@ COVERED = (
         "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32, FP8 on a GPU with 0.33",
     ),
     Feature(
+        "Mixed precision of ModelOpt (Nemotron 3 Super in NVFP4)",
+        "layers in FP8 with given scales, in NVFP4 as weights alone, or in 16 bits, each with the bits that it has in "
+        "a checkpoint of one format, also beside its KV cache in FP8: where both formats are covered, on a CPU with "
+        "vLLM 0.32",
+    ),
+    Feature(
         "Weights quantised while they are loaded",
         "of dense models, by fp8_per_block, fp8_per_channel and fp8_per_tensor, with activations by groups of 128 or "
         "by tokens; on a CPU with vLLM 0.32, on a GPU with 0.33",
@@ -1790,7 +1799,8 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by engines, in exact arithmetic, ModelOpt's but FP8, by two its FP8; NVFP4 experts; dense NVFP4's cache",
+        "by engines, in exact arithmetic, ModelOpt's but FP8 and NVFP4, by two its FP8; NVFP4 experts; dense NVFP4's "
+        "cache",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -2044,8 +2054,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Short convolutions and state spaces by several workers beside drafts, experts, quantisation or FP8 caches, on "
-        "GPUs a tree, or with groups that they do not divide",
+        "Short convolutions and state spaces by several workers beside drafts, experts but of Nemotron-H by two on a "
+        "CPU, quantisation or FP8 caches, on GPUs a tree, or with groups that they do not divide",
         "these have not been run together",
         "serve them by one worker",
         _states_shared,

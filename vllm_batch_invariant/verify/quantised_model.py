@@ -8,7 +8,7 @@ as vLLM 0.32 and 0.33 read them.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ _ROUTER = ".mlp.gate.weight"
 """Of a mixture of experts: a linear layer that vLLM's own method quantises where config.json does not say otherwise."""
 _GATES = ".in_proj_a.weight", ".in_proj_b.weight"
 """What gates of a delta rule follow from: linear layers that each of vLLM's methods quantises, unless it is told."""
+_FEED_FORWARD = ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3"
+"""What the names of layers of MLPs and experts end with."""
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 _BLOCK = 128
 _INPUT_SCALE = 1 / 16
@@ -62,6 +64,8 @@ class CheckpointFormat:
     """Whether gpt-oss's experts are quantised, and not linear layers."""
     has_file: bool = False
     """Whether ``config`` is in a file of its own, as of ModelOpt before 0.31, and not in config.json."""
+    beside: "CheckpointFormat | None" = None
+    """The format of all layers but those of MLPs and of experts that a router chooses, if it is another one."""
 
     @property
     def cache_scales(self) -> Mapping[str, tuple[str, float]]:
@@ -73,6 +77,11 @@ class CheckpointFormat:
         if not name.endswith(EXPERTS if self.of_experts else LINEAR):
             return None
         return name if self.of_experts else name.removesuffix(".weight")
+
+    def of(self, layer: str) -> "CheckpointFormat":
+        """The format of a layer."""
+        is_own = layer.endswith(_FEED_FORWARD) and "shared_expert" not in layer
+        return self if self.beside is None or is_own else self.beside
 
     def check(self, name: str, n: int, k: int) -> None:
         """Refuse a weight [N, K] that cannot be written.
@@ -311,6 +320,8 @@ def _all() -> tuple[CheckpointFormat, ...]:
     gpt_oss = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept]}
     mx_group = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": MXFP4.group}
     int8 = {"num_bits": 8, "type": "int"}
+    eight = _eight("w8a8-fp8-modelopt", modelopt_fp8, FP8, "tensor", static=True)
+    mixed = modelopt_cache | {"quant_algo": "MIXED_PRECISION"}
     w8a8 = _compressed_tensors("int-quantized", int8 | {"strategy": "channel"}, int8 | of_token)
     return (
         *(_pack_quantised(bits, group, zeros) for bits in (4, 8) for group in groups for zeros in (False, True)),
@@ -350,6 +361,10 @@ def _all() -> tuple[CheckpointFormat, ...]:
             False,
             ".input_scale",
         ),
+        replace(
+            _nvfp4("mixed-modelopt", mixed, ".weight", ".weight_scale_2", False, ".input_scale"),
+            beside=eight,
+        ),
         _mxfp4("mxfp4", gpt_oss, "_blocks", "_scales", of_experts=True),
         _mxfp4("mxfp4-dense", _compressed_tensors("mxfp4-pack-quantized", mx_group), ".weight_packed", ".weight_scale"),
         _eight("w8a8-int8", w8a8, INT8, "channel"),
@@ -358,7 +373,7 @@ def _all() -> tuple[CheckpointFormat, ...]:
         _eight("w8a8-fp8-channel", floats(fp8 | {"strategy": "channel"}, fp8 | of_token), FP8, "channel"),
         _eight("w8a8-fp8-tensor", own, FP8, "tensor"),
         _eight("w8a8-fp8-tensor-static", own | {"activation_scheme": "static"}, FP8, "tensor", static=True),
-        _eight("w8a8-fp8-modelopt", modelopt_fp8, FP8, "tensor", static=True),
+        eight,
         _eight("w8a8-fp8-modelopt-kv8", modelopt_cache, FP8, "tensor", static=True),
         _eight("w8a8-fp8-modelopt-file", modelopt_cache, FP8, "tensor", static=True, has_file=True),
         _eight("w8a8-fp8-channel-modelopt", modelopt_fp8 | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, FP8, "channel"),
@@ -388,16 +403,16 @@ def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch
         if layer is None:
             packed[name] = plain[name] = weight
             continue
-        rows = weight.transpose(-1, -2) if form.of_experts else weight
-        form.check(name, *rows.shape[-2:])
+        rows, of_layer = weight.transpose(-1, -2) if form.of_experts else weight, form.of(layer)
+        of_layer.check(name, *rows.shape[-2:])
         k = rows.shape[-1]
-        tensors = form.encode(rows.reshape(-1, k).float())
-        matrix = form.matrix(tensors, k, weight.dtype).view(rows.shape)
+        tensors = of_layer.encode(rows.reshape(-1, k).float())
+        matrix = of_layer.matrix(tensors, k, weight.dtype).view(rows.shape)
         plain[name] = matrix.transpose(-1, -2).contiguous() if form.of_experts else matrix
         for end, tensor in tensors.items():
             packed[layer + end] = tensor.unflatten(0, rows.shape[:-1]) if form.of_experts else tensor
-        for of_layer, (end, number) in form.cache_scales.items():
-            if layer.endswith(of_layer):
+        for of_cache, (end, number) in form.cache_scales.items():
+            if layer.endswith(of_cache):
                 packed[layer + end] = torch.tensor(number)
     if packed.keys() == weights.keys():
         kind = "experts of gpt-oss" if form.of_experts else "linear layers"
@@ -407,7 +422,11 @@ def quantised(weights: Tensors, form: CheckpointFormat) -> tuple[dict[str, torch
 
 def quantization_config(form: CheckpointFormat, names: Iterable[str]) -> dict[str, Any]:
     """``quantization_config`` of a checkpoint with tensors of such names: vLLM is told of layers that keep 16 bits."""
-    names = [name.removesuffix(".weight") for name in names if name.endswith((_ROUTER, *_GATES))]
+    weights = [*names]
+    if form.beside is not None:
+        layers = [layer for name in weights if name.endswith(".weight") and (layer := form.layer_of(name))]
+        form = replace(form, config=form.config | {"quantized_layers": {one: _recipe(form.of(one)) for one in layers}})
+    names = [name.removesuffix(".weight") for name in weights if name.endswith((_ROUTER, *_GATES))]
     gates = [name for name in names if f"{name}.weight".endswith(_GATES)]
     match form.config["quant_method"]:
         case "fp8" if names:
@@ -421,6 +440,12 @@ def quantization_config(form: CheckpointFormat, names: Iterable[str]) -> dict[st
         case "gptq" if gates:  # by the name of the layer that vLLM fuses of both
             return form.config | {"dynamic": {r"-:.*\.in_proj_ba$": {}}}
     return form.config
+
+
+def _recipe(form: CheckpointFormat) -> dict[str, Any]:
+    """What ModelOpt says of a layer in one of its formats, beside layers in others."""
+    algorithm = "FP8" if form.format is FP8 else "NVFP4"
+    return {"quant_algo": algorithm} | ({"group_size": NVFP4.group} if form.format is NVFP4 else {})
 
 
 def quantise(folder: Path, name: str, unpacked: Path | None = None) -> None:

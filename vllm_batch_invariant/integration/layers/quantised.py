@@ -24,7 +24,7 @@ from ...ops.linear import reads_as_stored
 from ...ops.linear.spec import spec_of
 from ..reviews import patch_points, schemes
 from ..side_table import beside
-from . import fp8, int8, linear
+from . import fp8, int8, linear, mixed_precision
 
 _ABSORBED = ".kv_b_proj"
 """What the name of a layer ends with that nobody calls in a model with latent attention, which multiplies with parts of
@@ -174,6 +174,7 @@ def install() -> None:
     for point in (patch_points.LINEAR_CHOICE, patch_points.EMBEDDING_CHOICE):
         if point.is_there():
             point.put(_choosing(point.get()))
+    mixed_precision.install()
     if patch_points.ATTENTION_CHOICE.is_there():
         patch_points.ATTENTION_CHOICE.put(_choosing_scales(patch_points.ATTENTION_CHOICE.get()))
 
@@ -212,6 +213,7 @@ def _name_loaders(layer: torch.nn.Module) -> None:
 
 def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's choice of the method of a layer, in whose place comes ours if the layer is quantised."""
+    choose = mixed_precision.checked(choose, is_plain)
 
     @functools.wraps(choose)
     def resolve_quant_method(quant_config: Any, layer: Any, prefix: str) -> Any:

@@ -228,7 +228,8 @@ class Ran:
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
-        quantised_on_cpus_alone: kinds of quantised weights and activations that no GPU has served.
+        quantised_on_cpus_alone: kinds of quantised weights and activations, and names of methods, that no GPU has
+            served.
         quantised_experts_on_cpus_alone: kinds of mixtures of experts that no GPU has served with these kernels.
         quantised_drafts_on_cpus_alone: kinds that GPUs have served, and of which no model has drafted there.
         encoded_kinds_by_two: kinds that two workers have shared of models that take images.
@@ -276,6 +277,7 @@ class Ran:
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
+        mamba2_expert_workers: numbers of workers above 1 that have shared those of Nemotron-H with experts, by device.
         mamba2_quantised: kinds of quantised weights that have been served beside them, by device.
         mamba2_quantised_experts: kinds of those of Nemotron-H with experts, by device.
         kda: versions whose engines have served Kimi Delta Attention, by device.
@@ -370,6 +372,7 @@ class Ran:
     mamba2: Mapping[str, str]
     mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_drafters: Mapping[str, tuple[str, ...]]
+    mamba2_expert_workers: Mapping[str, tuple[int, ...]]
     mamba2_quantised: Mapping[str, tuple[str, ...]]
     mamba2_quantised_experts: Mapping[str, tuple[str, ...]]
     kda: Mapping[str, str]

@@ -102,6 +102,8 @@ LINEAR_CHOICE = PatchPoint(("vllm.model_executor.layers.linear",), "resolve_quan
 """Chooses the method of a linear layer of a model with a configuration of quantisation."""
 EMBEDDING_CHOICE = PatchPoint(("vllm.model_executor.layers.vocab_parallel_embedding",), "resolve_quant_method")
 """The same for embeddings."""
+EXPERTS_CHOICE = PatchPoint(("vllm.model_executor.layers.fused_moe.routed_experts",), "resolve_quant_method")
+"""The same for experts."""
 ATTENTION_CHOICE = PatchPoint(("vllm.model_executor.layers.attention.attention",), "resolve_quant_method")
 """The same for attention, whose method has the scales of a quantised KV cache."""
 LOADERS = PatchPoint(("vllm.model_executor.layers.linear",), "WEIGHT_LOADER_V2_SUPPORTED")
@@ -387,7 +389,7 @@ OPTIONAL = {
     *("DRAFT_MODEL", "DRAFT_INPUTS", "MEAN_POOL", "POOLER_NORMALIZE", "ENCODER_STATE"),
     *("BIND_CAPTURE", "LORA_EXPERTS"),
     *("INT8_SCHEME", "INT8_KERNEL", "INT8_KERNELS", "SHARD_SCALES"),
-    *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "ATTENTION_CHOICE"),
+    *("LINEAR_CHOICE", "EMBEDDING_CHOICE", "EXPERTS_CHOICE", "ATTENTION_CHOICE"),
     *("MM_ENCODER_ATTENTION", "CONV2D", "RENDERER", "IMAGE_ID"),
     *("MOONVIT_ROTARY", "PIXTRAL_ROTARY", "LLAMA_4_VISION_ROTARY", "RELATIVE_ATTENTION", "RELATIVE_POSITIONS"),
     *("SHORT_CONV", "MAMBA_BACKENDS", "SHORT_CONV_BACKEND", "SHORT_CONV_BUILDER", "SHORT_CONV_METADATA", "MAMBA_PAGES"),

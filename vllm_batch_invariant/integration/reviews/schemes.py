@@ -16,6 +16,8 @@ GIVEN_SCALES = {ONE_SCALE: "one scale", OF_HEADS: "one scale a head"}
 """What has one for its keys and one for its values in a checkpoint: as compressed-tensors calls it, and in words."""
 CACHE_SCALES = GIVEN_SCALES | {OF_TOKENS: "one scale a token and head"}
 """The same in a cache."""
+MIXED = "modelopt_mixed"
+"""vLLM's name of a checkpoint of ModelOpt whose layers have several formats."""
 PLAIN_ACTIVATIONS = ""
 """Activations that are not quantised."""
 _METHODS = {
@@ -28,6 +30,7 @@ _METHODS = {
         ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", "int8_per_channel_weight_only", "online"), "online"
     ),
     **dict.fromkeys(("modelopt", "modelopt_fp4"), "modelopt"),
+    MIXED: MIXED,
     "moe_wna16": "moe_wna16",
 }
 """vLLM's names of methods."""
@@ -89,6 +92,10 @@ _MODELOPT = {
     "FP8_PB_WO": Scheme("modelopt", "float8", "block", (128, 128), activations="float8 dynamic group 128"),
 }
 """By ModelOpt's name of an algorithm."""
+_NVFP4 = "NVFP4", "W4A16_NVFP4"
+"""Its names of NVFP4."""
+_UNSAID = {"has_zero_point": False, "pre_quant_scale": False}
+"""What it says of a layer in one of those, beside its algorithm and groups."""
 _GROUPS = 32, 64, 128
 _BY_TENSOR_GROUP = "float4 dynamic tensor_group"
 _WITHOUT_FP4 = frozenset(
@@ -195,6 +202,8 @@ def refused(model: Any, config: Any) -> str | None:
         return f"quantisation {name} with transforms of activations"
     if method == "moe_wna16" and config.full_config.get("dynamic"):
         return f"quantisation {name} with rules of layers"
+    if method == MIXED and (unknown := _other_recipe(config)):
+        return f"quantisation {name} with {unknown}"
     of_cache = getattr(config, "kv_cache_scheme", None)
     of_modelopt = (getattr(config, f"kv_cache_quant_{name}", None) for name in ("method", "algo"))  # of FP8, of FP4
     if (of_cache and not _is_static_fp8(of_cache)) or any(algorithm not in (None, "FP8") for algorithm in of_modelopt):
@@ -316,11 +325,40 @@ def _schemes(method: str, config: Any) -> Iterator[Scheme]:
         case "moe_wna16":
             of = f"moe_wna16 of {config.linear_quant_method}"
             yield Scheme(of, f"int{config.weight_bits}", *_rows_or(config.group_size), config.has_zp)
-        case "modelopt" if config.quant_method in _MODELOPT:
-            yield _MODELOPT[config.quant_method]
         case "modelopt":
-            activations = _BY_TENSOR_GROUP if config.quant_method == "NVFP4" else PLAIN_ACTIVATIONS
-            yield Scheme("modelopt", "float4", "tensor_group", config.group_size, False, activations)
+            yield _of_modelopt(config.quant_method, getattr(config, "group_size", None))
+        case "modelopt_mixed":
+            of_vllm = config.nvfp4_config.group_size  # for all layers
+            recipes = dict.fromkeys(
+                (str(recipe.get("quant_algo")).upper(), recipe.get("group_size", of_vllm))
+                for recipe in config.quantized_layers.values()
+            )
+            for algorithm, group in recipes:
+                if algorithm in _NVFP4:
+                    yield _of_modelopt(algorithm, of_vllm)
+                yield _of_modelopt(algorithm, group)
+
+
+def _of_modelopt(algorithm: str, group: int | None) -> Scheme:
+    """Of an algorithm of ModelOpt's; in NVFP4 by groups."""
+    if algorithm in _MODELOPT:
+        return _MODELOPT[algorithm]
+    activations = _BY_TENSOR_GROUP if algorithm == "NVFP4" else PLAIN_ACTIVATIONS
+    return Scheme("modelopt", "float4", "tensor_group", group, False, activations)
+
+
+def _other_recipe(config: Any) -> str | None:
+    """What of the formats of single layers is not covered; None: nothing."""
+    for name, recipe in config.quantized_layers.items():
+        algorithm = str(recipe.get("quant_algo", "")).upper()
+        if algorithm not in ("FP8", *_NVFP4):
+            return f"{name} in {algorithm or 'no algorithm'}"
+        known = _UNSAID | {"quant_algo": recipe["quant_algo"]}
+        known |= {"group_size": recipe["group_size"]} if algorithm in _NVFP4 and "group_size" in recipe else {}
+        other = next((key for key, value in recipe.items() if key not in known or known[key] != value), None)
+        if other is not None:
+            return f"{other} {recipe[other]} of {name}"
+    return None
 
 
 def _of_fp8(config: Any) -> Scheme:

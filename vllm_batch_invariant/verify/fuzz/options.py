@@ -177,10 +177,12 @@ class Place:
         """Whether two workers may share a model's experts, as a whole or by columns: of those in FP8 whole ones have no
         given scales, and GPUs have shared blocks, and rows by columns.
         """
-        if not (self.has_experts and self.activations):
+        config = self.model.get("quantization_config") or {}
+        of_experts = self._activations_of(config, ".experts.")
+        if not (self.has_experts and of_experts):
             return True
-        by_gpus = "tensor" not in self._scales_of_weights and not (whole and self.activations == "token")
-        return (by_gpus or self.device != "cuda") and not (whole and self.activations == "tensor")
+        by_gpus = "tensor" not in self._scales_of_weights and not (whole and of_experts == "token")
+        return (by_gpus or self.device != "cuda") and not (whole and of_experts == "tensor")
 
     @property
     def cache_scheme(self) -> Mapping[str, Any] | None:
@@ -239,16 +241,23 @@ class Place:
         """What has one scale of the codes to which layers quantise activations: a "group", a given "tensor" or a
         "token"; empty: they quantise none.
         """
+        return self._activations_of(self.model.get("quantization_config") or {})
+
+    def _activations_of(self, config: Mapping[str, Any], layers: str = "") -> str:
+        """The same of layers that have ``layers`` in their names, where a configuration tells them apart."""
         if not self.is_open("--quantization"):
             return "token"
-        config = self.model.get("quantization_config") or {}
         if config.get("quant_method") == "fp8":
             is_given = config.get("activation_scheme") == "static"
             return "tensor" if is_given else "group" if config.get("weight_block_size") else "token"
         algorithm = str(config.get("quant_algo")).upper()
         if config.get("quant_method") == "modelopt" and "FP8" in algorithm:
             return {"FP8": "tensor", _BLOCK_ALGORITHM: "group"}.get(algorithm, "token")
-        given = [group.get("input_activations") for group in config.get("config_groups", {}).values()]
+        recipes = (recipe for name, recipe in config.get("quantized_layers", {}).items() if layers in name)
+        if any(str(recipe.get("quant_algo")).upper() == "FP8" for recipe in recipes):
+            return "tensor"
+        groups = {} if "quantized_layers" in config else config.get("config_groups", {})
+        given = [group.get("input_activations") for group in groups.values()]
         coded = [one for one in given if one and one["num_bits"] == 8]
         found = [one["strategy"] if one["type"] == "float" else "token" for one in coded]
         return max(found, default="")  # "token" allows least
