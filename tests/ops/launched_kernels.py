@@ -59,6 +59,7 @@ from vllm_batch_invariant.ops.norm import GATES
 from vllm_batch_invariant.ops.norm import cuda as norm
 from vllm_batch_invariant.ops.ranking import cuda as ranking
 from vllm_batch_invariant.ops.reduce import cuda as reduce
+from vllm_batch_invariant.ops.relu_squared import cuda as relu_squared
 from vllm_batch_invariant.ops.silu import cuda as silu
 from vllm_batch_invariant.ops.softmax import cuda as softmax
 from vllm_batch_invariant.ops.top_k_top_p.cuda import top_k_top_p
@@ -86,6 +87,7 @@ def row_batch(count: int) -> None:
         reduce.mean(x, -1)
         softmax.log_softmax_backward(x, softmax.log_softmax(x, -1, dtype=torch.float32).bfloat16(), -1, x.dtype)
         silu.silu_and_mul(x)
+        relu_squared.relu_squared(x)
     turned_heads(count)
     gated_heads(count, *GATES)
     gated_groups(count)
