@@ -563,6 +563,7 @@ def test_adapters_beside_states_are_drawn_with_n_grams_and_without_new_weights(
     assert len(beside) > 10
     assert {(one.workers, one.tree, one.drafts > 0) for one in beside} == {(1, 1, False), (1, 1, True)}
     assert {one.drafter for one in beside if one.drafts} == {"ngram"}
+    assert all(one.requests * (one.drafts + 1) <= one.step_tokens for one in beside if one.drafts), "vLLM wants it"
     assert not {"updates", "sleep", "cache"} & {name for one in beside for name in one.options}
     others = [one for one in drawn if "adapters" not in one.options]
     assert {name for one in others for name in one.options} >= {"updates", "sleep"}

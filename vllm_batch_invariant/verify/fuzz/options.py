@@ -443,6 +443,13 @@ def _drafters(place: Place) -> list[str]:
 
 
 DRAFTS = (0, 3, 0, 1, 7)
+
+
+def _has_room_for_drafts(settings: Any) -> bool:
+    """Whether a step has that of every request with the most, as vLLM wants beside adapters."""
+    return "adapters" not in settings.options or settings.requests * (max(DRAFTS) + 1) <= settings.step_tokens
+
+
 FIELDS = (
     Field(
         "eager",
@@ -454,7 +461,12 @@ FIELDS = (
     Field(
         "runner", coverage.RUNNER, lambda _: ("0", "1", "1"), lambda place, _: place.device == "cuda", of_pooling=True
     ),
-    Field("drafts", coverage.SPECULATION, lambda _: DRAFTS, lambda place, one: place.takes_drafts(one.prefix_cache)),
+    Field(
+        "drafts",
+        coverage.SPECULATION,
+        lambda _: DRAFTS,
+        lambda place, one: place.takes_drafts(one.prefix_cache) and _has_room_for_drafts(one),
+    ),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
         "workers",
