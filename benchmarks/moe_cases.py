@@ -178,7 +178,7 @@ def ours() -> Provider:
             as_read = module_for("moe", "cuda").as_read
             matrices = tuple(as_read(one) if isinstance(one, StoredExperts) else one for one in matrices)
         experts = Experts(*matrices, layer.reduction, *biases)
-        if layer.quantises and experts.down.device.type == "cuda":  # the same
+        if layer.quantises and experts.down.device.type == "cuda":  # as an engine does, too
             deep_gemm.use_for_experts()
             module_for("moe", "cuda").prepare_library(experts, max(TOKENS_OF_FP8))
         return experts

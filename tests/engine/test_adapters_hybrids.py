@@ -71,17 +71,24 @@ def in_company(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
     return found | {"no fault": together()}
 
 
-def check_company(
-    family: Family, folder: Path, variables: Mapping[str, str], form: str = "", **workers: int
-) -> dict[str, Any]:
+def settings_of(family: Family, folder: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Of its engines, with adapters or without."""
+    return (
+        family.settings
+        | PAGES
+        | kept_states.IN_GRAPHS
+        | {"variables": variables, "path": multimodal.python_path(folder)}
+    )
+
+
+def check_company(family: Family, folder: Path, variables: Mapping[str, str], form: str = "", **workers: int) -> None:
     """A request had the same bits in any company, one without an adapter those of an engine without LoRA, and no two
     adapters had the same. Of weights that are stored in a form; empty: bf16.
     """
     source = model = family.source(folder / "model")
     if form:
         model = write(source, FORMS[form], folder / "packed")
-    settings = family.settings | PAGES | kept_states.IN_GRAPHS | workers | {"variables": variables}
-    settings |= {"path": multimodal.python_path(folder)}
+    settings = settings_of(family, folder, variables) | workers
     ask = partial(in_company, folders=written(folder, source))
     found: dict[str, Any] = kept_states.started(model, ask, **settings, **ROOM)
     answers = [*found["alone"].values()]
@@ -92,7 +99,6 @@ def check_company(
     assert [place for place in places if differing(found, place)] == []
     assert all(differing(found, fault) for fault in FAULTS)
     assert kept_states.started(model, partial(without_adapters, targets=TARGETS), **settings) == found["alone"]["None"]
-    return found
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -126,7 +132,7 @@ def test_drafts_of_n_grams_leave_answers_with_adapters_alone(name: str, tmp_path
     family = FAMILIES[name]
     model = family.source(tmp_path / "model")
     folders = written(tmp_path, model)
-    settings = family.settings | {"variables": UNTRIED_THERE, "path": multimodal.python_path(tmp_path)} | ROOM
+    settings = settings_of(family, tmp_path, UNTRIED_THERE) | ROOM
     mine = [(one, name) for one in (*kept_states.REPEATING[:2], TARGETS[0]) for name in NAMES]
 
     def drafted(engine: Engine) -> tuple[Any, dict[str, int]]:
@@ -139,8 +145,9 @@ def test_drafts_of_n_grams_leave_answers_with_adapters_alone(name: str, tmp_path
         return [asked(engine, folders, [one])["answers"][0] for one in mine]
 
     drafts = json.dumps(NGRAMS | {"num_speculative_tokens": 3})
-    with_drafts = settings | PAGES | kept_states.IN_GRAPHS | {"max_num_batched_tokens": 256}
-    answers, counted = kept_states.started(model, drafted, speculative_config=drafts, **with_drafts)
+    answers, counted = kept_states.started(
+        model, drafted, **settings | {"speculative_config": drafts, "max_num_batched_tokens": 256}
+    )
     assert 0 < counted["accepted"] < counted["drafts"]
     right = kept_states.started(model, undrafted, **settings)
     assert [found == right for found in answers] == [True, True]

@@ -16,13 +16,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.engine import kept_states, multimodal, test_quantised_hybrids
 from tests.engine.engines import EngineFailed, untried_on_gpu
 from tests.engine.reloads import EXTENSION
 from tests.engine.test_mamba import DEFAULT, PAGES
-from tests.engine.test_modelopt import codes_of
+from tests.engine.test_modelopt import attend_to_codes, codes_of
 from tests.engine.test_quantised_hybrids import LONG, NANO, OF_CODES, SUPER
 from tests.fp8_checkpoints import INPUT_SCALE
 from tests.mixed_checkpoints import SCALES, Mixture, said, say, write
@@ -181,13 +180,7 @@ def reference(folder: Path) -> torch.nn.Module:
     assert not unexpected
     assert {*missing} <= {"lm_head.weight"}
     model.tie_weights()
-    eager = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def of_codes(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
-        return eager(module, query, codes_of(key, SCALES["k"]), codes_of(value, SCALES["v"]), *arguments, **named)
-
-    ALL_ATTENTION_FUNCTIONS.register("of_codes", of_codes)
-    model.config._attn_implementation = "of_codes"
+    attend_to_codes(model, lambda _: (SCALES["k"], SCALES["v"]))
     return model
 
 

@@ -203,6 +203,18 @@ def codes_of(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
+def attend_to_codes(model: Any, scales_of: Callable[[int], tuple[float, float]]) -> None:
+    """Give attention of Transformers' model the numbers of codes of keys and values, with the scales of each layer."""
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def of_codes(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+        k_scale, v_scale = scales_of(module.layer_idx)
+        return attend(module, query, codes_of(key, k_scale), codes_of(value, v_scale), *arguments, **named)
+
+    ALL_ATTENTION_FUNCTIONS.register("of_codes", of_codes)
+    model.config._attn_implementation = "of_codes"
+
+
 def reference(folder: str) -> torch.nn.Module:
     """Transformers' model in float64 of the numbers of a checkpoint's codes; its layers are given numbers of codes."""
     weights = load_file(Path(folder) / "model.safetensors")
@@ -216,14 +228,7 @@ def reference(folder: str) -> torch.nn.Module:
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     model.tie_weights()
-    eager = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def of_codes(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
-        k_scale, v_scale = (scale * 2**module.layer_idx for scale in SCALES.values())
-        return eager(module, query, codes_of(key, k_scale), codes_of(value, v_scale), *arguments, **named)
-
-    ALL_ATTENTION_FUNCTIONS.register("of_codes", of_codes)
-    model.config._attn_implementation = "of_codes"
+    attend_to_codes(model, lambda layer: (SCALES["k_scale"] * 2**layer, SCALES["v_scale"] * 2**layer))
     for name, layer in model.named_modules():
         if name.endswith("_proj"):
             layer.register_forward_pre_hook(lambda _, given: (codes_of(given[0], INPUT_SCALE),))

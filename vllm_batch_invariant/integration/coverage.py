@@ -301,9 +301,15 @@ def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
     """Of a quantised model what is none of the kinds that have run beside other layers; None: nothing."""
-    name = getattr(config.model_config, "quantization", None)
-    kinds = schemes.kinds(config.model_config, getattr(config, "quant_config", None)) if name else ()
+    name, kinds = getattr(config.model_config, "quantization", None), _kinds(config)
     return next((kind for kind in kinds if kind not in ran), None if kinds else name)
+
+
+def _kinds(config: Config) -> tuple[str, ...]:
+    """Of a quantised model's weights and activations; none of another."""
+    model = config.model_config
+    quantised = getattr(model, "quantization", None)
+    return schemes.kinds(model, getattr(config, "quant_config", None)) if quantised else ()
 
 
 def _cache_dtype(config: Config) -> str:
@@ -340,8 +346,7 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
         return False
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
-    kinds = schemes.kinds(model, config.quant_config) if model.quantization else ()
-    quantised = model.quantization and not all(kind.startswith("modelopt") for kind in kinds)
+    quantised = model.quantization and not all(kind.startswith("modelopt") for kind in _kinds(config))
     return bool(
         drafters is None
         or method not in (None, *drafters)
@@ -823,7 +828,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"quantisation {other}": other,
         f"quantised weights by {most} workers": model.quantization and most > 2,
         f"experts in ModelOpt's FP8 by {most} workers": most > 1
-        and getattr(model, "quantization", None) == "modelopt"
+        and model.quantization == "modelopt"
         and schemes.has_experts(model),
         "quantised experts": model.quantization
         and schemes.has_experts(model)
@@ -957,8 +962,7 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     model, workers = config.model_config, config.parallel_config.tensor_parallel_size
     if not _has_heads_of_two_sizes(config):
         return None
-    kinds = schemes.kinds(model, getattr(config, "quant_config", None)) if model.quantization else ()
-    kind = next((kind for kind in kinds if kind in RAN.large_head_quantised_by_one), "")
+    kind = next((kind for kind in _kinds(config) if kind in RAN.large_head_quantised_by_one), "")
     if kind and (config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1):
         return f"{named} with quantisation {kind} by several workers or beside drafts"
     if not _by_gpus_alone(config):
@@ -1123,22 +1127,22 @@ def _encoded_by_several(config: Config) -> str | None:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
-    kinds = schemes.kinds(model, getattr(config, "quant_config", None)) if model.quantization else ()
-    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ()) and not (
-        {*kinds} - {*RAN.encoded_kinds_by_two}
-    )
+    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
+    shares_quantised &= {*_kinds(config)} <= {*RAN.encoded_kinds_by_two}
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
-    on_gpus = RAN.encoded_by_two_gpus if by_gpus else dict.fromkeys(("data", "tree"), (model.architecture,))
+    data_elsewhere, tree_elsewhere = (
+        by_gpus and model.architecture not in RAN.encoded_by_two_gpus[way] for way in ("data", "tree")
+    )
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
         f"{SHARED_IMAGES} data": shares_images and not shared,
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
-        f"{SHARED_IMAGES} data on GPUs": shares_images and model.architecture not in on_gpus["data"],
+        f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere,
         f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images and by_gpus and model.quantization,
-        f"{tree} on GPUs": k_slices > 1 and model.architecture not in on_gpus["tree"],
+        f"{tree} on GPUs": k_slices > 1 and tree_elsewhere,
         "a prefix cache beside states on GPUs": by_gpus
         and several
         and kept_by(model.architecture)
