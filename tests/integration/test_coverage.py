@@ -277,11 +277,11 @@ def test_two_gpus_share_encoders_that_cpus_have_shared_where_untried_ones_start(
 def test_two_gpus_share_encoders_by_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of a step, a tree, and a prefix cache beside states."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    qwen, qwen3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
+    qwen, qwen3, gemma = (f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3_5", "Gemma3"))
     by_two = {**IMAGES, "device": "cuda", "tensor_parallel_size": 2}
     data = {"settings": {"mm_encoder_tp_mode": "data"}}
-    assert found(**by_two, **data) == found(**by_two | {"architecture": qwen}) == []
-    [refused] = found(**by_two | {"architecture": qwen}, **data)
+    assert found(**by_two, **data) == found(**by_two | {"architecture": qwen}, **data) == []
+    [refused] = found(**by_two | {"architecture": gemma}, **data)
     assert refused.endswith("--mm-encoder-tp-mode data on GPUs")
     cached = SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True)
     [refused] = found(**by_two | {"architecture": qwen3}, cache_config=cached)
@@ -291,7 +291,20 @@ def test_two_gpus_share_encoders_by_what_has_run(monkeypatch: pytest.MonkeyPatch
     [refused] = found(**by_two | {"architecture": qwen})
     assert refused.endswith(f"{TP_TREE.name}=2 on GPUs")
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found(**by_two | {"architecture": qwen}, **data) == []
+    assert found(**by_two | {"architecture": gemma}, **data) == []
+
+
+def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's workers have also shared it in FP8 by rows and in INT4."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    name = "Qwen3VLForConditionalGeneration"
+    of_one = {**IMAGES, "architecture": name, "device": "cuda", "quantization": "fp8", "is_moe": False}
+    for by[:] in ([kind] for kind in RAN.encoded_quantised[name]["cuda"]):
+        assert found(**of_one) == []
+        said = "with quantised weights by several workers"
+        assert [one.endswith(said) for one in found(**of_one, tensor_parallel_size=2)] == [True] * (by != [BLOCKS])
 
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,12 +700,12 @@ SEEING = {"is_multimodal_model": True, "architecture": "Qwen3VLForConditionalGen
 KEEPING = {"is_hybrid": True, "architecture": "Qwen3_5ForCausalLM"}
 
 
-def test_adapters_beside_states_pass_and_beside_images_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_beside_states_and_images_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     without_experts = SimpleNamespace(hybrid_override_pattern="M*-")
     nemotron = {"architecture": "NemotronHForCausalLM", "is_moe": True, "hf_text_config": without_experts}
     for changes in (SEEING, KEEPING, KEEPING | nemotron):
         assert refusals_of_adapters(**changes) == []
-        assert bool(refusals_of_adapters("0.33.0", "cuda", **changes)) == (changes is SEEING)
+        assert refusals_of_adapters("0.33.0", "cuda", **changes) == []
         assert refusals_of_adapters("0.33.0", "cuda", **changes | {"architecture": "FalconH1ForCausalLM"}) != []
         with monkeypatch.context() as untried:
             untried.setenv(UNTRIED.name, "1")
@@ -1004,8 +1017,7 @@ def test_several_workers_share_nothing_else_with_states(monkeypatch: pytest.Monk
         assert convolutions(**four, **changes) == f"short convolutions with {said} by 4 workers"
     assert spaces(**two, is_moe=True) is None
     assert spaces(**four, is_moe=True) == "state spaces of Mamba-2 with experts by 4 workers"
-    on_gpus = spaces(**two, is_moe=True, device="cuda")
-    assert on_gpus == "state spaces of Mamba-2 with experts by 2 workers"
+    assert spaces(**two, is_moe=True, device="cuda") is None
     assert (
         spaces(**two, is_moe=True, quantization="fp8") == "state spaces of Mamba-2 with quantised weights by 2 workers"
     )
@@ -1035,7 +1047,8 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
         assert with_mtp == (None if found_of is found_of_rules else f"{kind} with speculative decoding with mtp")
     assert found_of_convolutions(**cached) is found_of_spaces(**cached) is None
     said = "gated delta rules with speculative decoding with ngram and a prefix cache on a GPU"
-    assert found_of_rules(**cached) == said
+    assert found_of_rules(**cached, architecture="Qwen3NextForCausalLM") == said
+    assert found_of_rules(**cached) is None
     said = "state spaces of Mamba-2 with speculative decoding and experts on a GPU"
     assert found_of_spaces(**cached, is_moe=True) == found_of_spaces(**uncached, is_moe=True) == said
     assert found_of_spaces(device="cuda", is_moe=True) is found_of_convolutions(**cached, is_moe=True) is None
@@ -1084,13 +1097,17 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert on_a_gpu(is_moe=True) == on_a_gpu(tensor_parallel_size=2) == f"gated delta rules with quantisation {by[0]}"
     by[0] = BLOCKS
     assert spaces(device="cuda") == f"state spaces of Mamba-2 with quantisation {BLOCKS}"
-    assert convolutions(device="cuda") == f"short convolutions with quantisation {BLOCKS}"
+    assert convolutions(device="cuda") is None
     of_modelopt = [kind for kind in coverage.RAN.delta_rule_quantised["cpu"] if kind.startswith("modelopt")]
     for by[0] in of_modelopt:
-        assert on_a_gpu() == f"gated delta rules with quantisation {by[0]}"
-        refused = f"state spaces of Mamba-2 with quantisation {by[0]}"
-        assert spaces(device="cuda") == (refused if "float4" in by[0] else None)
+        assert on_a_gpu() is on_a_gpu(is_moe=True) is on_a_gpu(tensor_parallel_size=2) is spaces(device="cuda") is None
+        said = "gated delta rules with speculative decoding and quantised weights on a GPU"
+        assert drafting(enable_prefix_caching=False) == said
+        of_next = on_a_gpu(architecture="Qwen3NextForCausalLM")
+        assert of_next == (None if "float4" in by[0] else f"gated delta rules with quantisation {by[0]}")
     assert len(of_modelopt) == 2
+    by[0] = next(kind for kind in of_modelopt if "float4" in kind).replace("modelopt", "compressed-tensors")
+    assert on_a_gpu() == f"gated delta rules with quantisation {by[0]}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"
     assert rules(is_moe=True) is convolutions() is spaces() is None
@@ -1111,9 +1128,10 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
 def test_quantised_experts_of_nemotron_h_are_served_where_they_have_run(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one worker on a CPU."""
+    """By one worker."""
+    by = [kind]
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: (kind,))
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     nano = partial(found_of_spaces, quantization="modelopt", is_moe=True, cache_dtype="fp8")
     assert nano() is nano(speculative_config=SimpleNamespace(method="ngram")) is None
     of_granite = nano(architecture="GraniteMoeHybridForCausalLM")
@@ -1121,9 +1139,9 @@ def test_quantised_experts_of_nemotron_h_are_served_where_they_have_run(
     shared = partial(found_of_states, "Short convolutions and state spaces by several workers", "NemotronHForCausalLM")
     assert shared(quantization="modelopt", is_moe=True, tensor_parallel_size=2) is not None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert nano(device="cuda") == f"state spaces of Mamba-2 with quantisation {kind}"
-    monkeypatch.setenv(UNTRIED.name, "1")
     assert nano(device="cuda") is None
+    by[0] = kind.replace("modelopt", "compressed-tensors")
+    assert nano(device="cuda") == f"state spaces of Mamba-2 with quantisation {by[0]}"
 
 
 def test_latent_experts_are_served_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1133,10 +1151,12 @@ def test_latent_experts_are_served_where_they_have_run(monkeypatch: pytest.Monke
     assert found_of_spaces(is_moe=True, hf_text_config=latent) is None
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     on_a_gpu = partial(found_of_spaces, device="cuda", is_moe=True)
-    assert on_a_gpu(hf_text_config=latent) == "state spaces of Mamba-2 with latent experts on a GPU"
-    assert on_a_gpu() is on_a_gpu(hf_text_config=none) is None
+    by_two = partial(on_a_gpu, tensor_parallel_size=2)
+    assert by_two(hf_text_config=latent) == "state spaces of Mamba-2 with latent experts by 2 GPUs"
+    assert on_a_gpu(hf_text_config=latent) is on_a_gpu() is on_a_gpu(hf_text_config=none) is None
+    assert by_two() is by_two(hf_text_config=none) is None
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert on_a_gpu(hf_text_config=latent) is None
+    assert by_two(hf_text_config=latent) is None
 
 
 @pytest.mark.parametrize("asked", [{"cache_dtype": "fp8"}, {"quant_config": SimpleNamespace(kv_cache_scheme={1: 1})}])
@@ -1183,7 +1203,8 @@ def test_a_cache_in_fp8_beside_states_on_a_gpu_has_run_with_its_model_drafts_wei
     by: list[str] = ["modelopt with float8 weights (one scale a tensor) and float8 static tensor activations"]
     monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     assert found_of_spaces(**cache, quantization="modelopt") is None
-    assert "quantisation" in found_of_spaces(device="cuda", quantization="modelopt", architecture="FalconH1ForCausalLM")
+    assert found_of_spaces(**cache, quantization="modelopt", is_moe=True) is None
+    assert str(found_of_rules(**cache, quantization="modelopt")).endswith("with a KV cache in fp8")
     by[0] = "compressed-tensors with int4 weights"
     assert found_of_spaces(device="cuda", quantization="compressed-tensors") is None
     assert str(found_of_spaces(**cache, quantization="compressed-tensors")).endswith("with a KV cache in fp8")

@@ -49,7 +49,7 @@ def config_of(layers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def found(layers: dict[str, Any], device: str = "cpu", **more: Any) -> list[str]:
-    of_model = {"quantization": schemes.MIXED, "is_moe": more.pop("is_moe", False)}
+    of_model = {"quantization": schemes.MIXED, "is_moe": more.pop("is_moe", False), "workers": more.pop("workers", 1)}
     return found_of_rows(config_of(layers, **more), device, **of_model)
 
 
@@ -96,16 +96,18 @@ def test_groups_are_those_of_all_layers() -> None:
 
 
 def test_it_is_covered_where_each_kind_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And on no GPU."""
+    """So on GPUs, but by two of experts in FP8."""
     read = get_quantization_config(schemes.MIXED).from_config(json.loads(json.dumps(config_of(LAYERS))))
     model = SimpleNamespace(quantization=schemes.MIXED, is_moe=True)
     eight, four = schemes.kinds(model, read)
     assert {eight, four} <= {*coverage.RAN.mamba2_quantised_experts["cpu"]}
     assert schemes.of_activations(model, read) == (eight,)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found(LAYERS, "cuda", is_moe=True) == ["quantisation modelopt_mixed on a GPU"]
+    assert found(LAYERS, "cuda", is_moe=True) == found(LAYERS, "cuda", workers=2) == []
+    [refused] = found(LAYERS, "cuda", is_moe=True, workers=2)
+    assert refused == f"quantisation modelopt_mixed on a GPU of {eight} by several GPUs"
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found(LAYERS, "cuda", is_moe=True) == []
+    assert found(LAYERS, "cuda", is_moe=True, workers=2) == []
 
 
 class Experts(torch.nn.Module):

@@ -264,15 +264,10 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return f"{where} of experts made int8 by several workers"
     if ops.type != "cuda":
         return None
-    if name in RAN.quantised_on_cpus_alone:
-        return where
-    if untried := _on_cpus_alone(model, of_weights):
-        return f"{where} of {min(untried)}"
     of_activations, several = set(schemes.of_activations(model, of_weights)), parallel.tensor_parallel_size > 1
     shared = RAN.expert_activations_by_two_gpus if model.is_moe else RAN.activations_by_two_gpus
     unshared = of_activations - {*shared}
     found = {
-        "with its KV cache in FP8": name == "modelopt_fp4" and getattr(of_weights, "kv_cache_quant_algo", None),
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
         "in stages": parallel.pipeline_parallel_size > 1,
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
@@ -289,14 +284,8 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
-    untried = _on_cpus_alone(draft, read) | {*schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone}
+    untried = {name, *schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone}
     return _when(untried, f"a draft model in quantisation {name} on a GPU")
-
-
-def _on_cpus_alone(model: Any, of_weights: Any) -> set[str]:
-    """Kinds of a quantised model's weights, or vLLM's name of all, that no GPU has served."""
-    of_experts = RAN.quantised_experts_on_cpus_alone if schemes.has_experts(model) else ()
-    return {*schemes.kinds(model, of_weights), model.quantization} & {*RAN.quantised_on_cpus_alone, *of_experts}
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -346,13 +335,13 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
         return False
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
-    quantised = model.quantization and not all(kind.startswith("modelopt") for kind in _kinds(config))
+    of_modelopt = _is_nemotron(config) and all(kind.startswith("modelopt") for kind in _kinds(config))
     return bool(
         drafters is None
         or method not in (None, *drafters)
-        or quantised
+        or (model.quantization and not of_modelopt)
         or _dtype_of(model) != "bfloat16"
-        or (_is_nemotron(config) and schemes.has_experts(model))
+        or (_is_nemotron(config) and schemes.has_experts(model) and not model.quantization)
     )
 
 
@@ -801,7 +790,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
-    caches_drafts = method is not None and cache.enable_prefix_caching
+    caches_drafts, cached = method is not None and cache.enable_prefix_caching, RAN.drafts_beside_prefix_caches_on_gpus
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
@@ -809,11 +798,11 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
         f"speculative decoding with {method} and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
-        and method not in RAN.drafts_beside_prefix_caches_on_gpus.get(kept.name, ()),
+        and not any(method in cached.get(key, ()) for key in (kept.name, model.architecture)),
         "speculative decoding and quantised weights on a GPU": method
         and model.quantization
         and ran_on == "cuda"
-        and kept is not _DELTA_RULES,
+        and (kept is not _DELTA_RULES or {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}),
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
         and model.quantization
         and ran_on == "cuda",
@@ -838,7 +827,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
-        "latent experts on a GPU": ran_on == "cuda" and _has_latent_experts(model),
+        f"latent experts by {workers} GPUs": ran_on == "cuda" and workers > 1 and _has_latent_experts(model),
         setting: bool(setting),
         "the first model runner": ops.type == "cuda" and not config.use_v2_model_runner,
         f"{of_model} on a GPU": (kept.of_rules or method) and ran_on == "cuda" and of_model != "bfloat16",
@@ -1128,7 +1117,7 @@ def _encoded_by_several(config: Config) -> str | None:
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
     shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
-    shares_quantised &= {*_kinds(config)} <= {*RAN.encoded_kinds_by_two}
+    shares_quantised &= {*_kinds(config)} <= {*RAN.encoded_kinds_by_two.get(ran_on, ())}
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
@@ -1409,8 +1398,8 @@ COVERED = (
     ),
     Feature(
         "Images by two workers",
-        "which share layers or images: of Gemma 3 and Qwen3-VL, also by a tree, layers of Qwen2.5-VL, Qwen3.5, also "
-        "with experts, layers of both Qwen3s in FP8; on a CPU alone more of these, Qwen3-VL with experts, GLM-4.1V, "
+        "which share layers or images: of Gemma 3 and Qwen3-VL, also by a tree, Qwen2.5-VL, Qwen3.5, also with "
+        "experts, layers of both Qwen3s in FP8; on a CPU alone more of these, Qwen3-VL with experts, GLM-4.1V, "
         "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
     ),
     Feature(
@@ -1420,9 +1409,9 @@ COVERED = (
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "encoders in 16 bits: FP8 in blocks of 128 x 128 (fp8) of Qwen3-VL and Qwen3.5, with given scales of Mistral "
-        "3, on a CPU with vLLM 0.32, a GPU with 0.33; on the former FP8 by rows, INT4, NVFP4 and ModelOpt's FP8 of "
-        "these, Qwen2.5-VL, Gemma 3 and 4, InternVL and Qwens with experts, by kinds",
+        "encoders in 16 bits: on a GPU with vLLM 0.33 FP8 in blocks of Qwen3-VL and Qwen3.5, also with experts, INT4 "
+        "of Qwen3-VL, FP8 by rows and AWQ of both VLs, NVFP4 and FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, FP8 of "
+        "Mistral 3 and Gemma 4; on a CPU with 0.32 these and more kinds of them and InternVL",
     ),
     Feature(
         "Audio",
@@ -1441,9 +1430,9 @@ COVERED = (
     ),
     Feature(
         "Quantised experts",
-        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16; on a CPU with vLLM 0.32, "
-        "on one or two GPUs with 0.33; NVFP4 of compressed-tensors and ModelOpt, gate and up each with its own scale, "
-        "on a CPU",
+        "gpt-oss's in MXFP4, integers of compressed-tensors, GPTQ and AWQ, also by moe_wna16, NVFP4 of "
+        "compressed-tensors and ModelOpt, gate and up each with its own scale: on a CPU with vLLM 0.32, on one or two "
+        "GPUs with 0.33",
     ),
     Feature(
         "Experts whose weights and activations are FP8",
@@ -1465,13 +1454,12 @@ COVERED = (
     Feature(
         "Weights and activations in ModelOpt's FP8 (nvidia/*-FP8)",
         "of dense models: FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO, of experts FP8, also beside its KV cache in "
-        "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32, FP8 on a GPU with 0.33",
+        "FP8, with the checkpoint's own scales; on a CPU with vLLM 0.32, on one or two GPUs with 0.33, experts on one",
     ),
     Feature(
         "Mixed precision of ModelOpt (Nemotron 3 Super in NVFP4)",
         "layers in FP8 with given scales, in NVFP4 as weights alone, or in 16 bits, each with the bits that it has in "
-        "a checkpoint of one format, also beside its KV cache in FP8: where both formats are covered, on a CPU with "
-        "vLLM 0.32",
+        "a checkpoint of one format, also beside its KV cache in FP8: where both formats are covered",
     ),
     Feature(
         "Weights quantised while they are loaded",
@@ -1521,13 +1509,13 @@ COVERED = (
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
         "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
-        "cache by one worker, there of MTP; states in fp32",
+        "cache by one worker, on a GPU of MTP, of Qwen3.5 also n-grams; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
-        "Nemotron-H, Granite 4 H, also with experts (Nemotron 3 Nano; Super's latent ones on a CPU), and Falcon-H1: on "
-        "a CPU with vLLM 0.32, in bf16 on a GPU with 0.33; with drafts of n-grams by one worker, without them and "
-        "experts by two, on a CPU also four, if these divide their groups; states in fp32",
+        "Nemotron-H, Granite 4 H, also with experts (Nemotron 3 Nano; latent ones, Super), and Falcon-H1: on a CPU "
+        "with vLLM 0.32, in bf16 on a GPU with 0.33; with drafts of n-grams by one worker, without them by two, of "
+        "experts Nemotron-H's, on a CPU also four, if these divide their groups; states in fp32",
     ),
     Feature(
         "Lightning attention, Kimi Delta Attention",
@@ -1538,15 +1526,14 @@ COVERED = (
     Feature(
         "Quantised weights beside these",
         "FP8 by rows and INT4 of compressed-tensors, without experts; beside gated delta rules also INT4 of AWQ and "
-        "GPTQ, FP8 by blocks of 128 x 128, INT4 and blocks with experts, too: on a CPU with vLLM 0.32, a GPU with "
-        "0.33, there with experts not AWQ; blocks (fp8), INT4 of Qwen3.5 by two; on a CPU W4A4 NVFP4, LFM2 in "
-        "blocks",
+        "GPTQ, FP8 by blocks of 128 x 128, INT4 and blocks with experts, too; LFM2 in blocks: on a CPU with vLLM 0.32, "
+        "a GPU with 0.33, there with experts not AWQ; blocks (fp8), INT4, ModelOpt's of Qwen3.5 by two",
     ),
     Feature(
         "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
-        "FP8 with given scales, also of delta rules, NVFP4 as weights alone, also experts of Nemotron-H (Nemotron 3 "
-        "Nano), there FP8 by rows and NVFP4 of compressed-tensors, too, by one worker on a CPU with vLLM 0.32; FP8 "
-        "of Nemotron-H, and caches of it, LFM2 and Qwen3.5, on a GPU with 0.33",
+        "FP8 with given scales, also of Qwen3.5, NVFP4 as weights alone, also of delta rules, experts of Qwen3.5 "
+        "and Nemotron-H (Nano, Super), caches of Nemotron-H, LFM2, Qwen3.5: by one worker on a CPU with vLLM 0.32, a "
+        "GPU with 0.33; on a CPU NVFP4 of compressed-tensors, Nano by rows",
     ),
     Feature(
         "LoRA adapters",
@@ -1556,9 +1543,9 @@ COVERED = (
     ),
     Feature(
         "LoRA adapters beside states and images",
-        "of LFM2, Qwen3.5, Nemotron-H without experts on a GPU with vLLM 0.33; with 0.32 on a CPU of Granite 4 H and "
-        "Falcon-H1, too, also quantised or with n-grams, or but Granite by two workers; and text models of Qwen2.5-VL, "
-        "Qwen3-VL, Qwen3.5, also by two, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3, SmolVLM",
+        "of LFM2, Qwen3.5, Nemotron-H without experts, text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5 on a GPU with vLLM "
+        "0.33; on a CPU with 0.32 also by two workers, of Granite 4 H (by one), Falcon-H1, Gemma 3, Mistral 3, "
+        "InternVL, GLM-4.1V, Idefics 3, SmolVLM (by one), beside states also quantised or with n-grams",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",
@@ -1803,8 +1790,7 @@ REFUSED = (
     ),
     Feature(
         "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by engines, in exact arithmetic, ModelOpt's but FP8 and NVFP4, by two its FP8; NVFP4 experts; dense NVFP4's "
-        "cache",
+        "by engines, in exact arithmetic, experts in ModelOpt's FP8 by two, draft models in it",
         "they have not been run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
@@ -1990,7 +1976,7 @@ REFUSED = (
     Feature(
         "Images, videos and audio with stages or engines, drafts, other quantisation, FP8 caches but of Qwens in 16 "
         "bits by one worker, on GPUs of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs vLLM's first "
-        "model runner, or quantised",
+        "model runner",
         "nobody ran them",
         f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts the last",
         _beside_encoded,
@@ -2034,7 +2020,7 @@ REFUSED = (
     Feature(
         "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
         "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "quantised or n-grams so, not bf16",
+        "quantised so, of ModelOpt's drafts, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -2043,7 +2029,7 @@ REFUSED = (
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, other quantisation, "
         "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs drafts of experts or codes, "
-        "latent or coded experts, over 2, not bf16",
+        "latent experts by two, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,
@@ -2058,8 +2044,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Short convolutions and state spaces by several workers beside drafts, experts but of Nemotron-H by two on a "
-        "CPU, quantisation or FP8 caches, on GPUs a tree, or with groups that they do not divide",
+        "Short convolutions and state spaces by several workers beside drafts, experts but of Nemotron-H by two, "
+        "quantisation or FP8 caches, on GPUs a tree, or with groups that they do not divide",
         "these have not been run together",
         "serve them by one worker",
         _states_shared,

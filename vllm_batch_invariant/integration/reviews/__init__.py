@@ -226,13 +226,10 @@ class Ran:
         delta_rule_models: with gated delta rules beside attention.
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
+        delta_rule_quantised_undrafted_on_gpus: kinds with which a GPU has run no drafts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
-        quantised_on_cpus_alone: kinds of quantised weights and activations, and names of methods, that no GPU has
-            served.
-        quantised_experts_on_cpus_alone: kinds of mixtures of experts that no GPU has served with these kernels.
-        quantised_drafts_on_cpus_alone: kinds that GPUs have served, and of which no model has drafted there.
-        encoded_kinds_by_two: kinds that two workers have shared of models that take images.
+        quantised_drafts_on_cpus_alone: kinds, and names of methods, in which GPUs have served models, none that draft.
         large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
         quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
         fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
@@ -269,7 +266,8 @@ class Ran:
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
         short_convolution_drafters: methods of speculative decoding that have been run beside them, by device.
-        drafts_beside_prefix_caches_on_gpus: methods that GPUs have run beside layers with states and a prefix cache.
+        drafts_beside_prefix_caches_on_gpus: methods that GPUs have run beside layers with states and a prefix cache, by
+            layers or model.
         delta_rules: versions whose engines have served gated delta rules, by device.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
@@ -301,6 +299,7 @@ class Ran:
         encoded: what else multimodal models take that is encoded.
         encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
         encoded_quantised_by_two: those of them whose text model was quantised, by device.
+        encoded_kinds_by_two: kinds of its weights, by device.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -322,12 +321,10 @@ class Ran:
     delta_rule_models: tuple[str, ...]
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
+    delta_rule_quantised_undrafted_on_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
-    quantised_on_cpus_alone: tuple[str, ...]
-    quantised_experts_on_cpus_alone: tuple[str, ...]
     quantised_drafts_on_cpus_alone: tuple[str, ...]
-    encoded_kinds_by_two: tuple[str, ...]
     large_head_quantised_by_one: tuple[str, ...]
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
     fp8_kv_cache_of_states_on_gpus: Mapping[str, tuple[str, ...]]
@@ -396,6 +393,7 @@ class Ran:
     encoded: Mapping[str, tuple[str, ...]]
     encoded_by_two: Mapping[str, tuple[str, ...]]
     encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
+    encoded_kinds_by_two: Mapping[str, tuple[str, ...]]
     images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
