@@ -370,11 +370,12 @@ def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: 
     ran = reviews.ran()
     kept = ran.convolution_models, ran.delta_rule_models, ran.mamba2_models
     others = {*ran.text_of, *(name for names in kept for name in names)}
+    others -= {*ran.lora_updates_beside.get("cpu" if envs.starts_untried() else device_type, ())}
     if has_adapters and others & {*encoding.names_of(architecture)}:
         raise NotCovered(
-            f"new weights of {architecture} with LoRA adapters",
-            "beside states and images nobody has replaced them",
-            "load new adapters, or start another engine",
+            f"new weights of {architecture} with LoRA adapters on {device_type}",
+            "beside its states or images nobody has replaced them there",
+            f"load new adapters, or start another engine; {envs.UNTRIED.name}=1 takes on a GPU what a CPU has taken",
         )
     of_experts = any(architecture in models for models in reviews.ran().lora_experts.values())
     elsewhere = of_experts and device_type not in reviews.ran().lora_expert_updates
