@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from tests.engine import images, kept_states, multimodal, test_images
 from tests.engine.adapters import written
 from tests.engine.engines import OF_DEVICE, PATHS, request, run, tokens
-from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, ROWS, write
 from tests.engine.test_adapters import COVERED, IN_ENGINE, asked
 from tests.engine.test_adapters_hybrids import LAYERS
 from tests.engine.test_experts import FAMILIES
@@ -239,7 +238,7 @@ class Replaced:
         return {"whole": whole, "rest": rest, "old": old}
 
 
-@pytest.fixture(scope="module", params=["dense", "LFM2", "Qwen3-VL with images"])
+@pytest.fixture(scope="module", params=["dense", "LFM2"])
 def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]
 
@@ -398,19 +397,6 @@ def test_weights_beside_states_and_images_are_replaced_beneath_adapters(
     more = of.limits | {"tensor_parallel_size": workers}
     ways = OF_OTHERS if workers == 1 else OF_OTHERS[:1]
     assert_replaced(models, of.adapters(tmp_path, models[0]), more, variables, of.target, ways)
-
-
-QUANTISED = [("Qwen3.5", BLOCKS), ("LFM2", ROWS), ("Nemotron-H", INTEGERS), ("Qwen3-VL with images", ROWS)]
-
-
-@pytest.mark.parametrize(("name", "form"), QUANTISED)
-def test_quantised_weights_are_replaced_beneath_adapters_of_others(name: str, form: str, tmp_path: Path) -> None:
-    """Of models with states and images."""
-    of = MODELS[name]
-    sources = of.checkpoints(tmp_path)
-    models = [write(one, FORMS[form], tmp_path / f"packed {which}") for which, one in enumerate(sources)]
-    folders, variables = of.adapters(tmp_path, sources[0]), of.variables(tmp_path / "path")
-    assert_replaced(models, folders, of.limits, variables, of.target, OF_OTHERS[:2])
 
 
 MIXTURES = ("Qwen3-MoE", "Qwen2-MoE with a shared expert", "Mixtral", "OLMoE without renormalised weights")

@@ -375,6 +375,26 @@ def test_weights_beneath_adapters_beside_states_and_images_are_taken_on_a_cpu(
     assert core.collective_rpc("reload_weights") == ["done"]
 
 
+def test_quantised_weights_beneath_adapters_beside_states_are_refused(core_class: type[Core]) -> None:
+    class Lfm2ForCausalLM(torch.nn.Linear):
+        lora_manager = object()
+
+        def load_weights(self, names: list[str]) -> list[str]:
+            return names
+
+    core = core_class("cpu")
+    core.vllm_config.lora_config = object()
+    core.vllm_config.model_config.architecture = "Lfm2ForCausalLM"
+    assert core.collective_rpc("reload_weights") == ["done"]
+    core.vllm_config.model_config.quantization = "fp8"
+    with pytest.raises(NotCovered, match="new quantised weights of Lfm2ForCausalLM with LoRA adapters"):
+        core.collective_rpc("reload_weights")
+    model = Lfm2ForCausalLM(1, 1)
+    weights.watch_loading(model, is_quantised=True)
+    with pytest.raises(NotCovered, match="new quantised weights of Lfm2ForCausalLM"):
+        model.load_weights(["one"])
+
+
 def test_weights_beneath_adapters_of_experts_are_refused_where_nobody_has_replaced_them(
     core_class: type[Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:

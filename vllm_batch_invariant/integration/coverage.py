@@ -1563,13 +1563,13 @@ COVERED = (
         "LoRA adapters beside states",
         "of LFM2, Qwen3.5, Nemotron-H without experts on a GPU with vLLM 0.33; on a CPU with 0.32 of Granite 4 H and "
         "Falcon-H1, too, also beside FP8 by blocks and rows, INT4 and drafts of n-grams, and but of Granite by two "
-        "workers and with new weights",
+        "workers and with new weights in 16 bits",
     ),
     Feature(
         "LoRA adapters beside images",
         "of text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3, SmolVLM "
-        "on a CPU with vLLM 0.32, of the first three also by two workers and with new weights, of the first two beside "
-        "FP8 by rows and INT4, of Qwen3-VL by blocks",
+        "on a CPU with vLLM 0.32, of the first three also by two workers and with new weights in 16 bits, of the first "
+        "two beside FP8 by rows and INT4, of Qwen3-VL by blocks",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",

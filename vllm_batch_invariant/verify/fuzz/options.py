@@ -629,7 +629,7 @@ def _replaces_beneath_adapters(place: Place) -> bool:
     architecture = next(iter(place.model.get("architectures") or ()), "")
     of_experts = not place.has_experts or place.device in coverage.RAN.lora_expert_updates
     beside = architecture in coverage.RAN.lora_updates_beside.get(place.device, ())
-    return beside or (architecture in adapters.MODELS and of_experts)
+    return (beside and not place.is_quantised) or (architecture in adapters.MODELS and of_experts)
 
 
 def _takes_weights(settings: Any, place: Place) -> bool:
