@@ -32,7 +32,8 @@ def step(
     """Send requests together; runs in the engine's process.
 
     Args:
-        requests: each with the name of its adapter, or None; one that begins with "stacked" has stacked experts.
+        requests: each with the name of its adapter, or None; one that begins with "stacked" has stacked experts. Those
+            with images are those of :func:`.images.answers`, with the pixels of a ``patch``.
         adapters: number and folder of each name.
         reset: whether the prefix cache is emptied first.
         preempt_after: after so many steps what runs is preempted; 0: never.
@@ -55,8 +56,7 @@ def step(
         name = request["adapter"]
         stacked = {"is_3d_lora_weight": True} if str(name).startswith("stacked") else {}
         lora = None if name is None else LoRARequest(name, *adapters[name], **stacked)
-        prompt = {"prompt_token_ids": request["prompt"]}
-        add_request(engine, str(number), prompt, request_params(request["params"]), lora_request=lora)
+        add_request(engine, str(number), prompt_of(request), request_params(request["params"]), lora_request=lora)
     for number, outputs in enumerate(drive(engine), 1):
         if number == preempt_after:
             engine.reset_prefix_cache(reset_running_requests=True)
@@ -70,6 +70,15 @@ def step(
         "preemptions": preemptions(llm) - before,
         "said": said,
     }
+
+
+def prompt_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's prompt as vLLM takes it."""
+    from tests.engine import images
+
+    if "patch" in request:
+        return images.prompt_of(request, request["patch"])
+    return {"prompt_token_ids": request["prompt"]}
 
 
 def load(llm: Any, name: str, number: int, folder: str, in_place: bool) -> str:

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -513,15 +513,17 @@ def answers(
         patch: pixels of a patch's side.
         reset: of :func:`answers_about`.
     """
+    return answers_about(llm, requests, partial(prompt_of, patch=patch), reset, preempted_after)
+
+
+def prompt_of(request: Mapping[str, Any], patch: int) -> dict[str, Any]:
+    """A request of :func:`answers` as vLLM takes it."""
     from PIL import Image
 
-    def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
-        pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
-        films = [film(patch, grid, seed) for grid, seed in request["videos"]]
-        items = ({"image": pictures} if pictures else {}) | ({"video": films} if films else {})
-        return {"prompt_token_ids": request["prompt"]} | ({"multi_modal_data": items} if items else {})
-
-    return answers_about(llm, requests, prompt_of, reset, preempted_after)
+    pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
+    films = [film(patch, grid, seed) for grid, seed in request["videos"]]
+    items = ({"image": pictures} if pictures else {}) | ({"video": films} if films else {})
+    return {"prompt_token_ids": request["prompt"]} | ({"multi_modal_data": items} if items else {})
 
 
 def answers_about(

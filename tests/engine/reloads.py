@@ -216,9 +216,11 @@ def replaced_while_it_runs(
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from tests.engine.adapters import prompt_of
+
     engine, params = llm.llm_engine, SamplingParams(**asked["params"])
     lora = None if adapter is None else LoRARequest(*adapter)
-    engine.add_request("running", {"prompt_token_ids": asked["prompt"]}, params, lora_request=lora)
+    engine.add_request("running", prompt_of(asked), params, lora_request=lora)
     for outputs in drive(engine):
         if outputs and len(outputs[0].outputs[0].token_ids) >= begun:
             break

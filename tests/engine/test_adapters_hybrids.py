@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.engine import kept_states, multimodal, test_adapters, test_mamba
-from tests.engine.adapters import FAULTS
-from tests.engine.engines import UNTRIED_THERE, request, tokens
+from tests.engine.adapters import EXPERT_FAULTS, FAULTS
+from tests.engine.engines import EAGER_ON_GPU, UNTRIED_THERE, request, tokens
 from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, ROWS, write
 from tests.engine.test_adapters import IN_ENGINE, NAMES, ROOM, asked, differing, without_adapters
 from tests.engine.test_quantised_hybrids import FAMILIES, Family
@@ -50,6 +50,8 @@ PAGES = {"num_gpu_blocks_override": 60}
 SHARED = ("LFM2", "Qwen3.5", *test_mamba.GROUPS_FOR)
 """Models that two workers share."""
 BY_TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+OF_EXPERTS = ["Qwen3.5-MoE"]
+"""Models with a gate in each expert, whose experts have adapters, too."""
 DENSE = [name for name, one in FAMILIES.items() if {"num_experts", "n_routed_experts"}.isdisjoint(one.sizes)]
 
 
@@ -101,9 +103,28 @@ def check_company(family: Family, folder: Path, variables: Mapping[str, str], fo
     assert kept_states.started(model, partial(without_adapters, targets=TARGETS), **settings) == found["alone"]["None"]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", DENSE + OF_EXPERTS)
 def test_a_request_has_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
     check_company(FAMILIES[name], tmp_path, UNTRIED_THERE)
+
+
+def with_faults_in_experts(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
+    names = ("A", None)
+    found: dict[str, Any] = {"alone": test_adapters.alone(engine, folders, names, TARGETS)}
+    for fault in ("", *EXPERT_FAULTS):
+        engine.call(f"{IN_ENGINE}:plant_in_experts", fault)
+        found[fault] = test_adapters.among(engine, folders, names, TARGETS, COMPANY)
+    return found
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_faults_in_experts_with_adapters_show(name: str, tmp_path: Path) -> None:
+    model = FAMILIES[name].source(tmp_path / "model")
+    ask = partial(with_faults_in_experts, folders=written(tmp_path, model))
+    settings = settings_of(FAMILIES[name], tmp_path, UNTRIED_THERE) | EAGER_ON_GPU
+    found = kept_states.started(model, ask, **settings, **ROOM)
+    assert differing(found, "") == []
+    assert [fault for fault in EXPERT_FAULTS if not differing(found, fault)] == []
 
 
 @kept_states.needs_two
@@ -156,12 +177,23 @@ def test_drafts_of_n_grams_leave_answers_with_adapters_alone(name: str, tmp_path
 
 def merged(model: Path, adapter: Path, without: str = "-") -> torch.nn.Module:
     """Transformers' in float64, with an adapter in its weights but of layers of a name."""
-    made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, **how)
     weights, scale = load_file(adapter / "adapter_model.safetensors"), 16 / LAYERS["A"][0]
+
+    def product(of: str) -> torch.Tensor:
+        a, b = (weights[f"base_model.model.{of}.lora_{side}.weight"].double() for side in "AB")
+        return scale * b @ a
+
     for name, layer in made.named_modules():
-        path = f"base_model.model.{name}.lora_"
-        if f"{path}A.weight" in weights and not name.endswith(without):
-            layer.weight.data += scale * weights[f"{path}B.weight"].double() @ weights[f"{path}A.weight"].double()
+        if f"base_model.model.{name}.lora_A.weight" in weights and not name.endswith(without):
+            layer.weight.data += product(name)
+        elif f"base_model.model.{name}.0.gate_proj.lora_A.weight" in weights:
+            inner = layer.down_proj.shape[-1]
+            sides = {"gate_proj": layer.gate_up_proj[:, :inner], "up_proj": layer.gate_up_proj[:, inner:]}
+            for kind, stack in (sides | {"down_proj": layer.down_proj}).items():
+                for number, matrix in enumerate(stack.data if kind != without else ()):
+                    matrix += product(f"{name}.{number}.{kind}")
     return made
 
 
@@ -180,7 +212,7 @@ def check_merged(family: Family, folder: Path, variables: Mapping[str, str], **w
     assert all(kept_states.distance_from(merged(model, folders["A"], kind), answers) > 10 * NEAR for kind in kinds)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", DENSE + OF_EXPERTS)
 def test_logprobs_are_near_those_of_merged_weights_in_float64(name: str, tmp_path: Path) -> None:
     check_merged(FAMILIES[name], tmp_path, UNTRIED_THERE)
 

@@ -2,25 +2,31 @@
 that was started with these weights, whether an adapter was there before or is posted afterwards, and in place.
 """
 
+import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
+from tests.engine import images, kept_states, multimodal, test_images
 from tests.engine.adapters import written
-from tests.engine.engines import OF_DEVICE, request, run, tokens
+from tests.engine.engines import OF_DEVICE, PATHS, request, run, tokens
 from tests.engine.test_adapters import COVERED, IN_ENGINE, asked
+from tests.engine.test_adapters_hybrids import LAYERS
 from tests.engine.test_experts import FAMILIES
 from tests.engine.test_models import checkpoint as random_model
+from tests.engine.test_quantised_hybrids import FAMILIES as OF_STATES
 from tests.engine.test_reload import BEGUN, RELOADS, SHAPE, SLEEPS, TOKENS, WAYS
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
-from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, EXPERTS
+from vllm_batch_invariant.verify.harness.adapters import ATTENTION, EMBEDDINGS, EXPERTS, write_for
 from vllm_batch_invariant.verify.harness.worker import Engine, EngineFailed
 from vllm_batch_invariant.verify.quantised_model import quantise
 
@@ -56,19 +62,103 @@ CHECKPOINTS = (0, 1)
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def answers(engine: Engine, folders: Mapping[str, Path], step: str, **how: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Model:
+    """A model whose weights are replaced.
+
+    Attributes:
+        save: writes its first checkpoint into a folder.
+        target: what its engines are asked.
+        limits: of its engines, and variables of theirs.
+    """
+
+    save: Callable[[Path], object]
+    target: dict[str, Any]
+    limits: dict[str, Any] = field(default_factory=dict)
+
+    def checkpoints(self, folder: Path) -> list[Path]:
+        """Two, of which no tensor is the same."""
+        first, second = (folder / str(which) for which in CHECKPOINTS)
+        self.save(first)
+        shutil.copytree(first, second)
+        generator = torch.Generator().manual_seed(1)
+        tensors = load_file(first / "model.safetensors")
+        others = {name: _other(tensor, generator) for name, tensor in tensors.items()}
+        save_file(others, second / "model.safetensors", metadata={"format": "pt"})
+        return [first, second]
+
+    def adapters(self, folder: Path, checkpoint: Path) -> dict[str, Path]:
+        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        named = zip((*STEPS, STAYS), LAYERS.values(), strict=True)
+        return {name: write_for(folder / name, config, rank, rank, layers) for name, (rank, layers) in named}
+
+    def variables(self, folder: Path) -> dict[str, str]:
+        """Of its engines; the folder is for what vLLM imports."""
+        return {"PYTHONPATH": os.pathsep.join([*multimodal.python_path(folder), PATHS])}
+
+
+def _other(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Near enough that a gate stays one."""
+    factors, terms = (torch.randn(tensor.shape, generator=generator) for _ in range(2))
+    return (tensor.float() * (1 + 0.3 * factors) + 0.01 * terms).to(tensor.dtype)
+
+
+class Dense(Model):
+    """As ``make-checkpoint`` writes them, whose embeddings take adapters, too."""
+
+    def checkpoints(self, folder: Path) -> list[Path]:
+        return [make_checkpoint(folder / str(which), SHAPE, which) for which in CHECKPOINTS]
+
+    def adapters(self, folder: Path, checkpoint: Path) -> dict[str, Path]:
+        made = {name: written(folder / name, checkpoint, 8 * rank, rank) for rank, name in enumerate(STEPS, 1)}
+        return made | {STAYS: written(folder / STAYS, checkpoint, 64, 3, (*ATTENTION, *EMBEDDINGS))}
+
+
+def with_states(name: str) -> Model:
+    target = request(tokens(300, 1, kept_states.VOCABULARY), max_tokens=TOKENS)
+    return Model(OF_STATES[name].source, target, {"max_num_batched_tokens": 61})
+
+
+def with_images(config: Callable[[], transformers.PretrainedConfig]) -> Model:
+    """An image behind more tokens than a page has, with one of which a chunk ends."""
+
+    def save(folder: Path) -> None:
+        images.save(config(), torch.bfloat16, folder)
+
+    target = test_images.asked(1, 300, [test_images.OBLONG], 20, TOKENS) | {"patch": images.patch_of(config())}
+    own = {name: limit for name, limit in test_images.LIMITS.items() if name != "max_num_seqs"}
+    more = {"dtype": "bfloat16", "max_num_batched_tokens": test_images.BUDGET, "skip_tokenizer_init": False}
+    return Model(save, target, own | more)
+
+
+HYBRIDS = ("LFM2", "Qwen3.5", "Nemotron-H", "Falcon-H1")
+SEEING = {
+    "Qwen2.5-VL with images": images.qwen2_5_vl,
+    "Qwen3-VL with images": images.qwen3_vl,
+    "Qwen3.5 with images": images.qwen3_5,
+}
+MODELS: dict[str, Model] = {
+    "dense": Dense(lambda folder: None, TARGET),
+    **{name: with_states(name) for name in HYBRIDS},
+    **{name: with_images(config) for name, config in SEEING.items()},
+}
+
+
+def answers(
+    engine: Engine, folders: Mapping[str, Path], step: str, target: dict[str, Any] = TARGET, **how: Any
+) -> dict[str, Any]:
     """What the target gets with each adapter, and how many tokens the prefix cache had."""
     known = {STAYS: folders[STAYS], POSTED: folders[step]}
-    got = asked(engine, known, [(TARGET, name) for name in ASKED], NUMBERS, **how)
+    got = asked(engine, known, [(target, name) for name in ASKED], NUMBERS, **how)
     return {"answers": got["answers"], "cached": got["cached"]}
 
 
-def fresh(engine: Engine, folders: Mapping[str, Path]) -> dict[str, Any]:
+def fresh(engine: Engine, folders: Mapping[str, Path], target: dict[str, Any] = TARGET) -> dict[str, Any]:
     """By step, the answers of an engine that has had no others."""
     found = {}
     for step in STEPS:
         post(engine, folders, step)
-        found[step] = answers(engine, folders, step)["answers"]
+        found[step] = answers(engine, folders, step, target)["answers"]
     return found
 
 
@@ -82,9 +172,12 @@ class Replaced:
     the checkpoints.
     """
 
-    def __init__(self, running: Engine, checkpoints: list[Path], folders: Mapping[str, Path]) -> None:
+    def __init__(
+        self, running: Engine, checkpoints: list[Path], folders: Mapping[str, Path], target: dict[str, Any]
+    ) -> None:
         self._running, self._checkpoints, self._folders = running, [str(one) for one in checkpoints], folders
-        self.fresh = fresh(running, folders)
+        self._target = target
+        self.fresh = fresh(running, folders, target)
         self.got: dict[str, dict[str, Any]] = {}
         self.step_of: dict[str, str] = {}
         for number, way in enumerate(WAYS):
@@ -122,21 +215,22 @@ class Replaced:
         self._ask(name)
 
     def _ask(self, name: str) -> None:
-        cold, warm = (answers(self._running, self._folders, self._step, reset=False) for _ in range(2))
+        cold, warm = (answers(self._running, self._folders, self._step, self._target, reset=False) for _ in range(2))
         self.got[name] = cold | {"warm": warm}
         self.step_of[name] = self._step
 
     def _without_looking(self) -> dict[str, Any]:
         """A fault: nobody looks whether a call of the workers has replaced weights."""
-        answers(self._running, self._folders, self._step)
+        answers(self._running, self._folders, self._step, self._target)
         self._running.call(f"{IN_ENGINE}:replace_unseen", f"{RELOADS}:by_reload_weights", self._checkpoints[1])
-        return answers(self._running, self._folders, self._step, reset=False)
+        return answers(self._running, self._folders, self._step, self._target, reset=False)
 
     def _while_it_runs(self) -> dict[str, Any]:
         adapter = [STAYS, NUMBERS[STAYS], str(self._folders[STAYS])]
-        one = request(TARGET["prompt"], max_tokens=TOKENS)
+        one = self._target
         [whole] = self._call("replaced_while_it_runs", one, BEGUN, self._checkpoints[1], adapter)["completions"]
-        begun = request([*one["prompt"], *whole["tokens"][:BEGUN]], max_tokens=TOKENS - BEGUN)
+        begun = one | {"prompt": [*one["prompt"], *whole["tokens"][:BEGUN]]}
+        begun["params"] = one["params"] | {"max_tokens": TOKENS - BEGUN}
         known = {STAYS: self._folders[STAYS]}
         [[rest], _] = asked(self._running, known, [(begun, STAYS)], {STAYS: 1})["answers"][0]
         self._call("by_reload_weights", self._checkpoints[0])
@@ -144,29 +238,41 @@ class Replaced:
         return {"whole": whole, "rest": rest, "old": old}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [make_checkpoint(tmp_path_factory.mktemp("weights"), SHAPE, seed) for seed in CHECKPOINTS]
+@pytest.fixture(scope="module", params=["dense", "LFM2"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
 
 
 @pytest.fixture(scope="module")
-def folders(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, model = tmp_path_factory.mktemp("adapters"), checkpoints[0]
-    made = {name: written(folder / name, model, 8 * rank, rank) for rank, name in enumerate(STEPS, 1)}
-    return made | {STAYS: written(folder / STAYS, model, 64, 3, (*ATTENTION, *EMBEDDINGS))}
+def checkpoints(model: Model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return model.checkpoints(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module")
-def replaced(checkpoints: list[Path], folders: dict[str, Path]) -> Replaced:
-    afterwards = partial(Replaced, checkpoints=checkpoints, folders=folders)
-    return run({"model": str(checkpoints[0]), **SETTINGS}, [], "1", afterwards=afterwards, **IN_PROCESS).afterwards
+def folders(model: Model, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return model.adapters(tmp_path_factory.mktemp("adapters"), checkpoints[0])
 
 
 @pytest.fixture(scope="module")
-def expected(replaced: Replaced, checkpoints: list[Path], folders: dict[str, Path]) -> list[dict[str, Any]]:
+def variables(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return model.variables(tmp_path_factory.mktemp("path"))
+
+
+@pytest.fixture(scope="module")
+def replaced(model: Model, checkpoints: list[Path], folders: dict[str, Path], variables: dict[str, str]) -> Replaced:
+    afterwards = partial(Replaced, checkpoints=checkpoints, folders=folders, target=model.target)
+    settings = {"model": str(checkpoints[0]), **SETTINGS, **model.limits}
+    return run(settings, [], "1", afterwards=afterwards, **variables, **IN_PROCESS).afterwards
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model: Model, replaced: Replaced, checkpoints: list[Path], folders: dict[str, Path], variables: dict[str, str]
+) -> list[dict[str, Any]]:
     """By checkpoint and step, the answers of a fresh engine."""
-    settings = {"model": str(checkpoints[1]), **SETTINGS}
-    return [replaced.fresh, run(settings, [], "1", afterwards=partial(fresh, folders=folders)).afterwards]
+    settings = {"model": str(checkpoints[1]), **SETTINGS, **model.limits}
+    afterwards = partial(fresh, folders=folders, target=model.target)
+    return [replaced.fresh, run(settings, [], "1", afterwards=afterwards, **variables).afterwards]
 
 
 def differing(replaced: Replaced, expected: list[dict[str, Any]], name: str, which: int) -> list[str | None]:
@@ -246,33 +352,51 @@ OF_OTHERS = (("by_reload_weights", 1), ("by_buckets", 0), ("by_name", 1))
 
 
 def assert_replaced(
-    models: Sequence[Path], folders: Mapping[str, Path], more: Mapping[str, Any], variables: Mapping[str, str]
+    models: Sequence[Path],
+    folders: Mapping[str, Path],
+    more: Mapping[str, Any],
+    variables: Mapping[str, str],
+    target: dict[str, Any] = TARGET,
+    ways: Sequence[tuple[str, int]] = OF_OTHERS,
 ) -> None:
     """An engine of the first model has the second's bits, and its own again, as its weights are replaced."""
 
     def in_turn(engine: Engine) -> list[Any]:
-        found = [fresh(engine, folders)]
-        for way, which in OF_OTHERS:
+        found = [fresh(engine, folders, target)]
+        for way, which in ways:
             engine.call(f"{RELOADS}:{way}", str(models[which]))
-            found.append(fresh(engine, folders))
+            found.append(fresh(engine, folders, target))
         return found
 
     first, second = (SETTINGS | {"model": str(model), **more} for model in models)
     was, *replaced = run(first, [], "1", afterwards=in_turn, **variables).afterwards
-    other = run(second, [], "1", afterwards=partial(fresh, folders=folders), **variables).afterwards
+    other = run(second, [], "1", afterwards=partial(fresh, folders=folders, target=target), **variables).afterwards
     assert was != other
-    assert [got == (was, other)[which] for got, (_, which) in zip(replaced, OF_OTHERS, strict=True)] == [True] * 3
+    assert [got == (was, other)[which] for got, (_, which) in zip(replaced, ways, strict=True)] == [True] * len(ways)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_engines_serve_replaced_weights_with_adapters(
-    checkpoints: list[Path], folders: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_other_engines_serve_replaced_weights_with_adapters(name: str, tmp_path: Path) -> None:
     form, more, variables = OTHERS[name]
-    models = [shutil.copytree(one, tmp_path / str(which)) for which, one in enumerate(checkpoints)]
+    dense = MODELS["dense"]
+    models = dense.checkpoints(tmp_path)
+    folders = dense.adapters(tmp_path, models[0])
     for model in models if form else ():
         quantise(model, form)
     assert_replaced(models, folders, more, variables)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", [*HYBRIDS, *SEEING])
+def test_weights_beside_states_and_images_are_replaced_beneath_adapters(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    of = MODELS[name]
+    models = of.checkpoints(tmp_path)
+    variables = of.variables(tmp_path / "path") | (kept_states.cores_of(workers) if workers > 1 else {})
+    more = of.limits | {"tensor_parallel_size": workers}
+    ways = OF_OTHERS if workers == 1 else OF_OTHERS[:1]
+    assert_replaced(models, of.adapters(tmp_path, models[0]), more, variables, of.target, ways)
 
 
 MIXTURES = ("Qwen3-MoE", "Qwen2-MoE with a shared expert", "Mixtral", "OLMoE without renormalised weights")

@@ -723,8 +723,7 @@ def test_adapters_beside_states_and_images_pass_where_they_have_run(monkeypatch:
 )
 def test_more_beside_adapters_and_states_passes_on_a_cpu(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusals_of_adapters(**KEEPING, **more) == []
-    if "tensor_parallel_size" in more:
-        assert refusals_of_adapters(**SEEING, **more) == []
+    assert (refusals_of_adapters(**SEEING, **more) == []) == ("speculative_config" not in more)
     [refused] = refusals_of_adapters("0.33.0", "cuda", **KEEPING, **more)
     assert refused.startswith("LoRA adapters beside states and ")
     monkeypatch.setenv(UNTRIED.name, "1")
@@ -743,7 +742,8 @@ def test_what_a_cpu_alone_has_run_with_adapters_starts_on_a_gpu_untried(monkeypa
 def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for architecture in coverage.RAN.lora_experts["cpu"]:
         assert refusals_of_adapters(is_moe=True, architecture=architecture) == []
-        assert refusals_of_adapters(is_moe=True, architecture=architecture, tensor_parallel_size=2) == []
+        by_two = refusals_of_adapters(is_moe=True, architecture=architecture, tensor_parallel_size=2)
+        assert bool(by_two) == bool(coverage.kept_by(architecture))
     assert refusals_of_adapters(is_moe=True, enable_mixed_moe_lora_format=True) == []
     on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda", is_moe=True)
     for architecture in coverage.RAN.lora_experts["cuda"]:
@@ -789,7 +789,31 @@ def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.Monkey
             "beside images and tensor parallelism 2",
         ),
         (SEEING | {"speculative_config": SimpleNamespace(method="ngram")}, "beside images and speculative decoding"),
-        (SEEING | {"quantization": "fp8", "kind": BLOCKS}, "beside images and quantised weights"),
+        (
+            SEEING | {"tensor_parallel_size": 2, "quantization": "fp8", "kind": BLOCKS},
+            "beside images and quantised weights",
+        ),
+        (
+            SEEING | {"architecture": "SmolVLMForConditionalGeneration", "quantization": "fp8", "kind": BLOCKS},
+            "beside images and quantised weights",
+        ),
+        (
+            KEEPING | {"is_moe": True, "architecture": "Qwen3_5MoeForCausalLM", "tensor_parallel_size": 2},
+            "of experts beside states by 2 workers",
+        ),
+        (
+            KEEPING | {"is_moe": True, "architecture": "Qwen3_5MoeForCausalLM", "enable_mixed_moe_lora_format": True},
+            "of Qwen3_5MoeForCausalLM with --enable-mixed-moe-lora-format",
+        ),
+        (
+            KEEPING
+            | {
+                "is_moe": True,
+                "architecture": "Qwen3_5MoeForCausalLM",
+                "speculative_config": SimpleNamespace(method="ngram"),
+            },
+            "of experts beside states and drafts",
+        ),
         (
             KEEPING | {"tensor_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")},
             "beside states and speculative decoding",

@@ -53,14 +53,15 @@ def test_a_worker_fuses_what_its_device_lists(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, "install", lambda *_: None)
     monkeypatch.setattr(record.latent, "prepare", lambda _: None)
     monkeypatch.setattr(record.weights, "watch", lambda _: None)
-    monkeypatch.setattr(record.weights, "watch_loading", lambda _: seen.append("watched"))
+    monkeypatch.setattr(record.weights, "watch_loading", lambda *_: seen.append("watched"))
     monkeypatch.setattr(record.review, "check", lambda _: seen.append("reviewed"))
     monkeypatch.setattr(record.loading, "hook", lambda worker, before, after: seen.append(after))
     device = record.VllmDevice(**vars(replace(devices.get("cpu"), fusions=(Noting(seen),))))
     device.install_worker()
     installed, after_loading = seen
     assert installed == "installed"
-    worker = SimpleNamespace(get_model=lambda: None)
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+    worker = SimpleNamespace(get_model=lambda: None, vllm_config=config)
     after_loading(worker)
     assert seen[2:] == ["reviewed", "watched", worker]
 

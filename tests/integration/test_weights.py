@@ -348,19 +348,51 @@ def test_weights_of_a_model_whose_layers_are_not_found_beneath_adapters_are_refu
         core.collective_rpc(method)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["Qwen3_5ForCausalLM", "Qwen3VLForConditionalGeneration", *reviews.ran().served_by.values()],
-)
-def test_weights_beneath_adapters_beside_states_and_images_are_refused(
+@pytest.mark.parametrize("architecture", ["GraniteMoeHybridForCausalLM", *reviews.ran().served_by.values()])
+def test_weights_beneath_adapters_beside_states_and_images_are_refused_where_nobody_has_replaced_them(
     core_class: type[Core], architecture: str
 ) -> None:
     core = core_class("cpu")
     core.vllm_config.model_config.architecture = architecture
     assert core.collective_rpc("reload_weights") == ["done"]
     core.vllm_config.lora_config = object()
-    with pytest.raises(NotCovered, match="beside states and images nobody"):
+    with pytest.raises(NotCovered, match="beside its states or images nobody"):
         core.collective_rpc("reload_weights")
+
+
+@pytest.mark.parametrize("architecture", reviews.ran().lora_updates_beside["cpu"])
+def test_weights_beneath_adapters_beside_states_and_images_are_taken_on_a_cpu(
+    core_class: type[Core], architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_class("cpu")
+    core.vllm_config.lora_config = object()
+    core.vllm_config.model_config.architecture = architecture
+    assert core.collective_rpc("reload_weights") == ["done"]
+    core.vllm_config.device_config.device_type = "cuda"
+    with pytest.raises(NotCovered, match=f"new weights of {architecture} with LoRA adapters on cuda"):
+        core.collective_rpc("reload_weights")
+    monkeypatch.setenv(envs.UNTRIED.name, "1")
+    assert core.collective_rpc("reload_weights") == ["done"]
+
+
+def test_quantised_weights_beneath_adapters_beside_states_are_refused(core_class: type[Core]) -> None:
+    class Lfm2ForCausalLM(torch.nn.Linear):
+        lora_manager = object()
+
+        def load_weights(self, names: list[str]) -> list[str]:
+            return names
+
+    core = core_class("cpu")
+    core.vllm_config.lora_config = object()
+    core.vllm_config.model_config.architecture = "Lfm2ForCausalLM"
+    assert core.collective_rpc("reload_weights") == ["done"]
+    core.vllm_config.model_config.quantization = "fp8"
+    with pytest.raises(NotCovered, match="new quantised weights of Lfm2ForCausalLM with LoRA adapters"):
+        core.collective_rpc("reload_weights")
+    model = Lfm2ForCausalLM(1, 1)
+    weights.watch_loading(model, is_quantised=True)
+    with pytest.raises(NotCovered, match="new quantised weights of Lfm2ForCausalLM"):
+        model.load_weights(["one"])
 
 
 def test_weights_beneath_adapters_of_experts_are_refused_where_nobody_has_replaced_them(

@@ -553,20 +553,55 @@ def test_a_model_with_states_is_drawn_with_what_has_run_beside_them(
     assert plain.state_pages == 0
 
 
-def test_adapters_beside_states_are_drawn_with_n_grams_and_without_new_weights(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("architecture", "with_new"), [("Lfm2", True), ("GraniteMoeHybrid", False)])
+def test_adapters_beside_states_are_drawn_with_n_grams_and_new_weights_where_these_have_run(
+    architecture: str, with_new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    model = {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"] * 2}
+    model = {"architectures": [f"{architecture}ForCausalLM"], "layer_types": ["conv", "full_attention"] * 2}
     drawn = [draw_settings("adapters", number, 256, Place("cpu", 4, model=model)) for number in range(120)]
     beside = [one for one in drawn if "adapters" in one.options]
     assert len(beside) > 10
     assert {(one.workers, one.tree, one.drafts > 0) for one in beside} == {(1, 1, False), (1, 1, True)}
     assert {one.drafter for one in beside if one.drafts} == {"ngram"}
     assert all(one.requests * (one.drafts + 1) <= one.step_tokens for one in beside if one.drafts), "vLLM wants it"
-    assert not {"updates", "sleep", "cache"} & {name for one in beside for name in one.options}
+    with_adapters = {name for one in beside for name in one.options}
+    assert {"updates", "sleep", "cache"} & with_adapters == ({"updates", "sleep"} if with_new else set())
     others = [one for one in drawn if "adapters" not in one.options]
     assert {name for one in others for name in one.options} >= {"updates", "sleep"}
+
+
+_CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("of", "quantised", "drawn"),
+    [
+        ("Qwen3ForCausalLM", {"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+        ("Qwen3ForCausalLM", {"quant_method": "awq", "bits": 4}, True),
+        ("Qwen3VLForConditionalGeneration", {"quant_method": "awq", "bits": 4}, False),
+        ("Qwen3ForCausalLM", {"quant_method": "modelopt"}, False),
+        ("Qwen3MoeForCausalLM", {"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
+        ("Qwen3VLForConditionalGeneration", {"weights": _CHANNELS, "input_activations": _TOKENS}, True),
+        ("Qwen2_5_VLForConditionalGeneration", {"weights": {"num_bits": 4, "type": "int"}}, True),
+        ("Lfm2ForCausalLM", {"weights": {"num_bits": 4, "type": "float"}}, False),
+        ("SmolVLMForConditionalGeneration", {"weights": {"num_bits": 4, "type": "int"}}, False),
+    ],
+)
+def test_adapters_are_drawn_beside_quantised_weights_that_have_run_with_them(
+    of: str, quantised: dict[str, Any], drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    if "weights" in quantised:
+        quantised = {"quant_method": "compressed-tensors", "config_groups": {"group_0": quantised}}
+    model = {"architectures": [of], "quantization_config": quantised}
+    model |= {"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 512, "linear_num_key_heads": 2}
+    model |= {"num_experts": 8} if "Moe" in of else {}
+    places = [draw_settings("codes", number, 256, Place("cpu", 4, model=model)) for number in range(60)]
+    with_adapters = [one for one in places if "adapters" in one.options]
+    assert bool(with_adapters) == drawn
+    assert {one.workers for one in with_adapters} <= ({1, 2} if of == "Qwen3ForCausalLM" else {1})
 
 
 def test_latent_attention_is_drawn_beside_what_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

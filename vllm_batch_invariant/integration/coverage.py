@@ -491,12 +491,15 @@ def _adapters_of_experts(config: Config) -> str | None:
         return None
     ops, workers = devices.of_config(config).ops, config.parallel_config.tensor_parallel_size
     ran, shared = (of.get(_ran_on(ops.type), ()) for of in (RAN.lora_experts, RAN.lora_expert_workers))
-    mixed = expert_adapters.takes_stacked(lora) and model.architecture in expert_adapters.STACKED
+    state = kept_by(model.architecture)
+    mixed = expert_adapters.takes_stacked(lora) and (model.architecture in expert_adapters.STACKED or state)
     found = {
         f"of the mixture of experts {model.architecture}": model.architecture not in ran,
         "of quantised experts": bool(getattr(model, "quantization", None)),
         "of experts beside expert parallelism": bool(config.parallel_config.enable_expert_parallel),
         f"of a mixture of experts by {workers} workers on {ops.name}": workers > 1 and workers not in shared,
+        f"of experts beside states by {workers} workers": workers > 1 and state,
+        "of experts beside states and drafts": config.speculative_config is not None and state,
         f"of {model.architecture} with --enable-mixed-moe-lora-format": mixed,
     }
     first = _first(found)
@@ -532,10 +535,12 @@ def _beside_adapters(config: Config) -> str | None:
         ran_on = _ran_on(device.ops.type)
         shared = beside in RAN.lora_beside_by_two.get(ran_on, ())
         more = workers == 1 and beside in RAN.lora_beside_more.get(ran_on, ())
+        kinds = RAN.lora_beside_quantised.get(model.architecture, {}).get(ran_on, ())
+        quantised = workers == 1 and not _other_quantisation(config, kinds)
         found |= {
             f"{of_model} and tensor parallelism {workers}": workers > (2 if shared else 1),
             f"{of_model} and speculative decoding": method is not None and not more,
-            f"{of_model} and quantised weights": model.quantization is not None and not more,
+            f"{of_model} and quantised weights": model.quantization is not None and not (more or quantised),
         }
     first = _first(found)
     return _when(first, f"LoRA adapters beside {first}")
@@ -1542,16 +1547,22 @@ COVERED = (
         "where its adapter is alone, one without those of a server without LoRA; not those of merged weights",
     ),
     Feature(
-        "LoRA adapters beside states and images",
-        "of LFM2, Qwen3.5, Nemotron-H without experts, text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5 on a GPU with vLLM "
-        "0.33; on a CPU with 0.32 also by two workers, of Granite 4 H (by one), Falcon-H1, Gemma 3, Mistral 3, "
-        "InternVL, GLM-4.1V, Idefics 3, SmolVLM (by one), beside states also quantised or with n-grams",
+        "LoRA adapters beside states",
+        "of LFM2, Qwen3.5, Nemotron-H without experts on a GPU with vLLM 0.33; on a CPU with 0.32 of Granite 4 H and "
+        "Falcon-H1, too, also beside FP8 by blocks and rows, INT4 and drafts of n-grams, and but of Granite by two "
+        "workers and with new weights in 16 bits",
+    ),
+    Feature(
+        "LoRA adapters beside images",
+        "of text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3, SmolVLM "
+        "on a CPU with vLLM 0.32, of the first three also by two workers and with new weights in 16 bits, and on a GPU "
+        "with 0.33; on a CPU of the first three beside INT4, of the VLs FP8 by rows, of Qwen3s by blocks",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",
-        "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and gpt-oss that are not "
-        "quantised, on a CPU with vLLM 0.32 by one worker or two, on a GPU with 0.33 by one, with drafts of n-grams, "
-        "on the former also with new weights; each expert with products of its own, or stacked",
+        "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss that are not "
+        "quantised, on a CPU with vLLM 0.32 by one or two, new weights, too, and by one of Qwen3.5-MoE, on a GPU with "
+        "0.33 by one, with drafts of n-grams; each expert with its own products, or stacked",
     ),
     Feature(
         "Scheduling",
@@ -1833,16 +1844,16 @@ REFUSED = (
     ),
     Feature(
         "LoRA adapters of other mixtures of experts than those above, of quantised experts, beside "
-        "--enable-expert-parallel, and by two GPUs",
+        "--enable-expert-parallel, by two GPUs, and beside states by two workers, with drafts or new weights",
         "these have not been run",
         f"merge the adapter into the weights; {envs.UNTRIED.name}=1 starts on a GPU what a CPU has run",
         _adapters_of_experts,
-        arguments=(ADAPTERS, TENSOR, WHOLE_EXPERTS),
+        arguments=(ADAPTERS, TENSOR, SPECULATION, WHOLE_EXPERTS),
     ),
     Feature(
         "LoRA adapters beside over 2 workers, the tree, stages, several engines, drafts but n-grams, exact arithmetic, "
-        "FlexAttention, FP8 caches, offloading and embeddings as prompts; with states or images new weights, and but "
-        "where a row above has them two workers, drafts, codes",
+        "FlexAttention, FP8 caches, offloading and embeddings as prompts; with states or images, but where a row above "
+        "has them, new weights, two workers, drafts, codes",
         "these have not been run together",
         "leave one out, or merge the adapter",
         _beside_adapters,

@@ -182,7 +182,8 @@ class VllmDevice:
         latent.prepare(worker.get_model())
         review.check(worker.get_model())
         encoders.clear_before_each_step(worker.get_model())
-        weights.watch_loading(worker.get_model())
+        is_quantised = worker.vllm_config.model_config.quantization is not None
+        weights.watch_loading(worker.get_model(), is_quantised)
         for fusion in self.fusions:
             fusion.fuse_in(worker)
 

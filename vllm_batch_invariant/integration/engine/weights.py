@@ -103,7 +103,8 @@ def install(device_of: Callable[[Any], Any]) -> None:
         if method in _REPLACING:  # before vLLM lets go of the old ones
             of_engine = self.vllm_config
             of_model, on = of_engine.model_config.architecture, of_engine.device_config.device_type
-            _refuse_beside_adapters(of_engine.lora_config is not None, of_model, on)
+            quantised = bool(getattr(of_engine.model_config, "quantization", None))
+            _refuse_beside_adapters(of_engine.lora_config is not None, of_model, on, quantised)
         if method != ENGINE_INFO:
             _before_call(self, device_of)
         _watch_of(self).emptied |= method == _FORGETS and self.vllm_config.model_config.is_multimodal_model
@@ -329,14 +330,15 @@ def _sums(raw: torch.Tensor) -> list[torch.Tensor]:
     return [table.sum(dim=0), table.sum(dim=1), raw[whole:]]
 
 
-def watch_loading(model: torch.nn.Module) -> None:
+def watch_loading(model: torch.nn.Module, is_quantised: bool = False) -> None:
     """See when a trainer in this process writes weights without a call of the workers."""
     load_weights, copied = model.load_weights, _written_by_copies(model)
     on = next((one.device.type for one in model.parameters()), "cpu")  # vLLM's reload leaves them without memory
 
     @wraps(load_weights)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        _refuse_beside_adapters(getattr(model, "lora_manager", None) is not None, type(model).__name__, on)
+        has_adapters = getattr(model, "lora_manager", None) is not None
+        _refuse_beside_adapters(has_adapters, type(model).__name__, on, is_quantised)
         global _written
         _written += 1
         linear.restore_weights()
@@ -350,13 +352,14 @@ def watch_loading(model: torch.nn.Module) -> None:
     model.load_weights = watched
 
 
-def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: str) -> None:
+def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: str, is_quantised: bool) -> None:
     """Refuse new weights of a model with LoRA adapters where vLLM does not take them, or nobody has replaced them.
 
     Args:
         has_adapters: whether the model may have some.
         architecture: of the model.
         device_type: where it is.
+        is_quantised: whether its weights are.
 
     Raises:
         NotCovered: it is such a model.
@@ -370,11 +373,19 @@ def _refuse_beside_adapters(has_adapters: bool, architecture: str, device_type: 
     ran = reviews.ran()
     kept = ran.convolution_models, ran.delta_rule_models, ran.mamba2_models
     others = {*ran.text_of, *(name for names in kept for name in names)}
-    if has_adapters and others & {*encoding.names_of(architecture)}:
+    names = {*encoding.names_of(architecture)}
+    if has_adapters and is_quantised and others & names:
         raise NotCovered(
-            f"new weights of {architecture} with LoRA adapters",
-            "beside states and images nobody has replaced them",
-            "load new adapters, or start another engine",
+            f"new quantised weights of {architecture} with LoRA adapters",
+            "beside its states or images nobody has replaced them",
+            "load new adapters, serve unquantised weights, or start another engine",
+        )
+    others -= {*ran.lora_updates_beside.get("cpu" if envs.starts_untried() else device_type, ())}
+    if has_adapters and others & names:
+        raise NotCovered(
+            f"new weights of {architecture} with LoRA adapters on {device_type}",
+            "beside its states or images nobody has replaced them there",
+            f"load new adapters, or start another engine; {envs.UNTRIED.name}=1 takes on a GPU what a CPU has taken",
         )
     of_experts = any(architecture in models for models in reviews.ran().lora_experts.values())
     elsewhere = of_experts and device_type not in reviews.ran().lora_expert_updates

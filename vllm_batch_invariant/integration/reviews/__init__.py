@@ -288,6 +288,9 @@ class Ran:
         lora_beside: states, and models that take images, beside which they have been served, by device.
         lora_beside_by_two: of these what two workers have shared, by device.
         lora_beside_more: beside what one worker has served them with drafts and quantised weights, by device.
+        lora_beside_quantised: kinds of quantised weights with which one worker has served them beside images, by model
+            and device.
+        lora_updates_beside: models with states or images whose weights have been replaced beneath them, by device.
         lora_workers: numbers of workers above 1 that have served them, by device.
         lora_drafters: methods of speculative decoding that have been run beside them, by device.
         lora_experts: mixtures of experts that have been served with them, by device.
@@ -382,6 +385,8 @@ class Ran:
     lora_beside: Mapping[str, tuple[str, ...]]
     lora_beside_by_two: Mapping[str, tuple[str, ...]]
     lora_beside_more: Mapping[str, tuple[str, ...]]
+    lora_beside_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
+    lora_updates_beside: Mapping[str, tuple[str, ...]]
     lora_workers: Mapping[str, tuple[int, ...]]
     lora_expert_workers: Mapping[str, tuple[int, ...]]
     lora_drafters: Mapping[str, tuple[str, ...]]

@@ -167,6 +167,12 @@ class Place:
         found = models & {*(self.model.get("architectures") or ())} or (on_a_gpu and self._of_latent)
         return self.is_quantised and bool(found)
 
+    @property
+    def has_codes_beside(self) -> bool:
+        """Whether quantised weights are beside states or images, where one worker alone has served adapters."""
+        architecture = next(iter(self.model.get("architectures") or ()), "")
+        return self.is_quantised and (architecture in coverage.RAN.text_of or bool(coverage.kept_by(architecture)))
+
     def takes_drafts(self, cached: bool) -> bool:
         """Whether drafts have run, also beside a prefix cache: on a GPU of few quantised models."""
         if self.device != "cuda" or not self.is_quantised:
@@ -476,6 +482,7 @@ FIELDS = (
             place.is_shared_by(2)
             and place.is_shared_beside(one.text)
             and not place.is_alone
+            and not ("adapters" in one.options and place.has_codes_beside)
             and place.shares_experts(whole=False)
             and (place.has_segments or not one.exact)
             and not (place.pools and place.device == "cuda")
@@ -492,6 +499,7 @@ FIELDS = (
             and place.has_trees
             and place.is_shared_beside(one.text)
             and not place.is_alone
+            and not ("adapters" in one.options and place.has_codes_beside)
         ),
     ),
     # two cores are too few for stages of several workers
@@ -570,19 +578,58 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
 
 
 def _takes_adapters(place: Place) -> bool:
-    """Whether adapters have run there, and the model has the layers that those to draw are for, not quantised."""
+    """Whether adapters have run there, and the model has the layers that those to draw are for, quantised or not."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
     has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
     has_run &= _has_run(coverage.RAN.lora, place)
     beside = {architecture, coverage.kept_by(architecture)} & {*coverage.RAN.lora_beside.get(place.device, ())}
-    return has_run and bool(architecture in adapters.MODELS or beside) and not place.is_quantised
+    return has_run and bool(architecture in adapters.MODELS or beside) and _quantised_beneath_adapters(place)
+
+
+def _quantised_beneath_adapters(place: Place) -> bool:
+    """Whether weights as a model's have been served with adapters: of quantised ones some, without experts."""
+    if not place.is_quantised:
+        return True
+    if place.has_experts or not place.is_open("--quantization"):
+        return False
+    ran, architecture = coverage.RAN, next(iter(place.model.get("architectures") or ()), "")
+    kinds = ran.lora_quantised.get(place.device, ())
+    if architecture in ran.text_of:
+        kinds = ran.lora_beside_quantised.get(architecture, {}).get(place.device, ())
+    elif state := coverage.kept_by(architecture):
+        kinds = kinds if state in ran.lora_beside_more.get(place.device, ()) else ()
+    found = _beginnings_of_kinds(place.model.get("quantization_config") or {})
+    return bool(found) and all(any(kind.startswith(one) for kind in kinds) for one in found)
+
+
+def _beginnings_of_kinds(config: Mapping[str, Any]) -> list[str]:
+    """Of kinds of quantised weights, as ``ran.toml`` has them, what a checkpoint's layers are; empty if that is others.
+
+    Args:
+        config: of the checkpoint's config.json.
+    """
+    method = config.get("quant_method")
+    if method == "fp8":
+        return ["fp8 with float8 weights (one scale a block"] if config.get("weight_block_size") else []
+    if method != "compressed-tensors":
+        return [f"{method} with int{config.get('bits')} weights"]
+    found = []
+    for group in config.get("config_groups", {}).values():
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        kind = f"{method} with {weights.get('type')}{weights.get('num_bits')} weights"
+        if inputs:
+            kind += f" (one scale a {weights.get('strategy')}) and {inputs.get('type')}{inputs.get('num_bits')} "
+            kind += f"{'dynamic' if inputs.get('dynamic') else 'static'} {inputs.get('strategy')} activations"
+        found.append(kind)
+    return found
 
 
 def _replaces_beneath_adapters(place: Place) -> bool:
     """Whether weights have been replaced beneath adapters on such a device."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
     of_experts = not place.has_experts or place.device in coverage.RAN.lora_expert_updates
-    return architecture in adapters.MODELS and of_experts
+    beside = architecture in coverage.RAN.lora_updates_beside.get(place.device, ())
+    return (beside and not place.is_quantised) or (architecture in adapters.MODELS and of_experts)
 
 
 def _takes_weights(settings: Any, place: Place) -> bool:

@@ -39,6 +39,8 @@ LINEAR = (
     (MOST_RANK, r"\.(o_proj|out_proj|down_proj)$"),
 )
 """Instead of :data:`DRAWN` a rank, and a pattern of the names of linear layers, of other models."""
+_ROUTERS = ("gate", "shared_expert_gate")
+"""Linear layers of which engines take no adapter."""
 _OF_TEXT = re.compile(r"(model\.)?(language_model|text_model|layers)\.")
 
 
@@ -148,12 +150,13 @@ def write(
 
 
 def write_for(folder: Path, config: Any, rank: int, seed: int, layers: str, alpha: int = 16) -> Path:
-    """The same for the linear layers of the text model that Transformers builds of a configuration, whatever it is.
+    """The same for the linear layers of the text model that Transformers builds of a configuration, whatever it is, but
+    routers; and for all products of each expert of a layer that has a gate, of which Transformers has stacks.
 
     Args:
         folder: to be written.
         config: Transformers', with ``architectures``.
-        layers: a regular expression, found in names of layers.
+        layers: a regular expression, found in names of layers, of which experts are one.
 
     Returns:
         The folder.
@@ -166,11 +169,16 @@ def write_for(folder: Path, config: Any, rank: int, seed: int, layers: str, alph
 
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
-    found = {
-        name: layer.weight.shape
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear) and _OF_TEXT.match(name) and re.search(layers, name)
-    }
+    found: dict[str, Sequence[int]] = {}
+    for name, layer in model.named_modules():
+        if not (_OF_TEXT.match(name) and re.search(layers, name)):
+            continue
+        if isinstance(layer, torch.nn.Linear) and name.rpartition(".")[2] not in _ROUTERS:
+            found[name] = layer.weight.shape
+        elif hasattr(layer, "gate_up_proj") and name.endswith(".experts"):
+            count, hidden, inner = layer.down_proj.shape
+            sides = dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden)) | {"down_proj": (hidden, inner)}
+            found |= {f"{name}.{number}.{product}": side for number in range(count) for product, side in sides.items()}
     if not found:
         raise ValueError(f"no linear layer of {config.architectures[0]} has a name with {layers!r}")
     generator = torch.Generator().manual_seed(seed)
