@@ -35,7 +35,7 @@ _write = RowKernel(_write_kernel)
 
 
 def _write_numbers(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
-    keys, values, slots = cache.keys, cache.values, cache.slots.contiguous()
+    keys, values, slots = cache.keys, cache.values, cache.slots.to(torch.int64).contiguous()
     key, value, width = key.to(keys.dtype), value.to(keys.dtype), keys.element_size()
     pages, heads, page, _ = keys.stride()
     tokens, (_, kv_heads, page_size, size) = len(slots), keys.shape
@@ -50,7 +50,9 @@ def _write_numbers(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) ->
 def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
     """See the operation's package."""
     slots = cache.slots
-    if cache.k_scale is None and cache.keys.stride() == cache.values.stride() and cache.keys.stride(3) == 1:
+    of_heads = (cache.keys.shape[3], 1)
+    packed = key.stride()[1:] == value.stride()[1:] == of_heads and cache.keys.stride(3) == 1
+    if cache.k_scale is None and packed and cache.keys.stride() == cache.values.stride():
         _write_numbers(key, value, cache)
         return
     key, value = key[: len(slots)], value[: len(slots)]

@@ -110,12 +110,8 @@ def _product(
     out = torch.empty(m, n, dtype=dtype if (dtype, wide) == (torch.bfloat16, torch.float32) else wide)
     added = _NONE[wide] if bias is None else _array(bias.to(wide).contiguous())
     like = ELEMENTS[a.dtype], ELEMENTS[out.dtype]
-    operands = a.data_ptr(), lda, weight.array, added, out.data_ptr(), *like, m, n, k, held_k, first_k, used
-    if used == 1:
-        cpu_kernel.multiply_serial(*operands)
-    else:
-        use_threads(used)
-        cpu_kernel.multiply(*operands)
+    use_threads(used)
+    cpu_kernel.multiply(a.data_ptr(), lda, weight.array, added, out.data_ptr(), *like, m, n, k, held_k, first_k, used)
     return out.to(dtype)
 
 

@@ -267,8 +267,6 @@ def _multiply(x_ptr, lda, weight, bias, out_ptr, of_x, of_out, m, n, k, held_k, 
 
 
 multiply = compiled(_multiply, parallel=True)
-multiply_serial = compiled(_multiply)
-"""The same for one thread, which wakes none."""
 
 
 def _fill_panels(weight, stride_n, stride_k, n, k, panels, width):

@@ -18,12 +18,8 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, of_x, 
     """
     for row in prange(rows):
         start = row * length * of_x.itemsize
-        x, out, wide = (
-            array_at(x_ptr + start, length, of_x),
-            array_at(out_ptr + start, length, of_x),
-            np.empty(length, np.float32),
-        )
-        squares = np.empty(variance_size, np.float32)
+        x, out = array_at(x_ptr + start, length, of_x), array_at(out_ptr + start, length, of_x)
+        wide, squares = np.empty(length, np.float32), np.empty(variance_size, np.float32)
         for i in range(length):
             wide[i] = widened(x[i])
         if residual_ptr != 0:
@@ -56,8 +52,9 @@ def rms_norm(
         raise NotCovered(f"RMSNorm in {x.dtype}", "its accumulator is fp32", "use fp32, bf16 or fp16")
     length = NormReduction.of_device("cpu", x.shape[-1], x.dtype).length
     of_weight = torch.float32 if weight is None else weight.dtype
-    if torch.float16 in (x.dtype, of_weight):
-        return _rms_norm_of_half(x, weight, eps, residual, variance_size)
+    known = {x.dtype, of_weight} <= {torch.bfloat16, torch.float32}
+    if not known or (residual is not None and residual.dtype != x.dtype):
+        return _rms_norm_by_parts(x, weight, eps, residual, variance_size)
     x = x.contiguous()
     out, w_ptr, residual_ptr, total, total_ptr = torch.empty_like(x), 0, 0, None, 0
     if weight is not None:
@@ -72,10 +69,10 @@ def rms_norm(
     return out if total is None else (out, total)
 
 
-def _rms_norm_of_half(
+def _rms_norm_by_parts(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None, variance_size: int | None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The same where fp16 is among them, which the kernel does not know."""
+    """The same of dtypes that the kernel does not know, as fp16."""
     wide = x.float() if residual is None else x.float() + residual.float()
     out = rms_norm(wide, None, eps, None, variance_size)
     assert isinstance(out, torch.Tensor)  # there is no residual
