@@ -12,14 +12,19 @@ _BITS = {2: np.empty(0, np.int16), 4: np.empty(0, np.int32)}
 _SLOT = np.empty(0, np.int64)
 
 
-def _write_kernel(key_ptr, key_stride, value_ptr, value_stride, keys_ptr, values_ptr, strides, sizes, slots_ptr, like):
+def _write_kernel(
+    key_ptr, key_stride, value_ptr, value_stride, keys_ptr, values_ptr, strides, sizes, slots_ptr, like, outside
+):
     """Copy each token's packed heads to its slot. Strides are in bytes; ``strides`` are of the cache's
-    pages, heads and slots, ``sizes`` tokens, heads, slots of a page and the head size.
+    pages, heads and slots, ``sizes`` tokens, heads, slots of a page, the head size and all slots. A slot that is none
+    of the cache's sets ``outside``.
     """
-    tokens, heads, page_size, size = sizes
+    tokens, heads, page_size, size, count = sizes
     slots = array_at(slots_ptr, tokens, _SLOT)
     for token in prange(tokens):
-        if slots[token] >= 0:
+        if slots[token] >= count:
+            outside[0] = 1
+        elif slots[token] >= 0:
             page, slot = slots[token] // page_size, slots[token] % page_size
             for head in range(heads):
                 read, write = head * size * like.itemsize, page * strides[0] + head * strides[1] + slot * strides[2]
@@ -38,13 +43,16 @@ def _write_numbers(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) ->
     keys, values, slots = cache.keys, cache.values, cache.slots.to(torch.int64).contiguous()
     key, value, width = key.to(keys.dtype), value.to(keys.dtype), keys.element_size()
     pages, heads, page, _ = keys.stride()
-    tokens, (_, kv_heads, page_size, size) = len(slots), keys.shape
+    tokens, (held, kv_heads, page_size, size) = len(slots), keys.shape
+    outside = np.zeros(1, np.int8)
     _write(
         tokens * kv_heads * size,
         *(key.data_ptr(), key.stride(0) * width, value.data_ptr(), value.stride(0) * width),
         *(keys.data_ptr(), values.data_ptr(), (pages * width, heads * width, page * width)),
-        *((tokens, kv_heads, page_size, size), slots.data_ptr(), _BITS[width]),
+        *((tokens, kv_heads, page_size, size, held * page_size), slots.data_ptr(), _BITS[width], outside),
     )
+    if outside[0]:
+        raise IndexError(f"a slot of {slots.tolist()} is outside a cache of {held} pages of {page_size}")
 
 
 def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
