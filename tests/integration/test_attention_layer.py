@@ -10,6 +10,7 @@ import torch
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, by_tokens, call_of, exact, paged
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata
+from vllm_batch_invariant.integration.layers.attention_cpu import CpuFixedSplitAttention
 from vllm_batch_invariant.ops.attention import PagedAttention, PagedCache
 from vllm_batch_invariant.ops.attention import attend as attend_call
 from vllm_batch_invariant.ops.attention.certificate import _by_kind
@@ -49,6 +50,23 @@ def test_sinks_are_read_at_each_step_because_weights_come_after_layers() -> None
     parameter.data.copy_(SINKS)
     assert torch.equal(rows(loaded, chunks), torch.cat(attend(chunks, sinks=SINKS)))
     assert not torch.equal(rows(loaded, chunks), before)
+
+
+def test_layers_of_a_step_share_a_plan_where_they_ask_alike_and_none_else() -> None:
+    chunks = [Chunk(Request(HEADS, 300, 1), 290, 300), Chunk(Request(HEADS, 9, 2), 0, 9)]
+
+    def run(plans: dict[Any, Any], chunks: list[Chunk], **options: Any) -> torch.Tensor:
+        query, keys, values, table, lengths, starts = paged(chunks)
+        batch, out = Metadata(len(query), starts, lengths, table, plans), torch.full_like(query, torch.nan)
+        one = CpuFixedSplitAttention(4, 64, 64**-0.5, 2, **options)
+        return one.forward(SimpleNamespace(), query, None, None, torch.cat([keys, values], -1), batch, out)
+
+    plans: dict[Any, Any] = {}
+    for options in ({}, {"sliding_window": 30}, {}):
+        assert torch.equal(run(plans, chunks, **options), torch.cat(attend(chunks, **options)))
+    assert len(plans) == 2
+    other = [Chunk(Request(HEADS, 20, 1), 1, 20)]
+    assert not torch.equal(run(plans, other), torch.cat(attend(other))), "the negative control: another step's plan"
 
 
 def held(k_scale: float | list[float], v_scale: float | list[float]) -> SimpleNamespace:

@@ -110,6 +110,20 @@ def test_padding_is_not_written_and_numbers_go_as_they_are():
     assert held.count_nonzero() == 4 * KV_HEADS * SIZE
 
 
+@pytest.mark.parametrize("rows", [3, 3000], ids=["one thread", "many"])
+def test_a_slot_outside_the_cache_is_an_error_and_not_written(rows: int) -> None:
+    whole = torch.zeros(2, 5, KV_HEADS, PAGE, SIZE)
+    held, key = whole[:, :3], torch.ones(rows, KV_HEADS, SIZE)
+    slots = torch.full((rows,), -1)
+    slots[rows // 2] = 3 * PAGE
+    with pytest.raises(IndexError):
+        kv_cache.write(key, key, CacheSlots(*held, slots))
+    assert not whole.any()
+    slots[rows // 2] -= 1
+    kv_cache.write(key, key, CacheSlots(*held, slots))
+    assert held[:, 2, :, -1].all()
+
+
 def test_scales_are_asked_for_with_codes_and_refused_without():
     x, codes = torch.randn(3, KV_HEADS, SIZE), empty(3, 1.0, 1.0)
     numbers = torch.zeros(2, 3, KV_HEADS, PAGE, SIZE)

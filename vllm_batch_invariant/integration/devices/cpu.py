@@ -13,6 +13,7 @@ from ...errors import NotCovered
 from ...installing import how_to_install
 from ...ops import dispatch
 from ...ops.attention import AttentionSpec, PagedAttention, PagedCache, attend
+from ...ops.common.kv_cache import CacheSlots
 from ...ops.devices import DEVICES
 from ...provenance import installed
 from ..layers import activation, exact, experts, linear, online_experts, quantised_experts, rotary_cpu, state_pages
@@ -78,7 +79,7 @@ class Cpu(VllmDevice):
 
     def compile_common(self, attention: str, dtype: torch.dtype) -> None:
         """Run those that every arithmetic has, of attention in an implementation with a cache of a dtype."""
-        from ...ops import norm, ranking, softmax, top_k_top_p
+        from ...ops import kv_cache, norm, ranking, softmax, top_k_top_p
 
         for rows in (1, 1024):  # the kernel for one thread, and the one for many
             x = torch.zeros(rows, 64)
@@ -86,6 +87,11 @@ class Cpu(VllmDevice):
             softmax.log_softmax(softmax.softmax(x))
             ranking.top_and_ranks(x, 1, torch.zeros(rows, dtype=torch.int64))
             top_k_top_p.top_k_top_p(x, torch.full((rows,), 2), torch.full((rows,), 0.5))
+        for known in (torch.bfloat16, torch.float32):
+            pages = torch.zeros(16, 1, 64, 2, 64, dtype=known)[:, :, :, 0]
+            for rows in (1, 1024):
+                new = torch.zeros(rows, 1, 64, dtype=known)
+                kv_cache.write(new, new, CacheSlots(pages, pages, torch.arange(rows)))
         page = torch.zeros(1, 1, 16, 64, dtype=dtype)
         one = torch.ones(1, dtype=torch.int32)
         starts = torch.tensor([0, 1], dtype=torch.int32)

@@ -39,9 +39,9 @@ class Metadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    plans: dict[tuple[int, int | None], Any] = field(default_factory=dict)
-    """The step's plan, by the query heads and the window of the layers: a drafter's may have others than the model's.
-    Empty where calls need no plan.
+    plans: dict[tuple[int | None, ...], Any] = field(default_factory=dict)
+    """The step's plan, by what layers ask that decides it, as their query heads and window: a drafter's may ask other
+    things than the model's. Empty where calls need no plan.
     """
     ranges: torch.Tensor | None = None
     """[tokens, 2] int32, the first and the last position that a token sees of the image that it belongs to, or

@@ -2,10 +2,12 @@
 
 from typing import Any, ClassVar
 
+import torch
 from vllm.v1.attention.backend import AttentionType
 
+from ...ops.attention import PagedCache
 from ..reviews import patch_points
-from .attention import ExactAttention, FixedSplitAttention, FixedSplitBackendMixin
+from .attention import ExactAttention, FixedSplitAttention, FixedSplitBackendMixin, Metadata
 
 
 class CpuFixedSplitAttention(FixedSplitAttention):
@@ -17,6 +19,22 @@ class CpuFixedSplitAttention(FixedSplitAttention):
         AttentionType.ENCODER_DECODER,
     )
     serves_encoders: ClassVar[tuple[str, ...]] = ("numba",)
+
+    def _attend(
+        self, layer: torch.nn.Module, query: torch.Tensor, cache: PagedCache, batch: Metadata, out: torch.Tensor
+    ) -> None:
+        """The first of a step's layers that ask alike checks its lengths and pages, and plans for all of them."""
+        if self.implementation not in ("auto", "numba"):
+            super()._attend(layer, query, cache, batch, out)
+            return
+        from ...ops.attention.cpu import Plan, paged_attention
+
+        call, planned_as = self._call(query, cache, batch), (*self.planned_as, self.num_kv_heads, self.spec.causal)
+        plan = batch.plans.get(planned_as)
+        call.check(values=plan is None)
+        if plan is None:
+            plan = batch.plans[planned_as] = Plan.of(call)
+        paged_attention(call, out, plan)
 
 
 _Base: Any = patch_points.CPU_BACKEND.get()

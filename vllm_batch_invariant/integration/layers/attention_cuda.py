@@ -118,7 +118,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
         """Plan a drafter's next step of one token a request, within the CUDA graph of all its steps."""
         self._plan(metadata, most=1)
 
-    def _plan(self, batch: Metadata, most: int) -> dict[tuple[int, int | None], Any]:
+    def _plan(self, batch: Metadata, most: int) -> dict[tuple[int | None, ...], Any]:
         """The plans of a batch whose requests have ``most`` tokens or fewer, in the place of the last ones."""
         has_ranges = self._ranges is not None and most > 1
         return {

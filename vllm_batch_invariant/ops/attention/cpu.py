@@ -1,16 +1,17 @@
 """Paged attention on the CPU: one compiled kernel for prefill and decode, and its schedule."""
 
-import numba
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from ..common.kv_cache import of_tokens, scale_strides
-from ..common.numba_rows import threads
+from ..common.numba_rows import threads, use_threads
 from . import cpu_kernel
 from .cpu_kernel import READS_E4M3, READS_LATENT, READS_PACKED, SEES_RANGES, SERVES
 from .params import PackedKeys, PagedAttention
 
-__all__ = ["READS_E4M3", "READS_LATENT", "READS_PACKED", "SEES_RANGES", "SERVES", "paged_attention"]
+__all__ = ["READS_E4M3", "READS_LATENT", "READS_PACKED", "SEES_RANGES", "SERVES", "Plan", "paged_attention"]
 
 BLOCK_M = 64
 """Query rows of a work item, (token, query head of the KV head) pairs."""
@@ -47,27 +48,36 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((span,), (1,))
 
 
-def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
+class Plan(NamedTuple):
+    """What the layers of a step that ask alike share: it follows from lengths, pages and the layers' heads alone."""
+
+    tokens: int
+    table: np.ndarray
+    ranges: np.ndarray
+    tile_tokens: int
+    work: cpu_kernel.Work
+
+    @classmethod
+    def of(cls, params: PagedAttention) -> "Plan":
+        """That of a call, which has been checked."""
+        heads, kv_heads, spec = params.query.shape[1], params.cache.kv_heads, params.spec
+        tile_tokens = max(1, min(BLOCK_M // (heads // kv_heads), int(np.diff(params.starts).max(initial=0))))
+        ranges, window = params.own_ranges, spec.sliding_window or 0
+        work = cpu_kernel.deal(
+            params.starts, params.lengths, ranges, kv_heads, tile_tokens, window, spec.causal, threads(), SERIAL_BELOW
+        )
+        return cls(params.tokens, np.ascontiguousarray(params.cache.table), ranges, tile_tokens, work)
+
+
+def paged_attention(params: PagedAttention, out: torch.Tensor, plan: Plan | None = None) -> None:
     """Write the attention of ``params`` to ``out``; see the operation's package for the contract."""
-    heads, kv_heads = params.query.shape[1], params.cache.kv_heads
-    queries_per_kv, split_size = heads // kv_heads, params.equal_splits()
-    tile_tokens = max(1, min(BLOCK_M // queries_per_kv, int(np.diff(params.starts).max(initial=0))))
+    plan = plan or Plan.of(params)
     cache, packed = params.cache, isinstance(params.cache, PackedKeys)
-    score_mod = cpu_kernel.ScoreMod.of(params.spec, heads)
-    work = cpu_kernel.deal(
-        params.starts,
-        params.lengths,
-        params.own_ranges,
-        kv_heads,
-        tile_tokens,
-        score_mod.window,
-        score_mod.causal,
-        threads(),
-        SERIAL_BELOW,
-    )
-    query = params.query[: params.tokens].float().contiguous()
+    heads, split_size = params.query.shape[1], params.equal_splits()
+    queries_per_kv = heads // cache.kv_heads
+    query = params.query[: plan.tokens].float().contiguous()
     result = query.new_empty((*query.shape[:2], cache.value_size))
-    numba.set_num_threads(len(work.indptr) - 1)
+    use_threads(len(plan.work.indptr) - 1)
     cpu_kernel.attend(
         query.numpy(),
         result.numpy(),
@@ -75,14 +85,14 @@ def paged_attention(params: PagedAttention, out: torch.Tensor) -> None:
         _cache(cache.values, packed),
         _scales(cache.k_scale),
         _scales(cache.v_scale),
-        np.ascontiguousarray(cache.table),
+        plan.table,
         _NO_PAGES if packed else cache.page_size,
-        score_mod,
-        params.own_ranges,
+        cpu_kernel.ScoreMod.of(params.spec, heads),
+        plan.ranges,
         split_size,
         queries_per_kv,
-        block_m=-(-tile_tokens * queries_per_kv // 4) * 4,
+        block_m=-(-plan.tile_tokens * queries_per_kv // 4) * 4,
         block_n=min(BLOCK_N, split_size),
-        work=work,
+        work=plan.work,
     )
-    out[: params.tokens] = result
+    out[: plan.tokens] = result

@@ -20,7 +20,6 @@ see cannot reach it.
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numba import njit, prange
 
 from ..common.numba_math import exp32
@@ -98,14 +97,13 @@ class ScoreMod(NamedTuple):
     @classmethod
     def of(cls, spec: AttentionSpec, heads: int) -> "ScoreMod":
         """That of a layer of so many query heads."""
-        alibi_slopes = torch.zeros(heads) if spec.alibi_slopes is None else spec.alibi_slopes.float().contiguous()
-        sinks = torch.empty(0) if spec.sinks is None else spec.sinks.detach().float().contiguous()
+        slopes, sinks = spec.alibi_slopes, spec.sinks
         return cls(
             np.float32(spec.scale),
             np.float32(spec.logits_soft_cap or 0.0),
-            alibi_slopes.numpy(),
+            np.zeros(heads, np.float32) if slopes is None else slopes.float().contiguous().numpy(),
             spec.sliding_window or 0,
-            sinks.numpy(),
+            np.empty(0, np.float32) if sinks is None else sinks.detach().float().contiguous().numpy(),
             spec.causal,
         )
 

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ if "numba" not in sys.modules:
     os.environ.setdefault("NUMBA_NUM_THREADS", str(max(torch.get_num_threads(), os.cpu_count() or 1)))
 
 import numba
+import numpy as np
 from llvmlite.binding import ffi
+from numba import types
 from numba.core.caching import FunctionCache
+from numba.extending import intrinsic
 
 from ... import sources
 
@@ -81,9 +85,47 @@ class _Cache(FunctionCache):
             logger.warning("The kernel %s is compiled at every start, its cache is not written: %s", self._name, error)
 
 
+@intrinsic
+def _pointer(typing_context, address):  # noqa: ARG001 - numba's
+    def codegen(context, builder, signature, arguments):  # noqa: ARG001
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), codegen
+
+
+@numba.njit
+def array_at(address, size, like):
+    """So many elements of the dtype of an array, side by side from an address on. A kernel that takes ``data_ptr()`` is
+    called in a fraction of the time that PyTorch takes to make arrays of its tensors.
+    """
+    return numba.carray(_pointer(address), (size,), like.dtype)
+
+
+ELEMENTS = {
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float32: np.empty(0, np.float32),
+    torch.float64: np.empty(0, np.float64),
+}
+"""What :func:`array_at` has elements like, of each dtype of a tensor."""
+
+
 def threads() -> int:
     """How many threads a parallel kernel may use: PyTorch's number, as far as numba's pool goes."""
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+@cache
+def _start_pool() -> None:
+    """Have numba start its pool, which tells OpenMP that PyTorch, too, has as many threads as the machine has cores."""
+    of_torch = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(of_torch)
+
+
+def use_threads(count: int) -> None:
+    """Have the next parallel kernel use so many; PyTorch keeps its own number."""
+    _start_pool()
+    numba.set_num_threads(count)
 
 
 class RowKernel:
@@ -95,7 +137,7 @@ class RowKernel:
         self.serial = compiled(function)
         self.parallel = compiled(function, parallel=True)
 
-    def __call__(self, elements: int, *tensors_and_numbers: torch.Tensor | float | int) -> None:
+    def __call__(self, elements: int, *tensors_and_numbers: torch.Tensor | np.ndarray | float) -> None:
         """Call on tensors (numpy arrays to the kernel) and numbers; ``elements`` is the size of the work."""
         arguments = [
             value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in tensors_and_numbers
@@ -103,5 +145,5 @@ class RowKernel:
         if elements < _SERIAL_BELOW or threads() == 1:
             self.serial(*arguments)
             return
-        numba.set_num_threads(threads())
+        use_threads(threads())
         self.parallel(*arguments)

@@ -4,12 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-import numba
 import numpy as np
 import torch
 
 from ..all_reduce.cpu import add_ranks
-from ..common.numba_rows import threads
+from ..common.numba_rows import ELEMENTS, threads, use_threads
 from . import cpu_kernel
 from .cpu_kernel import has_fma
 from .k_slices import by_mm
@@ -58,7 +57,7 @@ class Panels:
         if panels.data.numel():
             strides = weight.stride()
             span = weight.as_strided((1 + (n - 1) * strides[0] + (k - 1) * strides[1],), (1,))
-            numba.set_num_threads(_threads(panels.data.numel()))
+            use_threads(_threads(panels.data.numel()))
             cpu_kernel.fill_panels(_array(span), *strides, n, k, panels.array, width)
         return panels
 
@@ -107,13 +106,12 @@ def _product(
         a = a.to(wide)
     if a.stride(1) != 1:
         a = a.contiguous()
-    used = _threads(m * n * k)
-    numba.set_num_threads(used)
-    lda = a.stride(0)
-    x = _array(a.as_strided(((m - 1) * lda + k,), (1,)))
+    used, lda = _threads(m * n * k), a.stride(0)
     out = torch.empty(m, n, dtype=dtype if (dtype, wide) == (torch.bfloat16, torch.float32) else wide)
     added = _NONE[wide] if bias is None else _array(bias.to(wide).contiguous())
-    cpu_kernel.multiply(x, lda, weight.array, added, _array(out.view(-1)), m, n, k, held_k, first_k, used)
+    like = ELEMENTS[a.dtype], ELEMENTS[out.dtype]
+    use_threads(used)
+    cpu_kernel.multiply(a.data_ptr(), lda, weight.array, added, out.data_ptr(), *like, m, n, k, held_k, first_k, used)
     return out.to(dtype)
 
 

@@ -22,7 +22,7 @@ from numba import config, njit, prange, types
 from numba.extending import intrinsic
 
 from ..common.numba_bf16 import BF16, rounded, widened
-from ..common.numba_rows import compiled
+from ..common.numba_rows import array_at, compiled
 from ..common.numba_simd import float_of_bfloat, float_of_half, fma_of
 
 PANEL_BYTES = 128
@@ -202,16 +202,18 @@ def _widen_row(x, lda, packed, m, k, row):
             held[i] = widened(given[i])
 
 
-def _multiply(x, lda, weight, bias, out, m, n, k, held_k, first_k, threads):
+def _multiply(x_ptr, lda, weight, bias, out_ptr, of_x, of_out, m, n, k, held_k, first_k, threads):
     """Write x times a part of K of a weight, plus the bias, to ``out``, rounded to its dtype.
 
     Args:
-        x: m rows of k elements, ``lda`` apart: numbers of the accumulator's dtype, or words of bf16.
+        x_ptr: the address of m rows of k elements like ``of_x``, ``lda`` apart: numbers of the accumulator's dtype, or
+            words of bf16.
         weight: [panels * held_k * columns of a panel].
         bias: [n] of the accumulator's dtype, or empty.
-        out: [m * n] of the accumulator's dtype, or words of bf16.
+        out_ptr: the address of [m * n] like ``of_out``: of the accumulator's dtype, or words of bf16.
         held_k: K of the weight, of which ``k`` from ``first_k`` on are multiplied.
     """
+    x, out = array_at(x_ptr, (m - 1) * lda + k, of_x), array_at(out_ptr, m * n, of_out)
     packed = np.empty(-(-k // BLOCK_K) * m * ROW_STRIDE, bias.dtype)
     if m * k < SERIAL_BELOW:
         for row in range(m):
