@@ -215,6 +215,30 @@ def add_mtp(folder: Path) -> Path:
     return folder
 
 
+def add_nemotron_mtp(folder: Path) -> Path:
+    """Give a small Nemotron-H with experts a layer of attention and one of experts that predict a second token, as
+    Nemotron 3 Super has them, of random weights.
+    """
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    kinds, hidden = config["layers_block_type"], config["hidden_size"]
+    shapes = {"mtp.layers.0.eh_proj.weight": (hidden, 2 * hidden)}
+    shapes |= {f"mtp.layers.{norm}.weight": (hidden,) for norm in ("0.enorm", "0.hnorm", "1.final_layernorm")}
+    for number, kind in enumerate(("full_attention", "moe")):
+        of_target = f"backbone.layers.{kinds.index(kind)}."
+        shapes |= {
+            name.replace(of_target, f"mtp.layers.{number}."): tuple(weight.shape)
+            for name, weight in weights.items()
+            if name.startswith(of_target)
+        }
+    biases = [name for name in shapes if name.endswith("bias")]
+    made = random_weights({name.removesuffix(".weight"): of for name, of in shapes.items() if name not in biases})
+    made |= {name: torch.zeros(shapes[name]) for name in biases}
+    save_file(weights | made, folder / "model.safetensors", metadata={"format": "pt"})
+    of_layers = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (folder / "config.json").write_text(json.dumps(config | of_layers))
+    return folder
+
+
 def make_medusa(target: Path, folder: Path, drafts: int) -> Path:
     """Write Medusa's heads with random weights, one a draft, for the target in a folder."""
     of_target = json.loads((target / "config.json").read_text())

@@ -12,7 +12,8 @@ import pytest
 import transformers
 
 from tests.engine import kept_states
-from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
+from tests.engine.drafters import add_nemotron_mtp
+from tests.engine.engines import UNTRIED_THERE, differing_answers, untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.integration import reviews
@@ -224,6 +225,28 @@ def test_latent_experts_of_a_super_keep_their_bits(tmp_path: Path) -> None:
     assert decodes_as_it_prefills(found)
     in_fp32 = started(folder, afterwards=kept_states.alone, variables=UNTRIED_THERE, dtype="float32")
     assert distance_from_float64(folder, in_fp32) < 1e-4
+
+
+@pytest.mark.parametrize("experts", [EXPERTS["Nemotron-H"], LATENT], ids=["Nano", "Super"])
+def test_layers_that_predict_more_tokens_leave_answers_alone(tmp_path: Path, experts: dict[str, Any]) -> None:
+    """Attention and experts of random weights, which Super is published with; three drafts run them three times."""
+    folder = add_nemotron_mtp(FAMILIES["Nemotron-H"].checkpoint(tmp_path, **experts))
+    few = kept_states.drafted_requests()[::3]
+    differing, counted = kept_states.with_drafts(
+        started, folder, {"method": "mtp"}, few, UNCACHED, variables=UNTRIED_THERE
+    )
+    assert differing == []
+    assert counted["drafts"] > 0
+
+
+def test_layers_that_predict_more_tokens_beside_a_prefix_cache_leave_answers_alone(tmp_path: Path) -> None:
+    sizes = LATENT | SMALL_STATES["Nemotron-H"]
+    folder = add_nemotron_mtp(FAMILIES["Nemotron-H"].checkpoint(tmp_path / "small", **sizes))
+    ways = [kept_states.WAYS_TO_KEEP_PAGES[0] | {"variables": UNTRIED_THERE}]
+    [found] = kept_states.in_kept_pages(kept_states.started, folder, tmp_path, PAGE, ways, {"method": "mtp"})
+    assert differing_answers(found["answers"], found["expected"]) == []
+    assert found["counts"]["drafts"] > 0
+    assert sum(one["cached"] > 0 for one in found["answers"]) > 0
 
 
 @kept_states.by_first_runner

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
-from tests.engine.drafters import add_mtp
+from tests.engine.drafters import add_mtp, add_nemotron_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, KEPT, MODELOPT, NVFP4, ROWS, write
@@ -226,11 +226,17 @@ def test_two_workers_have_the_bits_of_one(started: Callable[..., Any], tmp_path:
     assert decodes_as_it_prefills(two)
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path, method: str) -> None:
-    """Also those of a layer for more tokens that is quantised, too."""
-    source = FAMILIES["Qwen3.5"].source(tmp_path / "source")
-    folder = quantised(BLOCKS, tmp_path, add_mtp(source) if method == "mtp" else source)
+@pytest.mark.parametrize(
+    ("name", "form", "method"),
+    [("Qwen3.5", BLOCKS, "ngram"), ("Qwen3.5", BLOCKS, "mtp"), (SUPER, NVFP4[1], "mtp")],
+)
+def test_drafts_leave_answers_alone(
+    started: Callable[..., Any], tmp_path: Path, name: str, form: str, method: str
+) -> None:
+    """Also those of layers for more tokens that are quantised, too."""
+    source = FAMILIES[name].source(tmp_path / "source")
+    with_layers = {"Qwen3.5": add_mtp, SUPER: add_nemotron_mtp}[name]
+    folder = quantised(form, tmp_path, with_layers(source) if method == "mtp" else source)
     asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     settings = UNCACHED | {"variables": UNTRIED_THERE}

@@ -1519,8 +1519,8 @@ COVERED = (
     Feature(
         "State spaces of Mamba-2",
         "Nemotron-H, Granite 4 H, also with experts (Nemotron 3 Nano; latent ones, Super), and Falcon-H1: on a CPU "
-        "with vLLM 0.32, in bf16 on a GPU with 0.33; with drafts of n-grams by one worker, without them by two, of "
-        "experts Nemotron-H's, on a CPU also four, if these divide their groups; states in fp32",
+        "with vLLM 0.32, in bf16 on a GPU with 0.33; by one worker with drafts of n-grams, on a CPU MTP (Super); "
+        "without them by two, of experts Nemotron-H's, on a CPU also four, if these divide groups; states in fp32",
     ),
     Feature(
         "Lightning attention, Kimi Delta Attention",
@@ -1588,9 +1588,9 @@ COVERED = (
     Feature("Poolers", "the last token, the first, all tokens, their mean, or marked tokens (STEP)"),
     Feature(
         "Speculative decoding",
-        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5 and "
-        "Qwen3-Next, suffixes, custom drafters, Medusa on a CPU: the answers and logprobs are those of plain decoding, "
-        "greedy and with a seed",
+        "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
+        "Qwen3-Next, Nemotron-H on a CPU, suffixes, custom drafters, Medusa on a CPU: the answers and logprobs are "
+        "those of plain decoding, greedy and with a seed",
     ),
     Feature(
         "Tensor parallelism on GPUs",
@@ -2038,9 +2038,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, other quantisation, "
+        "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, MTP, other quantisation, "
         "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs drafts of experts or codes, "
-        "latent experts by two, over 2, not bf16",
+        "latent ones by two, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,
