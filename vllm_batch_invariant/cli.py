@@ -77,7 +77,7 @@ COMMANDS = {
         "print how matmuls and attention are computed on this GPU, and whose bits were compared",
         ("rich", "torch"),
     ),
-    "coverage": Command("tables", "print what the mode covers and what it refuses, as Markdown"),
+    "coverage": Command("tables", "print what the mode covers and refuses, or whether a model would start"),
     "settings": Command("tables", "print every environment variable, its values and the one in force"),
     "make-checkpoint": Command(
         "demo_model",

@@ -98,21 +98,23 @@ def add_html(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as an HTML page")
 
 
-def add_model(parser: argparse._ActionsContainer, served: bool = True) -> None:
+def add_model(parser: argparse._ActionsContainer, served: bool = True, plain: bool = True) -> None:
     """Add the model, as a word and as an option, and the arguments of its engine; see :func:`check_model`.
 
     Args:
         served: the command can send requests to a server, too.
+        plain: and it tests plain vLLM, too.
     """
     what = "a model's folder or name" + "; with --base-url, the name of the served model" * served
     parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as an option")
     parser.add_argument("--serve-args", default="", metavar="ARGS", help="more arguments of vllm serve, in one string")
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help=f"plain vLLM, as {envs.FLAG}=0 (default: the mode, unless the variable is set)",
-    )
+    if plain:
+        parser.add_argument(
+            "--plain",
+            action="store_true",
+            help=f"plain vLLM, as {envs.FLAG}=0 (default: the mode, unless the variable is set)",
+        )
 
 
 def add_adapter(parser: argparse._ActionsContainer, whose: str, repeatable: bool = True) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NoReturn
@@ -164,14 +165,13 @@ def pages_of_windows(config: Mapping[str, Any], page: int, chunk: int) -> int:
     return groups * (-(-(seen + chunk) // page) + 1)
 
 
-def start_engine(model: str, arguments: Sequence[str]) -> Any:
-    """A ``vllm.LLM`` that keeps statistics, made of the engine arguments of ``vllm serve``.
+def engine_arguments(model: str, arguments: Sequence[str]) -> Any:
+    """vLLM's ``EngineArgs`` of arguments of ``vllm serve``.
 
     Raises:
-        NoTestError: vLLM is missing, refuses an argument, or does not start.
+        NoTestError: vLLM is missing or refuses an argument.
     """
     try:
-        from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
@@ -181,11 +181,21 @@ def start_engine(model: str, arguments: Sequence[str]) -> Any:
         def error(self, message: str) -> NoReturn:
             raise NoTestError(f"--serve-args: {message}")
 
-    parser = EngineArgs.add_cli_args(Parser(add_help=False))
+    return EngineArgs.from_cli_args(
+        EngineArgs.add_cli_args(Parser(add_help=False)).parse_args(["--model", model, *arguments])
+    )
+
+
+def start_engine(model: str, arguments: Sequence[str]) -> Any:
+    """A ``vllm.LLM`` that keeps statistics, made of the engine arguments of ``vllm serve``.
+
+    Raises:
+        NoTestError: vLLM is missing, refuses an argument, or does not start.
+    """
     try:
-        chosen = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+        chosen = engine_arguments(model, arguments)
         chosen.disable_log_stats = False
-        return LLM.from_engine_args(chosen)
+        return import_module("vllm").LLM.from_engine_args(chosen)
     except NoTestError:
         raise
     except Exception as error:  # a truncated file or a model's own code may raise anything
