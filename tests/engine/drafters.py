@@ -171,6 +171,37 @@ def make_glm(folder: Path) -> Path:
     return predict_by_last_layer(folder)
 
 
+def make_ernie(folder: Path) -> Path:
+    """Write a small ERNIE 4.5 with experts and random weights, which has a dense layer that predicts a second token."""
+    torch.manual_seed(0)
+    config = transformers.Ernie4_5_MoeConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        moe_num_experts=8,
+        moe_k=2,
+        moe_intermediate_size=128,
+        moe_layer_start_index=1,
+        pad_token_id=0,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    weights, block = load_file(folder / "model.safetensors"), "model.mtp_block.0"
+    shapes = {f"model.mtp_{norm}_norm.0": (256,) for norm in ("emb", "hidden")}
+    shapes |= {f"{block}.{norm}_layernorm": (256,) for norm in ("input", "post_attention")}
+    for name, weight in weights.items():
+        if name.startswith("model.layers.0.") and "_proj" in name:
+            shapes[name.replace("model.layers.0", block).removesuffix(".weight")] = tuple(weight.shape)
+    weights |= random_weights(shapes | {"model.mtp_linear_proj.0": (256, 512)})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    own = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
 def predict_by_last_layer(folder: Path, likely: int | None = None) -> Path:
     """Have the last layer of a small GLM-4.5, GLM-4.7-Flash or DeepSeek-V3 predict a second token. Of few ``likely``
     tokens it guesses some.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.drafters import ANSWERS, KINDS, make_glm, make_head, make_medusa, make_mtp_model
+from tests.engine.drafters import ANSWERS, KINDS, make_ernie, make_glm, make_head, make_medusa, make_mtp_model
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive, tokens
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.reviews.patch_points import installed_version
@@ -281,7 +281,7 @@ def test_drafts_by_one_graph_are_those_by_several(
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
-@pytest.mark.parametrize("make", [make_mtp_model, make_glm], ids=["MiMo", "GLM-4.5"])
+@pytest.mark.parametrize("make", [make_mtp_model, make_glm, make_ernie], ids=["MiMo", "GLM-4.5", "ERNIE 4.5"])
 @pytest.mark.exhaustive
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
     engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, make: Callable[[Path], Path], runner: str

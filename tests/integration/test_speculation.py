@@ -363,7 +363,12 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
     [
         ({"method": "mtp", "model": "mimo_mtp"}, None),
         ({"method": "mtp", "model": "qwen3_next_mtp"}, None),
-        ({"method": "mtp", "model": "ernie_mtp"}, "speculative decoding with mtp of ernie_mtp"),
+        ({"method": "mtp", "model": "ernie_mtp"}, None),
+        (
+            {"method": "mtp", "model": "ernie_mtp", "device": "cuda"},
+            "speculative decoding with mtp of ernie_mtp on a GPU",
+        ),
+        ({"method": "mtp", "model": "exaone_moe_mtp"}, "speculative decoding with mtp of exaone_moe_mtp"),
         ({"method": "mtp", "model": "qwen3_next_mtp", "device": "cuda"}, None),
         ({"method": "eagle3", "parallel_drafting": True}, "parallel drafts of eagle3"),
         ({"method": "draft_model", "use_heterogeneous_vocab": True}, "a draft model with another vocabulary"),

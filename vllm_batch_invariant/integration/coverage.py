@@ -1300,7 +1300,9 @@ def _drafter(config: Config) -> str | None:
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         kind = speculation.draft_model_config.hf_config.model_type
-        return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
+        untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
+        where = " on a GPU" if untried else ""
+        return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
     return _when(getattr(speculation, "use_heterogeneous_vocab", False), "a draft model with another vocabulary")
@@ -1589,8 +1591,8 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
-        "Qwen3-Next, Nemotron-H on a CPU, suffixes, custom drafters, Medusa on a CPU: the answers and logprobs are "
-        "those of plain decoding, greedy and with a seed",
+        "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa on a CPU: the answers and "
+        "logprobs are those of plain decoding, greedy and with a seed",
     ),
     Feature(
         "Tensor parallelism on GPUs",

@@ -221,6 +221,7 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         mtp_models: types of models whose layers for more tokens have run.
+        mtp_on_cpus_alone: those of them that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
@@ -319,6 +320,7 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
+    mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
