@@ -667,5 +667,12 @@ def test_a_model_drafts_for_itself_in_some_engines_and_says_so(monkeypatch: pyte
         assert f"drafter={drafter}" in found[drafter].label
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.30.0")
     assert not place_of("some/model", (), "cpu").has_draft_models
+    ernie = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    by_layers = [draw_settings(0, number, 300, Place("cpu", model=ernie)) for number in range(40)]
+    drafting = next(one for one in by_layers if one.drafts and one.drafter == "mtp")
+    configured = json.loads(drafting.arguments("MODEL")[drafting.arguments("MODEL").index("--speculative-config") + 1])
+    assert configured == {"method": "mtp", "num_speculative_tokens": drafting.drafts}
+    for place in (Place("cuda", model=ernie), Place("cpu", model=ernie | {"num_nextn_predict_layers": 0})):
+        assert "mtp" not in {draw_settings(0, number, 300, place).drafter for number in range(40)}
     for place in (Place("cpu", has_draft_models=False), Place("cpu", model={"vision_config": {}})):
         assert {draw_settings(0, number, 300, place).drafter for number in range(40)} == {"ngram"}

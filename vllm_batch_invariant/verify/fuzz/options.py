@@ -29,8 +29,20 @@ TEXT_ONLY = {
     "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
 }
 """Arguments by which vLLM takes nothing but text, by a name."""
-DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu"}
+DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu", "mtp": "mtp"}
 """vLLM's methods of what proposes tokens, by a name."""
+_MTP = {
+    "DeepseekV3ForCausalLM": "deepseek_mtp",
+    "Ernie4_5_MoeForCausalLM": "ernie_mtp",
+    "Glm4MoeForCausalLM": "glm4_moe_mtp",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite_mtp",
+    "MiMoForCausalLM": "mimo_mtp",
+    "NemotronHForCausalLM": "nemotron_h_mtp",
+    "Qwen3NextForCausalLM": "qwen3_next_mtp",
+    "Qwen3_5ForCausalLM": "qwen3_5_mtp",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_mtp",
+}
+"""vLLM's type of the layers that models have for more tokens."""
 _BACKENDS = {"xgrammar": "xgrammar", "guidance": "llguidance", "outlines": "outlines_core"}
 """Values of the backend of ``--structured-outputs-config``, and the module that each needs. With lm-format-enforcer
 0.11.3, which they are installed with, vLLM 0.32 and 0.33 refuse every request: it imports a module that they no longer
@@ -141,6 +153,14 @@ class Place:
         """What its configuration says of the language model."""
         found = self.model.get("text_config")
         return found if isinstance(found, Mapping) else self.model
+
+    @property
+    def mtp(self) -> str:
+        """vLLM's type of the layers that the model has for more tokens; empty if it has none that have run there."""
+        kind = _MTP.get(next(iter(self.model.get("architectures") or ()), ""), "")
+        has_layers = any(self.text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+        has_run = self.device == "cpu" or (kind not in coverage.RAN.mtp_on_cpus_alone and not self.is_quantised)
+        return kind if has_layers and has_run else ""
 
     @property
     def has_experts(self) -> bool:
@@ -409,7 +429,14 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
             cache_dtype=options.get("cache", "auto"), enable_prefix_caching=settings.prefix_cache
         ),
         quant_config=SimpleNamespace(kv_cache_scheme=place.cache_scheme),
-        speculative_config=SimpleNamespace(method=DRAFTERS[settings.drafter]) if settings.drafts else None,
+        speculative_config=(
+            SimpleNamespace(
+                method=DRAFTERS[settings.drafter],
+                draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=place.mtp)),
+            )
+            if settings.drafts
+            else None
+        ),
         lora_config=(
             SimpleNamespace(lora_dtype="auto", enable_mixed_moe_lora_format=False) if "adapters" in options else None
         ),
@@ -443,9 +470,9 @@ class Field:
 
 def _drafters(place: Place) -> list[str]:
     """What has run on a device, and has what it needs: a model that drafts for itself drafts text alone."""
-    drafts_itself = place.has_draft_models and not place.is_multimodal
+    has = {"itself": place.has_draft_models and not place.is_multimodal, "mtp": bool(place.mtp)}
     ran = [one for one, method in DRAFTERS.items() if place.device in coverage.RAN.drafters[method]]
-    return [one for one in ran if one != "itself" or drafts_itself]
+    return [one for one in ran if has.get(one, True)]
 
 
 DRAFTS = (0, 3, 0, 1, 7)

@@ -58,7 +58,7 @@ class Settings:
         context: --max-model-len.
         text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
         drafts: tokens that are proposed in a step; 0 without speculative decoding.
-        drafter: what proposes them: "ngram", "ngram_gpu", or the model "itself".
+        drafter: what proposes them: "ngram", "ngram_gpu", the model "itself", or its layers for more tokens, "mtp".
         workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
         tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
         stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
@@ -114,7 +114,7 @@ class Settings:
         if self.stages > 1:
             made += [coverage.PIPELINE, str(self.stages)]
         if self.drafts:
-            drafter = {"method": "", "model": model} if self.drafter == "itself" else NGRAMS
+            drafter = {"itself": {"method": "", "model": model}, "mtp": {}}.get(self.drafter, NGRAMS)
             drafter = drafter | {"method": DRAFTERS[self.drafter], "num_speculative_tokens": self.drafts}
             made += [coverage.SPECULATION, json.dumps(drafter)]
         for option in OPTIONS:
