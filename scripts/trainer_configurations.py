@@ -11,19 +11,16 @@ vLLM for CPUs; its vLLM is taken for one of a GPU (``trainers/gate.py``).
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.fakes import torchvision
-
 from . import marks
-from .trainers import openrlhf, prime_rl, skyrl, trl, verl
+from .trainers import gate, openrlhf, prime_rl, skyrl, trl, verl
 from .trainers.examples import Mirror
+from .trainers.gate import Question
 from .trainers.models import model_of
-from .trainers.table import BEGIN, END, OTHER_ENGINE, PAGE, ROOT, UNREAD, Row, counted, page_table, read, write
+from .trainers.table import BEGIN, END, OTHER_ENGINE, PAGE, UNREAD, Row, counted, page_table, read, write
 
 READERS = {reader.NAME: reader for reader in (verl, trl, skyrl, openrlhf, prime_rl)}
 
@@ -52,27 +49,22 @@ def read_mirrors(given: dict[str, Path]) -> list[Row]:
     return rows
 
 
-def judged(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what the check says of each now: asked in another process, which takes its vLLM for a GPU's."""
+def questions(rows: Sequence[Row]) -> list[Question]:
+    """What to ask of rows: of each as its script has it, then of each the model alone."""
     asked = [row for row in rows if row.is_asked]
-    lines = [json.dumps([row.model, row.engine_arguments, row.engine_variables]) for row in asked]
-    lines += [json.dumps([row.model, {"dtype": "bfloat16"}, {}]) for row in asked]
-    with tempfile.TemporaryDirectory() as folder:
-        path = [*torchvision.where_missing(Path(folder)), str(ROOT)]
-        command = [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path[:0] = {path}; from {__package__}.trainers import gate; gate.run()",
-        ]
-        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    verdicts = dict(zip(map(id, asked), zip(said[len(asked) :], said[: len(asked)], strict=True), strict=True))
-    return [
-        dataclasses.replace(row, alone=verdicts[id(row)][0], verdict=verdicts[id(row)][1]) if row.is_asked else row
-        for row in rows
-    ]
+    found = [Question(model_of(row.model), row.engine_arguments, row.engine_variables) for row in asked]
+    return [*found, *(Question(question.model, {"dtype": "bfloat16"}) for question in found)]
+
+
+def judged(rows: Sequence[Row], said: Sequence[str]) -> list[Row]:
+    """The rows with what was said to :func:`questions`."""
+    half = len(said) // 2
+    verdicts = iter(zip(said[half:], said[:half], strict=True))
+    found = []
+    for row in rows:
+        alone, verdict = next(verdicts) if row.is_asked else (row.alone, row.verdict)
+        found.append(dataclasses.replace(row, alone=alone, verdict=verdict))
+    return found
 
 
 def write_page(rows: Sequence[Row]) -> None:
@@ -99,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "page":
         write_page(before)
         return 0
-    after = judged(before)
+    after = judged(before, gate.ask(questions(before)))
     for old, new in zip(before, after, strict=True):
         if old != new:
             print(f"{new.trainer} {new.script}: {old.verdict or '-'} -> {new.verdict}", file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Sends rollout configurations through the start-up check, as vLLM would make them on a Hopper GPU.
+"""Sends configurations of vLLM through the start-up check, as vLLM would make them on a Hopper GPU.
 
 vLLM's own ``VllmConfig`` is made, by the classes of whichever vLLM is installed: its platform's class becomes that of
 CUDA, with what vLLM asks a GPU answered here. That changes the process for good, so that it must be one of its own.
 What a GPU's vLLM would compute is not run. The check takes its version for 0.33, which has run on GPUs.
+:func:`ask` starts such a process.
 """
 
 import builtins
@@ -10,26 +11,55 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.fakes import torchvision
 from vllm_batch_invariant.errors import NotCovered
 
-from .models import Model, model_of
+from .kinds import Model
 
+ROOT = Path(__file__).parents[2]
 VERSION = "0.33.0"
 STARTS, REFUSED = "starts", "refused: "
 UNKNOWN_MODEL, NOT_MADE = "the model is unknown here", "vLLM makes no configuration: "
+UNKNOWN_DRAFTS = "the draft model is unknown here"
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
 _BEGINNING = "batch-invariant mode does not cover "
+_OWN_CLASS = """from transformers import PretrainedConfig
+
+
+class Own(PretrainedConfig):
+    model_type = "{}"
+"""
+"""Of the configuration of a checkpoint that brings one, which says everything in its file."""
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A configuration.
+
+    Attributes:
+        model: its kind; None if that is unknown.
+        arguments: of vLLM's engine.
+        variables: of the environment.
+        drafts: the kind of the draft model that the arguments name; None if that is unknown, or there is none.
+    """
+
+    model: Model | None
+    arguments: dict[str, Any]
+    variables: dict[str, str] = field(default_factory=dict)
+    drafts: Model | None = None
 
 
 class Gate:
@@ -41,7 +71,14 @@ class Gate:
     """
 
     def __init__(self, folder: Path, architectures: Iterable[str]) -> None:
-        os.environ |= _QUIET | _TORCHRUN | {"VLLM_CACHE_ROOT": str(folder / "cache")}
+        os.environ |= (
+            _QUIET
+            | _TORCHRUN
+            | {
+                "VLLM_CACHE_ROOT": str(folder / "cache"),
+                "HF_MODULES_CACHE": str(folder / "modules"),
+            }
+        )
         self._folder = folder
         self._arguments = import_module("vllm.engine.arg_utils").EngineArgs
         platform = import_module("vllm.platforms").current_platform
@@ -51,31 +88,33 @@ class Gate:
         _become_cuda(platform)
         import_module("vllm_batch_invariant.integration.reviews.patch_points").installed_version = lambda: VERSION
 
-    def verdict(self, model: str, arguments: dict[str, Any], variables: dict[str, str]) -> str:
-        """What the check says: :data:`STARTS`, or everything that it refuses.
-
-        Args:
-            model: its name in an example.
-            arguments: of vLLM's engine.
-            variables: of the environment.
-        """
+    def verdict(self, question: Question) -> str:
+        """What the check says: :data:`STARTS`, or everything that it refuses."""
         before = dict(os.environ)
-        os.environ |= variables
+        os.environ |= question.variables
         try:
-            return self._verdict(model, json.dumps(arguments, sort_keys=True), json.dumps(variables, sort_keys=True))
+            return self._verdict(json.dumps(asdict(question), sort_keys=True))
         finally:
             os.environ.clear()
             os.environ |= before
 
     @cache  # noqa: B019 - a process has one
-    def _verdict(self, name: str, arguments: str, _: str) -> str:
-        model = model_of(name)
+    def _verdict(self, line: str) -> str:
+        question = _read(line)
+        model, arguments = question.model, question.arguments
         if model is None:
             return UNKNOWN_MODEL
         if not model.config:
             return self._of_class(model.architecture)
+        speculation = arguments.get("speculative_config") or {}
+        if "model" in speculation:
+            if question.drafts is None:
+                return self._of_method(question)
+            arguments["speculative_config"] = speculation | {"model": str(self._write(question.drafts))}
+        if thoughts := arguments.get("reasoning_config"):
+            arguments["reasoning_config"] = import_module("vllm.config.reasoning").ReasoningConfig(**thoughts)
         try:
-            engine = self._arguments(model=str(self._write(model)), skip_tokenizer_init=True, **json.loads(arguments))
+            engine = self._arguments(model=str(self._write(model)), skip_tokenizer_init=True, **arguments)
             config = engine.create_engine_config()
         except Exception as error:
             return f"{NOT_MADE}{_in_short(error)}"
@@ -86,20 +125,34 @@ class Gate:
             return REFUSED + "; ".join(_named(config))
         return STARTS
 
+    def _of_method(self, question: Question) -> str:
+        """What the method of speculative decoding decides alone, where its draft model is unknown."""
+        method = question.arguments["speculative_config"].get("method")
+        if method in (None, *import_module("vllm_batch_invariant.integration.coverage").RAN.drafters):
+            return UNKNOWN_DRAFTS
+        without = {name: value for name, value in question.arguments.items() if name != "speculative_config"}
+        rest = self.verdict(replace(question, arguments=without))
+        refused = f"speculative decoding with {method}"
+        if rest == STARTS:
+            return REFUSED + refused
+        return f"{rest}; {refused}" if rest.startswith(REFUSED) else rest
+
     def _of_class(self, architecture: str) -> str:
         """What a model's class decides alone, where its sizes are unknown."""
         coverage = import_module("vllm_batch_invariant.integration.coverage")
         registry = import_module("vllm.model_executor.models.registry")
-        found = getattr(registry.ModelRegistry.models.get(architecture), "interfaces", None)
-        if found is not None and found.supports_multimodal and architecture not in coverage.RAN.text_of:
+        if architecture in registry._MULTIMODAL_MODELS and architecture not in coverage.RAN.text_of:
             return f"{REFUSED}the model {architecture}"
         return UNKNOWN_MODEL
 
     def _write(self, model: Model) -> Path:
-        text = json.dumps({"architectures": [model.architecture], "torch_dtype": "bfloat16", **model.config})
+        whole = {"architectures": [model.architecture], "torch_dtype": "bfloat16", **model.config}
+        text = json.dumps(whole if model.file == "config.json" else model.config)
         folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(text)
+        (folder / model.file).write_text(text)
+        if "auto_map" in model.config:
+            (folder / "configuration_own.py").write_text(_OWN_CLASS.format(model.config["model_type"]))
         return folder
 
 
@@ -121,7 +174,9 @@ def _named(config: Any) -> Iterator[str]:
 def _what(line: str) -> str:
     """What a refusal's line names: the words before its reason."""
     named = line.removeprefix(_BEGINNING)
-    return re.split(r": (?:it has not been proven|this version of the plugin|its \w+ are|experts would)", named)[0]
+    return re.split(
+        r": (?:it has not been proven|this version of the plugin|its \w+ are|experts would|matmuls in)", named
+    )[0]
 
 
 def _in_short(error: Exception) -> str:
@@ -157,6 +212,8 @@ def _become_cuda(platform: Any) -> None:
     import_module("vllm.config.vllm").HAS_TRITON = True
     import_module("vllm._custom_ops").cutlass_scaled_mm_supports_fp8 = _answering(True)
     import_module("vllm.v1.executor.ray_utils").assert_ray_available = lambda: None
+    import_module("vllm.config.reasoning").ReasoningConfig.initialize_token_ids = _answering(None)  # by a tokenizer
+    import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda of: of()
     builtins.ObjectRef = object  # Ray's, which an annotation of vLLM's executor names
 
 
@@ -164,19 +221,33 @@ def _answering(answer: Any) -> Callable[..., Any]:
     return lambda *_, **__: answer
 
 
-def verdicts(lines: Iterable[str]) -> list[str]:
-    """Of each line: JSON of the arguments of :meth:`Gate.verdict`."""
-    asked = [json.loads(line) for line in lines]
-    kinds = [model_of(name) for name, *_ in asked]
+def ask(questions: Sequence[Question]) -> list[str]:
+    """What the check says of each, asked in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        gate = Gate(Path(folder), [kind.architecture for kind in kinds if kind])
-        return [gate.verdict(*given) for given in asked]
+        path = [*torchvision.where_missing(Path(folder)), str(ROOT)]
+        command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path}; from {__name__} import run; run()"]
+        lines = "\n".join(json.dumps(asdict(question)) for question in questions)
+        done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
 
 
 def run() -> None:
-    """Read lines from the standard input, and print the verdict on each as JSON."""
-    for said in verdicts(sys.stdin):
-        print(json.dumps(said))
+    """Read questions from the standard input, a line of JSON each, and print the verdict on each as JSON."""
+    questions = [_read(line) for line in sys.stdin]
+    every = [model for question in questions for model in (question.model, question.drafts)]
+    kinds = [model for model in every if model and model.config]
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Gate(Path(folder), [kind.architecture for kind in kinds])
+        for question in questions:
+            print(json.dumps(gate.verdict(question)))
+
+
+def _read(line: str) -> Question:
+    found = json.loads(line)
+    model, drafts = (found[name] and Model(**found[name]) for name in ("model", "drafts"))
+    return Question(model, found["arguments"], found["variables"], drafts)
 
 
 def _check_variables() -> None:

@@ -1,17 +1,15 @@
 """The table of configurations, ``docs/trainers.csv``, and what ``docs/trainers.md`` shows of it."""
 
-import csv
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from .gate import REFUSED, STARTS
+from . import rows
+from .gate import ROOT, STARTS
+from .rows import kind_of
 
-ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "trainers.csv"
 PAGE = ROOT / "docs" / "trainers.md"
 BEGIN, END = "<!-- written by scripts/trainer_configurations.py -->", "<!-- end -->"
@@ -77,51 +75,32 @@ class Row:
     @property
     def reasons(self) -> list[str]:
         """Everything that it is refused for."""
-        return self.verdict.removeprefix(REFUSED).split("; ") if self.verdict.startswith(REFUSED) else []
+        return rows.reasons_of(self.verdict)
 
 
 def read() -> list[Row]:
     """The rows of the file."""
-    with TABLE.open(newline="") as file:
-        return [Row(**row) for row in csv.DictReader(file)]
+    return rows.read(TABLE, Row)
 
 
-def write(rows: Iterable[Row]) -> None:
+def write(found: Iterable[Row]) -> None:
     """Write the file."""
-    with TABLE.open("w", newline="") as file:
-        out = csv.DictWriter(file, [column.name for column in fields(Row)], lineterminator="\n")
-        out.writeheader()
-        out.writerows(asdict(row) for row in rows)
+    rows.write(TABLE, Row, found)
 
 
-def kind_of(reason: str) -> str:
-    """A reason without its numbers and values, so that equal ones are counted together."""
-    for pattern, kind in (
-        (r"(tensor|pipeline|data) parallelism \d+$", r"more GPUs than covered (\1 parallelism)"),
-        (r"data parallelism \d+ of a mixture of experts", "data parallelism of a mixture of experts"),
-        (r"(image|video|audio).* inputs", "images, videos, audio"),
-        (r"the model \w+", "other multimodal models"),
-        (r"additional_config=.*", "additional_config: settings for code of the trainer's own in the worker"),
-        (r"(.+)=.*", r"\1"),
-    ):
-        if found := re.fullmatch(pattern, reason):
-            return found.expand(kind)
-    return reason
-
-
-def page_table(rows: Sequence[Row]) -> str:
+def page_table(found: Sequence[Row]) -> str:
     """What the page shows."""
-    return "\n\n".join((_by_trainer(rows), _by_reason(rows), _by_script(rows)))
+    return "\n\n".join((_by_trainer(found), _by_reason(found), _by_script(found)))
 
 
-def _by_trainer(rows: Sequence[Row]) -> str:
+def _by_trainer(found: Sequence[Row]) -> str:
     lines = [
         "| trainer | commit | examples with rollouts | of them with vLLM, and read | model covered "
         "| of these, at most two GPUs a replica | of these, start | start in all |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, repository in REPOSITORIES.items():
-        own = [row for row in rows if row.trainer == name]
+        own = [row for row in found if row.trainer == name]
         asked = [row for row in own if row.is_asked]
         covered = [row for row in asked if row.alone == STARTS]
         small = [row for row in covered if int(row.gpus) <= 2]
@@ -133,11 +112,11 @@ def _by_trainer(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _by_reason(rows: Sequence[Row]) -> str:
+def _by_reason(found: Sequence[Row]) -> str:
     """Of models that are covered: what stops an example. An example may have several reasons."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in REPOSITORIES}
     total: Counter[str] = Counter()
-    for row in rows:
+    for row in found:
         if row.alone == STARTS and row.verdict != STARTS:
             kinds = {kind_of(reason) for reason in row.reasons} or {row.verdict}
             counts[row.trainer].update(kinds)
@@ -149,9 +128,9 @@ def _by_reason(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _by_script(rows: Sequence[Row]) -> str:
+def _by_script(found: Sequence[Row]) -> str:
     lines = ["| trainer | example | model | GPUs | |", "|---|---|---|---|---|"]
-    for row in rows:
+    for row in found:
         script = row.script.removeprefix("examples/")
         lines.append(f"| {row.trainer} | {script} | {row.model} | {row.gpus} | {_shown(row)} |")
     return "\n".join(lines)
@@ -165,9 +144,9 @@ def _shown(row: Row) -> str:
     return row.verdict
 
 
-def counted(rows: Sequence[Row]) -> Iterator[str]:
+def counted(found: Sequence[Row]) -> Iterator[str]:
     """Lines for a terminal: the verdicts of each trainer, most frequent first."""
     for name in REPOSITORIES:
-        verdicts = Counter(", ".join(map(kind_of, row.reasons)) or row.verdict for row in rows if row.trainer == name)
+        verdicts = Counter(", ".join(map(kind_of, row.reasons)) or row.verdict for row in found if row.trainer == name)
         yield f"{name}:"
         yield from (f"  {number:3} {verdict}" for verdict, number in verdicts.most_common())

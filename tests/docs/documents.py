@@ -250,7 +250,10 @@ def _python(words: list[str]) -> Iterator[str]:
         return
     top = module.partition(".")[0]
     file = ROOT if top in SOURCES else Path(getattr(find_spec(top), "origin", None) or ROOT).parents[1]
-    if not file.joinpath(*module.split(".")).with_suffix(".py").is_file():
+    place = file.joinpath(*module.split("."))
+    if (place / "__main__.py").is_file():
+        module, place = f"{module}.__main__", place / "__main__"
+    if not place.with_suffix(".py").is_file():
         yield f"there is no module {module}"
     elif top == "vllm" or module == SERVE:
         yield from _vllm_options(arguments)

@@ -6,7 +6,8 @@ from collections import Counter
 from scripts import marks
 from scripts.trainers.gate import STARTS
 from scripts.trainers.models import MODELS, SAME_AS, model_of
-from scripts.trainers.table import BEGIN, END, PAGE, REPOSITORIES, kind_of, page_table, read
+from scripts.trainers.rows import kind_of
+from scripts.trainers.table import BEGIN, END, PAGE, REPOSITORIES, page_table, read
 
 
 def test_the_tables_are_those_of_the_file() -> None:
