@@ -308,6 +308,22 @@ def test_n_grams_leave_answers_alone(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
+def test_n_grams_beside_a_prefix_cache_leave_answers_alone(
+    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, family: str
+) -> None:
+    """Which plain decoding has not."""
+    folder, beside = checkpoint, {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
+    if family in WITH_EXPERTS:
+        model, config = WITH_EXPERTS[family]
+        folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
+    of_drafting = {"variables": UNTRIED_THERE} | beside | kept_states.IN_GRAPHS
+    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, REPEATING, UNCACHED, **of_drafting)
+    assert differing == []
+    assert counted["accepted"] > 0
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["Qwen3.5", *WITH_EXPERTS])
 @EAGER_OR_NOT
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(

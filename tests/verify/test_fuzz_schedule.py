@@ -655,12 +655,9 @@ def test_a_model_with_states_is_drawn_on_a_gpu_with_the_runner_that_serves_it(
     monkeypatch.setattr(coverage, "_DELTA_RULES", coverage._DELTA_RULES._replace(ran={"cuda": "0.33."} if ran else {}))
     kinds = ["linear_attention", "full_attention"]
     model = {"architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
-    of_next = Place("cuda", 4, 2, model=model | {"architectures": ["Qwen3NextForCausalLM"]})
-    drawn = [draw_settings("states", number, 256, of_next) for number in range(40)]
-    assert {one.drafts > 0 for one in drawn if one.prefix_cache} == {False}
     drawn = [draw_settings("states", number, 256, Place("cuda", 4, 2, model=model)) for number in range(40)]
     assert {(one.workers, one.stages, one.tree) for one in drawn} == {(1, 1, 1)}
-    assert {one.drafts > 0 for one in drawn if one.prefix_cache} == ({False, True} if ran else {False})
+    assert {one.drafts > 0 for one in drawn if one.prefix_cache} == {False}
     assert {one.drafts > 0 for one in drawn if not one.prefix_cache} == ({False, True} if ran else {False})
     assert {one.runner for one in drawn} == ({"", "1"} if ran else {""})
     assert {one.eager for one in drawn} == {one.prefix_cache for one in drawn} == {True, False}

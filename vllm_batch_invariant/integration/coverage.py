@@ -795,7 +795,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
-    caches_drafts, cached = method is not None and cache.enable_prefix_caching, RAN.drafts_beside_prefix_caches_on_gpus
+    caches_drafts = method is not None and cache.enable_prefix_caching
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
@@ -803,7 +803,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"speculative decoding{f' with {method}' if drafters else ''}": method not in (None, *drafters),
         f"speculative decoding with {method} and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
-        and not any(method in cached.get(key, ()) for key in (kept.name, model.architecture)),
+        and method not in RAN.drafts_beside_prefix_caches_on_gpus.get(kept.name, ()),
         "speculative decoding and quantised weights on a GPU": method
         and model.quantization
         and ran_on == "cuda"
@@ -1516,7 +1516,7 @@ COVERED = (
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
         "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
-        "cache by one worker, on a GPU of MTP, of Qwen3.5 also n-grams; states in fp32",
+        "cache by one worker, on a GPU of MTP; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -2031,9 +2031,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules elsewhere, over 4 workers (quantised 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
+        "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
         "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "quantised so, of ModelOpt's drafts, not bf16",
+        "codes or n-grams so, ModelOpt's drafts, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,

@@ -267,8 +267,7 @@ class Ran:
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
         short_convolution_drafters: methods of speculative decoding that have been run beside them, by device.
-        drafts_beside_prefix_caches_on_gpus: methods that GPUs have run beside layers with states and a prefix cache, by
-            layers or model.
+        drafts_beside_prefix_caches_on_gpus: methods that GPUs have run beside layers with states and a prefix cache.
         delta_rules: versions whose engines have served gated delta rules, by device.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
