@@ -308,6 +308,12 @@ def test_with_a_tree_two_workers_have_the_bits_of_one(name: str, mode: str, serv
     assert [run for run in one.names if differing_answers(one.given(run), two.given(run))] == []
 
 
+@pytest.mark.parametrize("name", ["qwen3-vl in FP8", "qwen3.5"])
+def test_one_worker_gives_the_same_however_several_would_share_images(name: str, serve: Callable[..., Served]) -> None:
+    one, other = (serve(name, 1, mode) for mode in ("weights", "data"))
+    assert [run for run in one.names if differing_answers(one.given(run), other.given(run))] == []
+
+
 @pytest.mark.parametrize(("name", "mode"), SHARED)
 def test_each_worker_makes_the_same_of_the_images_of_a_step(name: str, mode: str, serve: Callable[..., Served]) -> None:
     done = serve(name, 2, mode)

@@ -305,6 +305,11 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
         assert found(**of_one) == []
         said = "with quantised weights by several workers"
         assert [one.endswith(said) for one in found(**of_one, tensor_parallel_size=2)] == [True] * (by != [BLOCKS])
+    by[:] = [BLOCKS]
+    data = of_one | {"settings": {"mm_encoder_tp_mode": "data"}}
+    assert found(**data) == [], "one worker shares nothing"
+    [refused] = found(**data, tensor_parallel_size=2)
+    assert refused.endswith("--mm-encoder-tp-mode data and quantised weights on GPUs")
 
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -853,14 +858,18 @@ def test_variables_that_have_not_run_with_adapters_are_refused(
 
 
 def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(device: str, architecture: str) -> str | None:
-        model = SimpleNamespace(is_moe=True, architecture=architecture)
+    """Also where one of vLLM's classes serves models of other names."""
+
+    def found(device: str, architecture: str, of_class: str = "") -> str | None:
+        info = SimpleNamespace(architecture=of_class or architecture)
+        model = SimpleNamespace(is_moe=True, architecture=architecture, _model_info=info)
         config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
         return ROWS["MiniMax-M2, Step-3.5, and experts of vLLM's Transformers backend on a GPU"].found(config)
 
     for name in ("MiniMaxM2ForCausalLM", "Step3p5ForCausalLM", "TransformersMoEForCausalLM"):
         assert found("cuda", name) == f"{name} on a GPU"
         assert found("cpu", name) is found("cuda", "AfmoeForCausalLM") is None
+        assert found("cuda", "MellumForCausalLM", name) == "MellumForCausalLM on a GPU"
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found("cuda", "MiniMaxM2ForCausalLM") is None
 

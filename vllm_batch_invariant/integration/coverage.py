@@ -1135,7 +1135,10 @@ def _encoded_by_several(config: Config) -> str | None:
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere,
-        f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images and by_gpus and model.quantization,
+        f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images
+        and by_gpus
+        and model.quantization
+        and several,
         f"{tree} on GPUs": k_slices > 1 and tree_elsewhere,
         "a prefix cache beside states on GPUs": by_gpus
         and several
@@ -1267,9 +1270,9 @@ def _experts_by_another_version(config: Config) -> str | None:
 
 def _experts_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
-    if not model.is_moe or model.architecture not in RAN.experts_on_cpus_alone or envs.starts_untried():
-        return None
-    return f"{model.architecture} on a GPU"
+    of_class = getattr(getattr(model, "_model_info", None), "architecture", "")  # which may serve other names, too
+    untried = {model.architecture, of_class} & {*RAN.experts_on_cpus_alone}
+    return _when(model.is_moe and untried and not envs.starts_untried(), f"{model.architecture} on a GPU")
 
 
 def _moving_experts(config: Config) -> str | None:
