@@ -104,7 +104,6 @@ BINDING = {
     "Several GPUs": {"workers", "tree", "stages"},
     "Other models, dtypes": {"exact"},
     "Speculative decoding beside pipeline": {"stages"},
-    "Thinking budgets and reasoning parsers beside": {"options"},
     "Embeddings as inputs": {"options"},
     "Embeddings as prompts beside speculative": {"options"},
     "Embeddings as prompts beside pipeline": {"options"},
@@ -253,7 +252,7 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
             if option.is_in(Place(device)) and option.name != "experts":
                 assert {one.options.get(option.name, NONE) for one in drawn} >= set(option.values), option.name
         assert all(f"{name}={value}" in one.label for one in drawn for name, value in one.options.items())
-        assert not any("reasoning" in one.options for one in drawn if one.drafts)
+        assert any("reasoning" in one.options for one in drawn if one.drafts)
         beside = {(device, one.drafter) for one in drawn if one.drafts and "embeds" in one.options}
         assert beside == ({("cpu", "ngram")} if device == "cpu" else set())
         given = Place(device, given=frozenset(("--scheduling-policy", "--enable-prompt-embeds")))

@@ -1309,15 +1309,6 @@ def _thoughts_elsewhere(config: Config) -> str | None:
     return None if devices.of_config(config).has_thinking_budgets else _thinking_budgets(config)
 
 
-def _thoughts_beside_drafts(config: Config) -> str | None:
-    if not config.speculative_config:
-        return None
-    grammars = getattr(config, "structured_outputs_config", None)
-    masks_follow = getattr(grammars, "reasoning_parser", "") and not getattr(grammars, "enable_in_reasoning", False)
-    found = _thinking_budgets(config) or _when(masks_follow, "a reasoning parser")
-    return found and f"{found} beside speculative decoding"
-
-
 def _inexact(config: Config) -> str | None:
     """What exact arithmetic has no definition of."""
     device = devices.of_config(config)
@@ -1579,7 +1570,7 @@ COVERED = (
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5 and "
         "Qwen3-Next, suffixes, custom drafters, Medusa on a CPU: the answers and logprobs are those of plain decoding, "
-        "greedy and with a seed",
+        "greedy and with a seed; beside parsers of reasoning, but for requests with a thinking budget",
     ),
     Feature(
         "Tensor parallelism on GPUs",
@@ -1873,13 +1864,6 @@ REFUSED = (
         f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
-    ),
-    Feature(
-        "Thinking budgets and reasoning parsers beside speculative decoding",
-        "where an answer must stop thinking, and where its grammar begins, is counted with the drafts",
-        "leave --reasoning-config and --reasoning-parser out",
-        _thoughts_beside_drafts,
-        arguments=("--reasoning-config", SPECULATION),
     ),
     Feature(
         "Thinking budgets and reasoning parsers on other devices than CPUs and GPUs",
