@@ -297,6 +297,26 @@ def test_two_workers_are_drawn_beside_images_of_models_that_two_have_shared(monk
     assert of_odd_widths == {(1, 1, NONE), (2, 1, NONE), (2, 1, "data")}
 
 
+def test_n_grams_are_drawn_beside_images_of_models_that_have_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one worker, of a cache and weights in 16 bits; on a GPU none has."""
+    pytest.importorskip("vllm")
+
+    def drawn(device: str = "cpu", **changes: Any) -> list[Settings]:
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0" if device == "cpu" else "0.33.0")
+        place = Place(device, 4, 2, model=SEEING | changes, encodes=True)
+        found = [draw_settings(0, number, CONTEXT, place) for number in range(120)]
+        return [one for one in found if one.drafts and not one.text]
+
+    seen = drawn()
+    assert {(one.drafter, one.workers, one.tree, one.options.get("cache", NONE)) for one in seen} == {
+        ("ngram", 1, 1, NONE)
+    }
+    assert {one.prefix_cache for one in seen} == {True, False}
+    assert drawn("cuda") == []
+    assert drawn(quantization_config={"quant_method": "awq"}) == []
+    assert drawn(architectures=["InternVLForConditionalGeneration"]) == []
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_cache_in_fp8_is_drawn_beside_images_of_a_model_of_16_bits(
     monkeypatch: pytest.MonkeyPatch, quantised: bool

@@ -1151,9 +1151,16 @@ def _beside_encoded(config: Config) -> str | None:
     model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
     ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
+    drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
+    method = getattr(config.speculative_config, "method", None)
+    most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
-        "speculative decoding": config.speculative_config is not None,
+        f"speculative decoding with {method}": config.speculative_config is not None and method not in drafters,
+        f"speculative decoding by {most} workers": method and most > 1,
+        "speculative decoding beside quantised weights": method and model.quantization,
+        f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
+        and _cache_dtype(config) in FP8_CACHES,
         f"quantisation {other}": other,
         f"quantised experts of {model.architecture}": model.quantization
         and _has_heads_of_two_sizes(config)
@@ -1385,7 +1392,7 @@ COVERED = (
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
-        "with 0.33",
+        "with 0.33; of the first three, without experts, beside drafts of n-grams, of Qwen3.5 MTP, on a CPU",
     ),
     Feature(
         "Images by two workers",
@@ -1958,13 +1965,13 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
-        "Images, videos and audio with stages or engines, drafts, other quantisation, FP8 caches but of Qwens in 16 "
-        "bits by one worker, on GPUs of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs vLLM's first "
-        "model runner",
+        "Images, videos and audio with stages, engines, other quantisation, drafts and FP8 caches but of Qwens in 16 "
+        "bits by one worker, on GPUs caches of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs "
+        "vLLM's first model runner",
         "nobody ran them",
-        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts the last",
+        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts drafts on GPUs",
         _beside_encoded,
-        arguments=(PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name),
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
     Feature(
         "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "

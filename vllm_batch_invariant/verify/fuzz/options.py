@@ -167,8 +167,12 @@ class Place:
         found = models & {*(self.model.get("architectures") or ())} or (on_a_gpu and self._of_latent)
         return self.is_quantised and bool(found)
 
-    def takes_drafts(self, cached: bool) -> bool:
-        """Whether drafts have run, also beside a prefix cache: on a GPU of few quantised models."""
+    def takes_drafts(self, cached: bool, text: bool) -> bool:
+        """Whether drafts have run, also beside a prefix cache: on a GPU of few quantised models, and of none beside
+        images.
+        """
+        if self.encodes and self.is_quantised and not text:
+            return False
         if self.device != "cuda" or not self.is_quantised:
             return True
         return not self.is_alone and not (cached and self._of_rules)
@@ -465,7 +469,7 @@ FIELDS = (
         "drafts",
         coverage.SPECULATION,
         lambda _: DRAFTS,
-        lambda place, one: place.takes_drafts(one.prefix_cache) and _has_room_for_drafts(one),
+        lambda place, one: place.takes_drafts(one.prefix_cache, bool(one.text)) and _has_room_for_drafts(one),
     ),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
