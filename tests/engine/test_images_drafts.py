@@ -153,7 +153,11 @@ def test_a_request_with_images_has_the_bits_of_plain_decoding_in_any_company(
     expected, known = plain(name), tmp_path / "answers.json"
     assert expected[3]["completions"] != expected[4]["completions"], "the model does not look at images"
     known.write_text(json.dumps([one["prompt"] + one["completions"][0]["tokens"] for one in expected]))
-    faults = (SOFTENED, KEPT) if "3.5" in name else (SOFTENED,) if kept_states.ON_GPU else (SOFTENED, MOVED)
+    faults = [SOFTENED]
+    if "3.5" in name and method != "n-grams":  # which are few
+        faults.append(KEPT)
+    elif "3.5" not in name and not kept_states.ON_GPU:
+        faults.append(MOVED)
     drafts = json.dumps(METHODS[method] | {"num_speculative_tokens": 4})
     with engine(name, variables={ANSWERS: str(known)}, speculative_config=drafts) as running:
         found = {run: answers(running, name, run) for run in RUNS}
