@@ -40,16 +40,16 @@ SMALL = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 12, "enable_pr
 FAULTS = ("end_as_vllm_says", "end_with_the_step")
 
 
-def requests(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def requests(tokenizer: Tokenizer, page: int) -> list[dict[str, Any]]:
     """Some with a grammar behind a thought, of few tokens, so that it soon ends and a new one would begin; and some
-    without. Prompts have marks, of which the first says whether it begins a thought, and repeat.
+    without. Prompts have marks, and repeat, and answers go over the end of a page, so that requests are preempted.
     """
     start, end, *letters = (tokenizer.token_to_id(one) for one in ("def", "self", *"abcdef"))
     made = []
     for number in range(16):
         kind = number % len(KINDS)
         spoken = [start, end, *letters]
-        prompt = [len(KINDS) * (20 + number) + kind, *tokens(80 + number, number, range(300, 480)), *letters[:2]]
+        prompt = [len(KINDS) * (20 + number) + kind, *tokens(page - 48 + number, number, range(300, 480)), *letters[:2]]
         prompt += [end, start, letters[number % 6]] * (1 + number % 5) + [start]
         seeded = {"temperature": 1.0, "seed": number} if number % 3 else {"temperature": 0.0}
         params = seeded | {"max_tokens": 40, "logprobs": 3, "ignore_eos": True}
@@ -78,7 +78,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def asked(model: Path) -> list[dict[str, Any]]:
-    return requests(Tokenizer.from_file(str(model / "tokenizer.json")))
+    return requests(Tokenizer.from_file(str(model / "tokenizer.json")), 256 if _has_mtp(model) else 128)
+
+
+def _has_mtp(model: Path) -> bool:
+    return "mtp_num_hidden_layers" in (model / "config.json").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +120,7 @@ def test_an_answer_is_that_of_plain_decoding_with_and_without_a_grammar(
     method: str,
 ) -> None:
     """With a thought's end taken for one elsewhere in a step it is not."""
-    if method == "mtp" and not (model / "config.json").read_text().count("mtp_num_hidden_layers"):
+    if method == "mtp" and not _has_mtp(model):
         pytest.skip("it has no layer for more tokens")
     if method == "known answers" and kept_states.ON_GPU:
         pytest.skip("a drafter of one's own needs the first model runner")
