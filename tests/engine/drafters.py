@@ -225,11 +225,12 @@ def predict_by_last_layer(folder: Path, likely: int | None = None) -> Path:
 
 
 def add_mtp(folder: Path) -> Path:
-    """Give a small Qwen3.5, with experts or without, or Qwen3-Next a layer that predicts a second token, of random
-    weights.
+    """Give a small Qwen3.5, with experts or without, also one that takes images, or Qwen3-Next a layer that predicts a
+    second token, of random weights.
     """
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    last = f"model.layers.{config['layer_types'].index('full_attention')}."
+    whole, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, around = whole.get("text_config", whole), "language_model." * ("text_config" in whole)
+    last = f"model.{around}layers.{config['layer_types'].index('full_attention')}."
     shapes = {
         f"mtp.layers.0.{name.removeprefix(last)}": tuple(weight.shape)
         for name, weight in weights.items()
@@ -242,7 +243,8 @@ def add_mtp(folder: Path) -> Path:
     for name in [name for name in shapes if not name.endswith(".weight")]:  # experts that are one tensor
         made[name] = made.pop(f"{name}.weight")
     save_file(weights | made, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    config["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
 

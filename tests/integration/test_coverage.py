@@ -359,7 +359,7 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
         ({"cudagraph_mm_encoder": True}, "cudagraph_mm_encoder"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism 2"),
         ({"data_parallel_size": 2}, "data parallelism 2"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative decoding with eagle"),
         ({"quantization": "awq"}, "quantisation awq"),
         (
             {"architecture": "Gemma3ForConditionalGeneration", "cache_config": SimpleNamespace(cache_dtype="fp8")},
@@ -378,6 +378,34 @@ def test_what_has_not_run_with_images_is_found(
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     assert found(**IMAGES, **changes) == [f"image inputs with {said}"]
     assert found(**changes) == []
+
+
+@pytest.mark.parametrize("architecture", coverage.RAN.encoded_drafters)
+def test_drafts_beside_images_are_those_of_one_worker_that_have_run(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SimpleNamespace(model_type=coverage.RAN.text_models.get(architecture, ("",))[0])
+    beside = partial(found, architecture=architecture, hf_text_config=text, **IMAGES)
+    for method in ("ngram", "custom_class", "mtp", "eagle3"):
+        drafts = {"speculative_config": SimpleNamespace(method=method)}
+        said = [f"image inputs with speculative decoding with {method}"]
+        ran = coverage.RAN.encoded_drafters[architecture]
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+        assert beside(**drafts) == ([] if method in ran["cpu"] else said)
+        if method not in ran["cpu"]:
+            continue
+        by_two = beside(**drafts, tensor_parallel_size=2)
+        assert by_two == ["image inputs with speculative decoding by 2 workers"]
+        in_fp8 = beside(**drafts, cache_config=SimpleNamespace(cache_dtype="fp8"))
+        assert in_fp8 == ["image inputs with speculative decoding beside a KV cache in fp8"]
+        quantised = beside(**drafts, quantization="fp8")
+        assert quantised == ["image inputs with speculative decoding beside quantised weights"]
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+        on_a_gpu = partial(beside, **drafts, device="cuda")
+        assert on_a_gpu() == ([] if method in ran.get("cuda", ()) else said)
+        monkeypatch.setenv(UNTRIED.name, "1")
+        assert on_a_gpu() == []
+        monkeypatch.delenv(UNTRIED.name)
 
 
 def test_images_in_exact_arithmetic_and_by_flex_attention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -198,3 +200,81 @@ def test_a_thought_of_a_request_that_was_preempted_does_not_end_with_its_prompts
     assert kind().should_advance(preempted) is not is_mended
     assert preempted.num_computed_tokens == 0
     assert kind().should_advance(ended)
+
+
+BEGINS = 8
+
+
+class LastMark:
+    """As parsers of vLLM's that look at the whole answer: a thought has ended if its last mark is an end."""
+
+    def is_reasoning_end(self, tokens: Sequence[int]) -> bool:
+        marks = [token for token in tokens if token in (BEGINS, ENDS)]
+        return bool(marks) and marks[-1] == ENDS
+
+    def is_reasoning_end_streaming(self, tokens: Sequence[int], new: Sequence[int]) -> bool:
+        return self.is_reasoning_end(tokens)
+
+
+class AnyEnd(LastMark):
+    """As most of them: one among the new tokens is enough."""
+
+    def is_reasoning_end_streaming(self, tokens: Sequence[int], new: Sequence[int]) -> bool:
+        return ENDS in new
+
+
+class TakesAll:
+    """A grammar that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.given += tokens
+        return True
+
+
+def given_to_a_grammar(kind: Any, parser: Any, prompt: list[int], steps: Sequence[Sequence[int]]) -> list[int]:
+    """The tokens of an answer that its grammar is given, which comes in these steps; and what is said of each step's
+    before it is taken.
+    """
+    manager = kind.__new__(kind)
+    manager.enable_in_reasoning, manager.reasoner_cls = False, object
+    grammar = TakesAll()
+    structured = SimpleNamespace(reasoning_ended=None, reasoner=parser, grammar=grammar, reasoning_parser_kwargs=None)
+    known = list(prompt)
+    request = SimpleNamespace(
+        request_id="",
+        use_structured_output=True,
+        prompt_token_ids=prompt,
+        all_token_ids=known,
+        structured_output_request=structured,
+    )
+    for step in steps:
+        taken = len(grammar.given)
+        before = manager._get_constraint_bounds(request, list(step))
+        known += step
+        manager.accept_tokens(request, list(step))
+        assert len(step) - before.grammar_start == len(grammar.given) - taken or len(grammar.given) == taken
+    return grammar.given
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+@pytest.mark.parametrize("parser", [LastMark, AnyEnd])
+def test_a_grammar_begins_at_the_same_token_however_many_a_step_has(parser: Any, is_mended: bool) -> None:
+    """vLLM's own finds no end of a thought behind which a new one begins in the same step."""
+    own = patch_points.STRUCTURED_OUTPUTS.get()
+    if not grammars.counts_thoughts_by_token(own):
+        pytest.skip("this vLLM has another function for it, and such requests are refused")
+    kind = type("Manager", (own,), {"_get_constraint_bounds": inspect.unwrap(own._get_constraint_bounds)})
+    if is_mended:
+        grammars.thoughts_end_at_the_same_token(kind)
+    chance, differing = random.Random(0), 0
+    for _ in range(400):
+        prompt = chance.choices((1, 2, BEGINS, ENDS), k=chance.randint(1, 4))
+        answer = chance.choices((1, 2, 3, BEGINS, ENDS), k=12)
+        cuts = sorted(chance.sample(range(1, 12), chance.randint(0, 6)))
+        steps = [answer[start:end] for start, end in pairwise([0, *cuts, 12])]
+        expected = given_to_a_grammar(kind, parser(), prompt, [[token] for token in answer])
+        differing += given_to_a_grammar(kind, parser(), prompt, steps) != expected
+    assert (differing > 0) is (parser is LastMark and not is_mended)

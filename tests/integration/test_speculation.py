@@ -11,6 +11,7 @@ import torch
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import ATTENTION
 from vllm_batch_invariant.integration import coverage
+from vllm_batch_invariant.integration.engine import thoughts
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.sampling import speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
@@ -321,12 +322,60 @@ def test_drafters_that_have_not_run_are_refused_by_name(
     rows = [feature for feature in coverage.REFUSED if "peculative" in feature.name]
     assert [name for name in (feature.found(config) for feature in rows) if name] == found
     config.reasoning_config = object()
-    assert "a reasoning configuration beside speculative decoding" in [feature.found(config) for feature in rows]
-    config.reasoning_config = None
-    for everywhere in (False, True):  # a grammar that begins with the answer depends on no end of a thought
-        config.structured_outputs_config = SimpleNamespace(reasoning_parser="qwen3", enable_in_reasoning=everywhere)
-        refused = "a reasoning parser beside speculative decoding" in [feature.found(config) for feature in rows]
-        assert refused is not everywhere
+    config.structured_outputs_config = SimpleNamespace(reasoning_parser="qwen3", enable_in_reasoning=False)
+    assert [name for name in (feature.found(config) for feature in rows) if name] == found
+
+
+BUDGET, GRAMMAR = "a thinking budget", "a grammar behind thoughts"
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "device", "refused"),
+    [
+        ({}, {}, "cpu", ""),
+        ({"thinking_token_budget": 3}, {}, "cpu", BUDGET),
+        ({"thinking_token_budget": 0}, {"reasoning_parser": ""}, "cuda", BUDGET),
+        ({"thinking_token_budget": 3}, {"drafts": None}, "cpu", ""),
+        ({"structured_outputs": object()}, {}, "cpu", ""),
+        ({"structured_outputs": object()}, {}, "cuda", GRAMMAR),
+        ({"structured_outputs": object()}, {"version": "0.33.0"}, "cpu", GRAMMAR),
+        ({"structured_outputs": object()}, {"reasoning_parser": ""}, "cuda", ""),
+        ({"structured_outputs": object()}, {"enable_in_reasoning": True}, "cuda", ""),
+        ({"structured_outputs": object()}, {"drafts": None}, "cuda", ""),
+    ],
+)
+def test_a_request_that_counts_a_thoughts_tokens_is_refused_beside_drafts_where_that_has_not_run(
+    asked: dict[str, Any],
+    settings: dict[str, Any],
+    device: str,
+    refused: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"reasoning_parser": "qwen3", "enable_in_reasoning": False, "drafts": object(), "version": "0.32.0"}
+    given |= settings
+    monkeypatch.setattr(patch_points, "installed_version", lambda: given["version"])
+    config = SimpleNamespace(
+        speculative_config=given["drafts"],
+        structured_outputs_config=SimpleNamespace(**given),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    params = SimpleNamespace(**{"thinking_token_budget": None, "structured_outputs": None} | asked)
+    said = thoughts.objection(params, config)
+    assert said.startswith(refused)
+    assert bool(said) is bool(refused)
+    assert thoughts.objection(None, config) == ""
+
+    class Refused(ValueError):
+        pass
+
+    monkeypatch.setattr(patch_points.VALIDATION_ERROR.module(), "VLLMValidationError", Refused)
+    process = thoughts.checked(lambda self, request: request)
+    request = SimpleNamespace(sampling_params=params)
+    if not refused:
+        assert process(SimpleNamespace(vllm_config=config), request) is request
+        return
+    with pytest.raises(Refused, match=f"does not cover {refused} beside speculative decoding"):
+        process(SimpleNamespace(vllm_config=config), request)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

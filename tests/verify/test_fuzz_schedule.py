@@ -104,7 +104,6 @@ BINDING = {
     "Several GPUs": {"workers", "tree", "stages"},
     "Other models, dtypes": {"exact"},
     "Speculative decoding beside pipeline": {"stages"},
-    "Thinking budgets and reasoning parsers beside": {"options"},
     "Embeddings as inputs": {"options"},
     "Embeddings as prompts beside speculative": {"options"},
     "Embeddings as prompts beside pipeline": {"options"},
@@ -253,7 +252,7 @@ def test_every_value_of_every_option_is_drawn_where_an_engine_has_it() -> None:
             if option.is_in(Place(device)) and option.name != "experts":
                 assert {one.options.get(option.name, NONE) for one in drawn} >= set(option.values), option.name
         assert all(f"{name}={value}" in one.label for one in drawn for name, value in one.options.items())
-        assert not any("reasoning" in one.options for one in drawn if one.drafts)
+        assert any("reasoning" in one.options for one in drawn if one.drafts)
         beside = {(device, one.drafter) for one in drawn if one.drafts and "embeds" in one.options}
         assert beside == ({("cpu", "ngram")} if device == "cpu" else set())
         given = Place(device, given=frozenset(("--scheduling-policy", "--enable-prompt-embeds")))
@@ -296,6 +295,26 @@ def test_two_workers_are_drawn_beside_images_of_models_that_two_have_shared(monk
     assert drawn_beside_images(architectures=whole, **quantised) == {(1, 1, NONE)}
     of_odd_widths = drawn_beside_images(SEEING["vision_config"] | {"intermediate_size": 336})
     assert of_odd_widths == {(1, 1, NONE), (2, 1, NONE), (2, 1, "data")}
+
+
+def test_n_grams_are_drawn_beside_images_of_models_that_have_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one worker, of a cache and weights in 16 bits; on a GPU none has."""
+    pytest.importorskip("vllm")
+
+    def drawn(device: str = "cpu", **changes: Any) -> list[Settings]:
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0" if device == "cpu" else "0.33.0")
+        place = Place(device, 4, 2, model=SEEING | changes, encodes=True)
+        found = [draw_settings(0, number, CONTEXT, place) for number in range(120)]
+        return [one for one in found if one.drafts and not one.text]
+
+    seen = drawn()
+    assert {(one.drafter, one.workers, one.tree, one.options.get("cache", NONE)) for one in seen} == {
+        ("ngram", 1, 1, NONE)
+    }
+    assert {one.prefix_cache for one in seen} == {True, False}
+    assert drawn("cuda") == []
+    assert drawn(quantization_config={"quant_method": "awq"}) == []
+    assert drawn(architectures=["InternVLForConditionalGeneration"]) == []
 
 
 @pytest.mark.parametrize("quantised", [False, True])

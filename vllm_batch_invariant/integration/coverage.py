@@ -1159,9 +1159,16 @@ def _beside_encoded(config: Config) -> str | None:
     model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
     ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
+    drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
+    method = getattr(config.speculative_config, "method", None)
+    most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
-        "speculative decoding": config.speculative_config is not None,
+        f"speculative decoding with {method}": config.speculative_config is not None and method not in drafters,
+        f"speculative decoding by {most} workers": method and most > 1,
+        "speculative decoding beside quantised weights": method and model.quantization,
+        f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
+        and _cache_dtype(config) in FP8_CACHES,
         f"quantisation {other}": other,
         f"quantised experts of {model.architecture}": model.quantization
         and _has_heads_of_two_sizes(config)
@@ -1319,15 +1326,6 @@ def _thoughts_elsewhere(config: Config) -> str | None:
     return None if devices.of_config(config).has_thinking_budgets else _thinking_budgets(config)
 
 
-def _thoughts_beside_drafts(config: Config) -> str | None:
-    if not config.speculative_config:
-        return None
-    grammars = getattr(config, "structured_outputs_config", None)
-    masks_follow = getattr(grammars, "reasoning_parser", "") and not getattr(grammars, "enable_in_reasoning", False)
-    found = _thinking_budgets(config) or _when(masks_follow, "a reasoning parser")
-    return found and f"{found} beside speculative decoding"
-
-
 def _inexact(config: Config) -> str | None:
     """What exact arithmetic has no definition of."""
     device = devices.of_config(config)
@@ -1404,7 +1402,7 @@ COVERED = (
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
         "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
-        "with 0.33",
+        "with 0.33; of the first three, without experts, beside drafts of n-grams, of Qwen3.5 MTP, on a CPU",
     ),
     Feature(
         "Images by two workers",
@@ -1595,7 +1593,7 @@ COVERED = (
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
         "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa on a CPU: the answers and "
-        "logprobs are those of plain decoding, greedy and with a seed",
+        "logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, without budgets",
     ),
     Feature(
         "Tensor parallelism on GPUs",
@@ -1891,13 +1889,6 @@ REFUSED = (
         arguments=(SPECULATION,),
     ),
     Feature(
-        "Thinking budgets and reasoning parsers beside speculative decoding",
-        "where an answer must stop thinking, and where its grammar begins, is counted with the drafts",
-        "leave --reasoning-config and --reasoning-parser out",
-        _thoughts_beside_drafts,
-        arguments=("--reasoning-config", SPECULATION),
-    ),
-    Feature(
         "Thinking budgets and reasoning parsers on other devices than CPUs and GPUs",
         "vLLM counts a thought anew where its request was preempted, and that is mended in its own runner alone",
         "leave --reasoning-config and --reasoning-parser out",
@@ -1990,13 +1981,13 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
-        "Images, videos and audio with stages or engines, drafts, other quantisation, FP8 caches but of Qwens in 16 "
-        "bits by one worker, on GPUs of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs vLLM's first "
-        "model runner",
+        "Images, videos and audio with stages, engines, other quantisation, drafts and FP8 caches but of Qwens in 16 "
+        "bits by one worker, on GPUs caches of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs "
+        "vLLM's first model runner",
         "nobody ran them",
-        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts the last",
+        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts drafts on GPUs",
         _beside_encoded,
-        arguments=(PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name),
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
     Feature(
         "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "

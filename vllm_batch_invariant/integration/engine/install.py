@@ -19,6 +19,7 @@ from . import (
     refusals,
     resumption,
     server,
+    thoughts,
     unwritten_pages,
     weights,
     whole_images,
@@ -77,6 +78,7 @@ def install_on_every_device() -> None:
     speculation.install_front_end()
     grammars.install()
     resumption.install()
+    thoughts.install()
     whole_images.install()
     unwritten_pages.install()
     kv_connectors.install()

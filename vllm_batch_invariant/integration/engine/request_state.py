@@ -62,7 +62,7 @@ def install() -> None:
 
 def budgets_follow_tokens(holder: type[Any]) -> None:
     """Have a thinking budget's state advance by one output token after the other, however many are new, and move with
-    its row. No request with a budget has drafts: they are refused.
+    its row. No request with a budget has drafts: it is refused (:mod:`.thoughts`).
     """
     original, find = holder.sync_batch, holder._find_last_sequence_index
 

@@ -251,6 +251,8 @@ class Ran:
         latent_quantised_drafted_on_gpus: those that one has run with drafts.
         latent_quantised: kinds of quantised weights that have been served with it, by device.
         chunks: versions whose engines have served these, by device.
+        encoded_drafters: methods of speculative decoding that one worker has run beside images, by model and device.
+        grammars_behind_thoughts: versions whose engines have had them beside drafts, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
         chunk_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
         pooling: versions whose engines have pooled, by device.
@@ -407,6 +409,8 @@ class Ran:
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
+    encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
+    grammars_behind_thoughts: Mapping[str, str]
 
 
 @cache

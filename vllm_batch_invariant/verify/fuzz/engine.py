@@ -51,6 +51,7 @@ def info(llm: Any) -> dict[str, Any]:
         left_out[BUDGET] = "the engine was started without a reasoning configuration"
     if config.speculative_config is not None:
         left_out |= dict.fromkeys(NOT_BESIDE_DRAFTS, "vLLM does not take it beside speculative decoding")
+        left_out.setdefault(BUDGET, "the mode refuses it beside speculative decoding")
     second = bool(getattr(config, "use_v2_model_runner", False)) and torch.cuda.is_available()
     workers, tree = config.parallel_config.tensor_parallel_size, k_slices()
     of = f" of {workers} workers" * (workers > 1)  # whose number decides bits

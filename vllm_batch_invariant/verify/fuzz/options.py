@@ -193,8 +193,12 @@ class Place:
         architecture = next(iter(self.model.get("architectures") or ()), "")
         return self.is_quantised and (architecture in coverage.RAN.text_of or bool(coverage.kept_by(architecture)))
 
-    def takes_drafts(self, cached: bool) -> bool:
-        """Whether drafts have run, also beside a prefix cache: on a GPU of few quantised models."""
+    def takes_drafts(self, cached: bool, text: bool) -> bool:
+        """Whether drafts have run, also beside a prefix cache: on a GPU of few quantised models, and of none beside
+        images.
+        """
+        if self.encodes and self.is_quantised and not text:
+            return False
         if self.device != "cuda" or not self.is_quantised:
             return True
         return not self.is_alone and not (cached and self._of_rules)
@@ -498,7 +502,7 @@ FIELDS = (
         "drafts",
         coverage.SPECULATION,
         lambda _: DRAFTS,
-        lambda place, one: place.takes_drafts(one.prefix_cache) and _has_room_for_drafts(one),
+        lambda place, one: place.takes_drafts(one.prefix_cache, bool(one.text)) and _has_room_for_drafts(one),
     ),
     Field("drafter", coverage.SPECULATION, _drafters, lambda _, one: one.drafts > 0),
     Field(
