@@ -148,6 +148,13 @@ def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(c
     assert kept_states.decodes_as_it_prefills(case.found)
 
 
+@pytest.mark.skipif(not kept_states.ON_GPU, reason="a CPU has no graphs")
+def test_steps_in_cuda_graphs_have_the_same_bits(case: Case, started: Callable[..., Any]) -> None:
+    replayed = started(case.packed, afterwards=kept_states.ask_briefly, **case.family.settings | kept_states.IN_GRAPHS)
+    assert replayed["among others"] == replayed["alone"] == case.found["alone"]
+
+
+@pytest.mark.exhaustive
 def test_each_layer_has_the_bits_of_a_checkpoint_in_fp8_with_the_matrices_of_the_others(
     case: Case, started: Callable[..., Any]
 ) -> None:

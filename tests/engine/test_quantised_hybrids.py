@@ -145,6 +145,13 @@ def test_a_request_has_the_same_bits_in_any_company_at_any_cut_and_in_any_page(c
     assert decodes_as_it_prefills(case.found)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+def test_steps_in_cuda_graphs_have_the_same_bits(case: Case, started: Callable[..., Any]) -> None:
+    settings = case.family.settings | kept_states.IN_GRAPHS | {"variables": UNTRIED_THERE}
+    replayed = started(case.packed, afterwards=kept_states.ask_briefly, **settings)
+    assert replayed["among others"] == replayed["alone"] == case.found["alone"]
+
+
 def test_weights_alone_that_are_quantised_have_the_bits_of_their_matrices(
     case: Case, started: Callable[..., Any]
 ) -> None:

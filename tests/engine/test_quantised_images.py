@@ -71,10 +71,11 @@ class Family(NamedTuple):
         """In pixels, what images are counted in."""
         return self.side or images.patch_of(self.config())
 
-    def engine(self, folder: Path, path: Path) -> Engine:
+    def engine(self, folder: Path, path: Path, in_graphs: bool = False) -> Engine:
         """Of a checkpoint; ``path`` is a folder for what vLLM imports."""
         paths = os.pathsep.join([*multimodal.python_path(path), PATHS])
-        arguments = arguments_of(self.limits | OF_DEVICE | EAGER_ON_GPU | {"dtype": "bfloat16"})
+        eager = {} if in_graphs else EAGER_ON_GPU
+        arguments = arguments_of(self.limits | OF_DEVICE | eager | {"dtype": "bfloat16"})
         return Engine(str(folder), arguments, "1", SETTINGS | UNTRIED_THERE | {"PYTHONPATH": paths}, patience=600)
 
 
@@ -127,6 +128,8 @@ class Case(NamedTuple):
     runs: dict[str, dict[str, Any]]
     with_one_scale: tuple[Requests, Requests] | None
     of_matrices: dict[str, dict[str, Any]]
+    in_graphs: dict[str, dict[str, Any]]
+    """Some of the runs in CUDA graphs."""
 
     @property
     def alone(self) -> Requests:
@@ -150,8 +153,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         requests, _, reset = asked[run]
         return engine.call("tests.engine.images:answers", requests, patch, reset)
 
-    def served(folder: Path, runs: list[str], fault: str = "") -> tuple[dict[str, dict[str, Any]], Any]:
-        with family.engine(folder, path) as engine:
+    def served(
+        folder: Path, runs: list[str], fault: str = "", in_graphs: bool = False
+    ) -> tuple[dict[str, dict[str, Any]], Any]:
+        with family.engine(folder, path, in_graphs) as engine:
             found = {run: answers(engine, run) for run in runs}
             if not fault:
                 return found, None
@@ -162,7 +167,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     runs, faulty = served(root / "packed", list(asked), "" if weights_alone else "one_scale_a_step")
     by_itself = [run for run in asked if "alone" in run]
     of_matrices = served(root / "unpacked", by_itself)[0] if weights_alone else {}
-    return Case(family.requests, weights_alone, runs, faulty, of_matrices)
+    in_graphs = served(root / "packed", [*by_itself, "behind 3"], in_graphs=True)[0] if ON == "cuda" else {}
+    return Case(family.requests, weights_alone, runs, faulty, of_matrices, in_graphs)
 
 
 def test_a_request_with_images_has_the_same_bits_in_any_company(case: Case) -> None:
@@ -175,6 +181,13 @@ def test_a_request_with_images_has_the_same_bits_in_any_company(case: Case) -> N
     assert {run: numbers for run, numbers in differing.items() if numbers} == {}
     assert case.runs["behind 3"]["calls"]["items"] > case.runs["behind 3"]["calls"]["calls"], "no images shared a call"
     assert case.runs["preempted"]["preemptions"] > 0
+
+
+@pytest.mark.skipif(ON == "cpu", reason="a CPU has no graphs")
+def test_steps_in_cuda_graphs_have_the_same_bits(case: Case) -> None:
+    place = images.runs_of(*case.requests)["behind 3"][1]
+    assert differing_answers(alone(case.in_graphs), case.alone) == []
+    assert differing_answers(case.in_graphs["behind 3"]["given"][place], case.alone) == []
 
 
 def test_weights_alone_that_are_quantised_have_the_bits_of_their_matrices(case: Case) -> None:

@@ -107,7 +107,7 @@ def drafted(engine: Engine, asked: list[dict[str, Any]], faults: tuple[str, ...]
     return found
 
 
-METHODS = ("known answers", "n-grams", "mtp")
+METHODS = (pytest.param("known answers", marks=pytest.mark.exhaustive), "n-grams", "mtp")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -113,7 +113,8 @@ def test_settings_of_a_model_that_sees_images_are_drawn_with_and_without_them() 
     drawn = [draw_settings(0, number, 1024, place) for number in range(40)]
     assert {one.text for one in drawn} == {NONE, *TEXT_ONLY}
     seeing = [one for one in drawn if not one.text]
-    assert not any(one.drafts or one.exact or one.workers > 1 for one in seeing)
+    assert not any(one.exact or one.workers > 1 for one in seeing)
+    assert {one.drafter for one in seeing if one.drafts} == {"ngram"}
     assert {one.options.get("cache", NONE) for one in seeing} == {NONE, "fp8"}
     gemma = replace(place, model=VISION | {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]})
     of_gemma = (draw_settings(0, number, 1024, gemma) for number in range(40))

@@ -1278,8 +1278,8 @@ def _experts_by_another_version(config: Config) -> str | None:
 def _experts_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     of_class = getattr(getattr(model, "_model_info", None), "architecture", "")  # which may serve other names, too
-    untried = {model.architecture, of_class} & {*RAN.experts_on_cpus_alone}
-    return _when(model.is_moe and untried and not envs.starts_untried(), f"{model.architecture} on a GPU")
+    untried = model.is_moe and {model.architecture, of_class} & {*RAN.experts_on_cpus_alone}
+    return f"{model.architecture} on a GPU" if untried and not envs.starts_untried() else None
 
 
 def _moving_experts(config: Config) -> str | None:
