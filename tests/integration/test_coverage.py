@@ -1163,7 +1163,7 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
         assert on_a_gpu() is on_a_gpu(is_moe=True) is on_a_gpu(tensor_parallel_size=2) is spaces(device="cuda") is None
         said = "gated delta rules with speculative decoding and quantised weights on a GPU"
         assert drafting(enable_prefix_caching=False) == said
-        of_next = on_a_gpu(architecture="Qwen3NextForCausalLM")
+        of_next = on_a_gpu(architecture="Qwen3NextForCausalLM", is_moe=True)
         assert of_next == (None if "float4" in by[0] else f"gated delta rules with quantisation {by[0]}")
     assert len(of_modelopt) == 2
     by[0] = next(kind for kind in of_modelopt if "float4" in kind).replace("modelopt", "compressed-tensors")
@@ -1264,6 +1264,9 @@ def test_a_cache_in_fp8_beside_states_on_a_gpu_has_run_with_its_model_drafts_wei
     monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     assert found_of_spaces(**cache, quantization="modelopt") is None
     assert found_of_spaces(**cache, quantization="modelopt", is_moe=True) is None
+    latent = SimpleNamespace(moe_latent_size=128, hybrid_override_pattern="ME*E")
+    for others in ({"is_moe": True, "hf_text_config": latent}, {"quantization": "modelopt_fp4"}):
+        assert str(found_of_spaces(**cache | {"quantization": "modelopt"} | others)).endswith("with a KV cache in fp8")
     assert str(found_of_rules(**cache, quantization="modelopt")).endswith("with a KV cache in fp8")
     by[0] = "compressed-tensors with int4 weights"
     assert found_of_spaces(device="cuda", quantization="compressed-tensors") is None

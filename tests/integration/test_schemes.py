@@ -46,13 +46,14 @@ def found(
     engines: int = 1,
     whole_experts: bool = False,
     draft: dict[str, Any] | None = None,
+    drafter: dict[str, Any] | None = None,
     **of_model: Any,
 ) -> list[str]:
     """What the rows find in a model of this ``quantization_config``, with a draft model of another."""
     config = json.loads(json.dumps(config))
     name = of_model.get("quantization") or named(config)
-    drafter = SimpleNamespace(quantization=named(draft) if draft else None, is_moe=False)
-    drafts = SimpleNamespace(draft_model_config=drafter) if draft else None
+    of_draft = SimpleNamespace(**{"quantization": named(draft) if draft else None, "is_moe": False} | (drafter or {}))
+    drafts = SimpleNamespace(draft_model_config=of_draft) if draft else None
     read = get_quantization_config(name).from_config(config)
     model = {"quantization": name, "is_moe": False} | of_model
     given = SimpleNamespace(
@@ -159,7 +160,7 @@ def test_no_gpu_has_a_draft_model_of_modelopt_in_fp8(target: dict[str, Any], mon
     read = staticmethod(lambda draft, of: get_quantization_config(draft.quantization).from_config(dict(of)))
     monkeypatch.setattr(patch_points.CONFIG.get(), "get_quantization_config", read)
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    refused = ["a draft model in quantisation modelopt on a GPU"]
+    refused = ["drafts of quantisation modelopt on a GPU"]
     for draft in MODELOPT.values():
         assert found(W4A16, "cuda", draft=draft, **target) == refused
     for other in (W4A16, FORMS["fp8 by blocks"].config, FORMATS["nvfp4 of ModelOpt"].config):
@@ -438,6 +439,15 @@ def test_experts_in_other_formats_and_another_vllm_are_refused(monkeypatch: pyte
     assert found(W4A16) == [f"{where} with vLLM 0.31.0"]
 
 
+def test_nvfp4_beside_another_format_has_run_in_mixed_precision_alone() -> None:
+    """A checkpoint of compressed-tensors may have groups of layers in several."""
+    both = json.loads(json.dumps(FORMATS["nvfp4 with activations"].config))
+    both["config_groups"]["group_1"] = FORMATS["fp8 by channel"].config["config_groups"]["group_0"] | {"targets": ["x"]}
+    for device in ("cpu", "cuda"):
+        [refused] = found(both, device, is_moe=False)
+        assert refused.startswith("quantisation compressed-tensors of compressed-tensors with float")
+
+
 def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert found(W4A16, "cuda") == []
@@ -455,6 +465,14 @@ def test_what_no_gpu_has_run_is_refused_there(monkeypatch: pytest.MonkeyPatch) -
             assert found(W4A16, "cuda", **more) == []
     for form in (of for name, of in FORMATS.items() if "nvfp4" in name):
         assert found(form.config, "cuda", is_moe=True) == found(form.config, "cuda", is_moe=True, workers=2) == []
+        with monkeypatch.context() as drafting:
+            read = staticmethod(lambda draft, of: get_quantization_config(draft.quantization).from_config(dict(of)))
+            drafting.setattr(patch_points.CONFIG.get(), "get_quantization_config", read)
+            [refused] = found(form.config, "cuda", is_moe=True, draft=W4A16)
+            assert refused.endswith(" of experts in NVFP4 beside speculative decoding")
+            [refused] = found(W4A16, "cuda", draft=form.config, drafter={"is_moe": True})
+            assert refused.startswith("drafts of quantisation ")
+            assert found(form.config, "cuda", draft=W4A16) == found(W4A16, "cuda", is_moe=True, draft=W4A16) == []
     assert found(NVFP4_OF_MODELOPT, "cuda") == found(NVFP4_OF_MODELOPT, "cuda", is_moe=True) == []
     of_experts = {name for name, form in FORMS.items() if found(form.config, "cuda", is_moe=True) == []}
     by_two = {name for name in of_experts if found(FORMS[name].config, "cuda", is_moe=True, workers=2) == []}

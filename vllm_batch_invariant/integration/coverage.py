@@ -253,6 +253,9 @@ def _quantisation_elsewhere(config: Config) -> str | None:
         return _quantised_draft_elsewhere(config)
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
     where = f"quantisation {name} on {ops.name}"
+    kinds = _kinds(config)
+    if len(kinds) > 1 and name != schemes.MIXED and any("float4" in kind for kind in kinds):
+        return f"quantisation {name} of {' beside '.join(kinds)}"
     if ops.type not in RAN.quantised:
         return where
     if not version.startswith(RAN.quantised[ops.type]):
@@ -270,6 +273,9 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     found = {
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
         "in stages": parallel.pipeline_parallel_size > 1,
+        "of experts in NVFP4 beside speculative decoding": getattr(config, "speculative_config", None)
+        and schemes.has_experts(model)
+        and {*kinds} & {*RAN.quantised_experts_undrafted_on_gpus},
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
     }
@@ -284,8 +290,9 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
-    untried = {name, *schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone}
-    return _when(untried, f"a draft model in quantisation {name} on a GPU")
+    of_experts = RAN.quantised_experts_undrafted_on_gpus if schemes.has_experts(draft) else ()
+    untried = {name, *schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone, *of_experts}
+    return _when(untried, f"drafts of quantisation {name} on a GPU")
 
 
 def _other_quantisation(config: Config, ran: tuple[str, ...]) -> str | None:
@@ -335,7 +342,12 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
         return False
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
-    of_modelopt = _is_nemotron(config) and all(kind.startswith("modelopt") for kind in _kinds(config))
+    of_modelopt = (
+        _is_nemotron(config)
+        and not _has_latent_experts(model)
+        and all(kind.startswith("modelopt") for kind in _kinds(config))
+        and (schemes.has_experts(model) or model.quantization != "modelopt_fp4")
+    )
     return bool(
         drafters is None
         or method not in (None, *drafters)
@@ -866,13 +878,14 @@ def _states_shared(config: Config) -> str | None:
 def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ...]:
     """Kinds of quantised weights that have run beside such layers; fewer of experts on GPUs, and by two of these."""
     several, is_moe = config.parallel_config.tensor_parallel_size > 1, config.model_config.is_moe
+    ran = kept.quantised.get(ran_on, ())
     if kept is _DELTA_RULES and ran_on == "cuda" and (several or is_moe):
         by_two = () if is_moe else RAN.delta_rule_quantised_by_two_gpus
-        return by_two if several else RAN.delta_rule_experts_on_gpus
-    if _is_nemotron(config) and schemes.has_experts(config.model_config):
-        return RAN.mamba2_quantised_experts.get(ran_on, ())
+        ran = by_two if several else RAN.delta_rule_experts_on_gpus
+    elif _is_nemotron(config) and schemes.has_experts(config.model_config):
+        ran = RAN.mamba2_quantised_experts.get(ran_on, ())
     without = RAN.quantised_not_run_with.get(ran_on, {}).get(config.model_config.architecture, ())
-    return tuple(kind for kind in kept.quantised.get(ran_on, ()) if kind not in without)
+    return tuple(kind for kind in ran if kind not in without)
 
 
 def _is_latent(config: Config) -> bool:
@@ -1803,9 +1816,10 @@ REFUSED = (
         _quantisation,
     ),
     Feature(
-        "Quantised weights with another vLLM or device, and experts made int8 by several workers; on GPUs in stages, "
-        "by engines, in exact arithmetic, experts in ModelOpt's FP8 by two, draft models in it",
-        "they have not been run there",
+        "Quantised weights with another vLLM or device, experts made int8 by several, NVFP4 beside others but "
+        "of ModelOpt; on GPUs in stages, by engines, in exact arithmetic, experts in ModelOpt's FP8 by two, drafts "
+        "beside it and NVFP4 experts",
+        "not run there",
         f"use vLLM 0.32 on a CPU or 0.33 on one GPU; {envs.UNTRIED.name}=1 starts all but the first",
         _quantisation_elsewhere,
     ),

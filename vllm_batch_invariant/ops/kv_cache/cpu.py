@@ -60,7 +60,8 @@ def write(key: torch.Tensor, value: torch.Tensor, cache: CacheSlots) -> None:
     slots = cache.slots
     of_heads = (cache.keys.shape[3], 1)
     packed = key.stride()[1:] == value.stride()[1:] == of_heads and cache.keys.stride(3) == 1
-    if cache.k_scale is None and packed and cache.keys.stride() == cache.values.stride():
+    known = packed and cache.keys.element_size() in _BITS and cache.keys.stride() == cache.values.stride()
+    if cache.k_scale is None and known:
         _write_numbers(key, value, cache)
         return
     key, value = key[: len(slots)], value[: len(slots)]
