@@ -80,7 +80,7 @@ def test_a_job_whose_time_is_over_says_what_it_has_and_is_ended_with_all_that_it
     script = tmp_path / "asked.py"
     script.write_text(asked)
     began = time.monotonic()
-    jobs = job("polite", f"python3 {script}", seconds=1) + job("stubborn", stubborn, seconds=1)
+    jobs = job("polite", f"python3 {script}", seconds=3) + job("stubborn", stubborn, seconds=1)
     assert run(tmp_path, jobs) == 2
     assert time.monotonic() - began < 20
     assert "993" in (tmp_path / "polite.log").read_text()
