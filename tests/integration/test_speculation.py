@@ -11,7 +11,7 @@ import torch
 from tests.assertions import assert_same_bits
 from vllm_batch_invariant.envs import ATTENTION
 from vllm_batch_invariant.integration import coverage
-from vllm_batch_invariant.integration.engine import thoughts
+from vllm_batch_invariant.integration.engine import refusals, thoughts
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.sampling import speculation
 from vllm_batch_invariant.ops.acceptance import NO_TOKEN
@@ -369,7 +369,7 @@ def test_a_request_that_counts_a_thoughts_tokens_is_refused_beside_drafts_where_
         pass
 
     monkeypatch.setattr(patch_points.VALIDATION_ERROR.module(), "VLLMValidationError", Refused)
-    process = thoughts.checked(lambda self, request: request)
+    process = refusals.of_requests(lambda self, request: request, thoughts.problem)
     request = SimpleNamespace(sampling_params=params)
     if not refused:
         assert process(SimpleNamespace(vllm_config=config), request) is request

@@ -47,6 +47,24 @@ def is_users_process() -> bool:
     return not _process().startswith((_ENGINE, _WORKER, _SERVER))
 
 
+def of_requests(process_inputs: Callable[..., Any], problem: Callable[[Any, Any], str]) -> Callable[..., Any]:
+    """vLLM's method of the front end, which refuses requests in which there is a ``problem``, asked of vLLM's request
+    and configuration; empty if there is none.
+
+    The method then raises:
+        VLLMValidationError: vLLM's, of which a server tells the client.
+    """
+
+    @functools.wraps(process_inputs)
+    def process_and_check(self: Any, *args: Any, **named: Any) -> Any:
+        request = process_inputs(self, *args, **named)
+        if found := problem(request, self.vllm_config):
+            raise patch_points.VALIDATION_ERROR.get()(found)
+        return request
+
+    return process_and_check
+
+
 def relayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, whose refusals, and errors that follow from a refusal in another process, are refusals here.
 

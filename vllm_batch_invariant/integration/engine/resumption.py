@@ -16,6 +16,7 @@ import torch
 
 from ...resume import TOKENS
 from ..reviews import patch_points
+from . import refusals
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -31,7 +32,7 @@ def tokens_of(params: Any) -> list[int]:
 def install() -> None:
     """Hook into servers and engines of this process."""
     processor = patch_points.INPUT_PROCESSOR.get()
-    processor.process_inputs = checked(processor.process_inputs)
+    processor.process_inputs = refusals.of_requests(processor.process_inputs, problem)
     request = patch_points.REQUEST.get()
     request.from_engine_core_request = classmethod(with_output(request.from_engine_core_request.__func__))
     state = patch_points.REQUEST_STATE.get()
@@ -49,23 +50,14 @@ def install_in_worker() -> None:
     runner._update_states = with_drawn_numbers(runner._update_states)
 
 
-def checked(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's method of the front end, which refuses what cannot go on with the bits of the unbroken answer.
-
-    It then raises:
-        VLLMValidationError: vLLM's, of which a server tells the client.
+def problem(request: Any, config: Any) -> str:
+    """The line by which a request of vLLM's is refused that cannot go on with the bits of the unbroken answer; empty if
+    it can.
     """
-
-    @wraps(process_inputs)
-    def process_and_check(self: Any, *args: Any, **named: Any) -> Any:
-        request = process_inputs(self, *args, **named)
-        params = request.sampling_params
-        is_resumed = TOKENS in (getattr(params, "extra_args", None) or {})
-        if is_resumed and (problem := objection(request, params, self.vllm_config)):
-            raise patch_points.VALIDATION_ERROR.get()(f"{TOKENS}: {problem}")
-        return request
-
-    return process_and_check
+    params = request.sampling_params
+    is_resumed = TOKENS in (getattr(params, "extra_args", None) or {})
+    found = objection(request, params, config) if is_resumed else ""
+    return found and f"{TOKENS}: {found}"
 
 
 def objection(request: Any, params: Any, config: Any) -> str:

@@ -2,37 +2,25 @@
 and where it has not run those whose grammar begins behind a thought. A parser of thoughts decides nothing of others.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from ... import envs
 from .. import reviews
 from ..reviews import patch_points
 from ..sampling import grammars
+from . import refusals
 
 
 def install() -> None:
     """Hook into the front end of this process."""
     processor = patch_points.INPUT_PROCESSOR.get()
-    processor.process_inputs = checked(processor.process_inputs)
+    processor.process_inputs = refusals.of_requests(processor.process_inputs, problem)
 
 
-def checked(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's method of the front end, which refuses such requests.
-
-    It then raises:
-        VLLMValidationError: vLLM's, of which a server tells the client.
-    """
-
-    @wraps(process_inputs)
-    def process_and_check(self: Any, *args: Any, **named: Any) -> Any:
-        request = process_inputs(self, *args, **named)
-        if problem := objection(request.sampling_params, self.vllm_config):
-            raise patch_points.VALIDATION_ERROR.get()(f"batch-invariant mode does not cover {problem}")
-        return request
-
-    return process_and_check
+def problem(request: Any, config: Any) -> str:
+    """The line by which a request of vLLM's is refused; empty if it is not."""
+    found = objection(request.sampling_params, config)
+    return found and f"batch-invariant mode does not cover {found}"
 
 
 def objection(params: Any, config: Any) -> str:
