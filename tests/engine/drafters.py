@@ -149,24 +149,25 @@ def make_mtp_model(folder: Path) -> Path:
     return folder
 
 
+_WITH_EXPERTS: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "moe_intermediate_size": 128,
+    "pad_token_id": 0,
+}
+"""Sizes of a small mixture of experts whose first layer has none."""
+
+
 def make_glm(folder: Path) -> Path:
     """Write a small GLM-4.5 with random weights, whose last layer predicts a second token."""
     torch.manual_seed(0)
-    config = transformers.Glm4MoeConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        first_k_dense_replace=1,
-        pad_token_id=0,
-    )
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    config = transformers.Glm4MoeConfig(head_dim=64, **experts, **_WITH_EXPERTS)
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return predict_by_last_layer(folder)
 
@@ -174,20 +175,8 @@ def make_glm(folder: Path) -> Path:
 def make_ernie(folder: Path) -> Path:
     """Write a small ERNIE 4.5 with experts and random weights, which has a dense layer that predicts a second token."""
     torch.manual_seed(0)
-    config = transformers.Ernie4_5_MoeConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        moe_num_experts=8,
-        moe_k=2,
-        moe_intermediate_size=128,
-        moe_layer_start_index=1,
-        pad_token_id=0,
-    )
+    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1}
+    config = transformers.Ernie4_5_MoeConfig(**experts, **_WITH_EXPERTS)
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     weights, block = load_file(folder / "model.safetensors"), "model.mtp_block.0"
     shapes = {f"model.mtp_{norm}_norm.0": (256,) for norm in ("emb", "hidden")}
