@@ -8,36 +8,21 @@ usage: python -m scripts.recipes read FOLDER     from a git directory of vllm-pr
 vLLM for CPUs; its vLLM is taken for one of a GPU (``trainers/gate.py``).
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from .. import marks
-from ..trainers import gate
+from ..trainers import gate, rows
 from ..trainers.examples import Mirror
-from . import reader
+from . import reader, table
 from .models import UNKNOWN, checkpoint_of
-from .table import (
-    BEGIN,
-    END,
-    OTHER_ENGINE,
-    OTHER_HARDWARE,
-    PAGE,
-    Row,
-    counted,
-    judged,
-    page_table,
-    questions,
-    read,
-    write,
-)
+from .table import OTHER_ENGINE, OTHER_HARDWARE, Row
 
 
 def read_mirror(mirror: Mirror) -> list[Row]:
     """The rows of all recipes, without verdicts but for what the check has nothing to say of."""
-    rows = []
+    read = []
     for found in reader.variants(mirror):
         checkpoint = checkpoint_of(found.checkpoint)
         other = OTHER_ENGINE + found.engine if found.engine != "vllm" else ""
@@ -54,41 +39,26 @@ def read_mirror(mirror: Mirror) -> list[Row]:
             *texts,
             verdict=other,
         )
-        rows.append(row)
-    return rows
+        read.append(row)
+    return read
 
 
-def write_page(rows: Sequence[Row]) -> None:
-    """Put the tables into the page."""
-    PAGE.write_text(marks.put(PAGE.read_text(), BEGIN, END, f"\n\n{page_table(rows)}\n\n"))
+def _changes(old: Row, new: Row) -> Iterator[str]:
+    for name in ("verdict", "with_features", "with_drafts"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            yield f"{new.recipe} {new.variant} {name}: {before or '-'} -> {after}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; status 1 if the check says something else than the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("read").add_argument("folder", type=Path, help="a git directory of vllm-project/recipes")
-    commands.add_parser("gate").add_argument("--write", action="store_true", help="write docs/recipes.csv and the page")
-    commands.add_parser("page")
+    parser, reading = rows.commands_of(__doc__, "recipes.csv")
+    reading.add_argument("folder", type=Path, help="a git directory of vllm-project/recipes")
     options = parser.parse_args(arguments)
     if options.command == "read":
-        write(read_mirror(Mirror(options.folder)))
+        table.write(read_mirror(Mirror(options.folder)))
         return 0
-    before = read()
-    if options.command == "page":
-        write_page(before)
-        return 0
-    after = judged(before, gate.ask(questions(before)))
-    for old, new in zip(before, after, strict=True):
-        for name in ("verdict", "with_features", "with_drafts"):
-            said = getattr(old, name), getattr(new, name)
-            if said[0] != said[1]:
-                print(f"{new.recipe} {new.variant} {name}: {said[0] or '-'} -> {said[1]}", file=sys.stderr)
-    if options.write:
-        write(after)
-        write_page(after)
-    print("\n".join(counted(after)))
-    return int(before != after and not options.write)
+    return rows.show(options, table, lambda found: table.judged(found, gate.ask(table.questions(found))), _changes)
 
 
 if __name__ == "__main__":
