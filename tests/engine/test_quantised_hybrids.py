@@ -338,19 +338,19 @@ def test_drafts_leave_answers_from_a_cache_in_fp8_alone(
     assert counted["accepted" if method == "ngram" else "drafts"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "of", "kept"),
-    [
-        ("Nemotron-H", MODELOPT, KEPT),
-        *((NANO, of, AS_NANO_IS_PUBLISHED) for of in (MODELOPT, NVFP4[1])),
-    ],
-    ids=["Nemotron-H", "Nano in FP8", "Nano in NVFP4"],
-)
+CACHED_BY_MODELOPT = [
+    *((name, MODELOPT) for name in ("Nemotron-H", NANO)),
+    *((name, NVFP4[1]) for name in (NANO, "Nemotron-H", SUPER, "Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next")),
+]
+
+
+@pytest.mark.parametrize("of", CACHED_BY_MODELOPT, ids=", ".join)
 def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
-    started: Callable[..., Any], tmp_path: Path, name: str, of: str, kept: str
+    started: Callable[..., Any], tmp_path: Path, of: tuple[str, str]
 ) -> None:
     """And the bits of a cache in bf16 of the codes' numbers."""
-    family, form = FAMILIES[name], FORMS[of]
+    name, (family, form) = of[0], (FAMILIES[of[0]], FORMS[of[1]])
+    kept = AS_NANO_IS_PUBLISHED if name == NANO else KEPT
     scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
     source = family.source(tmp_path / "source")
     folder = write(source, replace(form, config=form.config | scheme), tmp_path / "packed", kept=kept)
@@ -372,6 +372,7 @@ def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
         return [scales, numbers, kept_states.alone(engine, "as they come")]
 
     settings = family.settings | {"max_model_len": 1024, "variables": UNTRIED_THERE}
+    settings |= {"num_gpu_blocks_override": 12} if name.startswith("Qwen") else {}
     found = started(folder, afterwards=asked, **settings | kept_states.IN_GRAPHS)
     assert found["preemptions"] > 0
     assert [company for company in SAME if found[company] != found["alone"]] == []
