@@ -2,13 +2,16 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from tests import fp8_checkpoints
 from tests.engine import images
 
 Names = Iterable[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -35,6 +38,7 @@ _OF_PIXTRAL: Names = (
     (r"multi_modal_projector\.norm", "pre_mm_projector_norm"),
     (r"multi_modal_projector\.patch_merger", "patch_merger"),
 )
+FP8 = "fp8 by tensors, given, in a file of Mistral's"
 IMAGE, BREAK, END = 10, 12, 13
 """Tokens of an image's rows, behind a row of them, and behind the last."""
 
@@ -128,6 +132,23 @@ def save(config: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     sizes = {"image_patch_size": vision.patch_size, "max_image_size": vision.image_size}
     save_tekken(folder, text.vocab_size, {}, image=sizes | {"spatial_merge_size": merged})
     return made
+
+
+def quantise(source: Path, packed: Path) -> None:
+    """Write such a checkpoint with the linear layers of its decoder in FP8, by tensors, and given scales."""
+    form = replace(fp8_checkpoints.FORMS["fp8 by tensors, given"], scale="qscale_weight", given="qscale_act")
+    made = {}
+    for name, tensor in load_file(source / "consolidated.safetensors").items():
+        if not re.fullmatch(r"layers\..*(attention|feed_forward)\.w\w\.weight", name):
+            made[name] = tensor
+            continue
+        layer = name.removesuffix(".weight")
+        made |= {f"{layer}.{part}": of_layer for part, of_layer in form.layer(tensor).items()}
+    shutil.copytree(source, packed)
+    save_file(made, packed / "consolidated.safetensors")
+    params = json.loads((packed / "params.json").read_text())
+    of_codes = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+    (packed / "params.json").write_text(json.dumps(params | of_codes))
 
 
 def merge_of(config: Any) -> int:

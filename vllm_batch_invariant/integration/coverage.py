@@ -1173,13 +1173,15 @@ def _beside_encoded(config: Config) -> str | None:
     ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
     drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
+    quantised = RAN.encoded_quantised_drafted.get(model.architecture, {}).get(ran_on, {})
     method = getattr(config.speculative_config, "method", None)
     most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         f"speculative decoding with {method}": config.speculative_config is not None and method not in drafters,
         f"speculative decoding by {most} workers": method and most > 1,
-        "speculative decoding beside quantised weights": method and model.quantization,
+        f"speculative decoding with {method} beside quantised weights": method
+        and _other_quantisation(config, quantised.get(method, ())),
         f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
         and _cache_dtype(config) in FP8_CACHES,
         f"quantisation {other}": other,
@@ -1211,16 +1213,9 @@ def _encoder(config: Config) -> str | None:
         "compile_mm_encoder": getattr(compilation, "compile_mm_encoder", False),
         "cudagraph_mm_encoder": getattr(compilation, "cudagraph_mm_encoder", False),
         "--ec-manager-config": getattr(getattr(config, "ec_manager_config", None), "encoder_cache_manager_cls", None),
-        f"dtype float16 of {model.architecture}": _clamps(config),
     }
     first = _first(found)
     return _when(first, f"{named} with {first}")
-
-
-def _clamps(config: Config) -> bool:
-    """Whether an overflow in one item has vLLM clamp what it computes of all that share its call."""
-    model = config.model_config
-    return str(model.dtype) == "torch.float16" and model.architecture == "Qwen2_5_VLForConditionalGeneration"
 
 
 def _embeddings(config: Config) -> str | None:

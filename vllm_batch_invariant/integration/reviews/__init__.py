@@ -253,6 +253,7 @@ class Ran:
         latent_quantised: kinds of quantised weights that have been served with it, by device.
         chunks: versions whose engines have served these, by device.
         encoded_drafters: methods of speculative decoding that one worker has run beside images, by model and device.
+        encoded_quantised_drafted: kinds of quantised weights beside which they have, by model, device and method.
         grammars_behind_thoughts: versions whose engines have had them beside drafts, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
         chunk_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
@@ -412,6 +413,7 @@ class Ran:
     text_models: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
+    encoded_quantised_drafted: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     grammars_behind_thoughts: Mapping[str, str]
 
 
