@@ -50,6 +50,11 @@ OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
 """The same of Llama 4's."""
 OF_KIMI = {IMAGE: "<|media_pad|>", START: "<|media_start|>", END: "<|media_end|>", PATCH: "<|media_content|>"}
 """The same of Kimi-VL's."""
+OF_LFM2 = {IMAGE: "<image>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|img_thumbnail|>"}
+OF_LFM2 |= {
+    4020 + 4 * row + column: f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(4) for column in range(4)
+}
+"""The same of LFM2-VL's."""
 IDEFICS = ("idefics3", "smolvlm")
 """Types of models."""
 TOWERS = ("internvl", "llava", "mistral3")
@@ -228,6 +233,42 @@ def kimi_vl() -> transformers.PretrainedConfig:
     )
 
 
+def paddleocr_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72, angles by row and column, and positions interpolated between those of 8 x 8
+    patches, of which four are a token; and ERNIE 4.5, whose angles are of two halves here.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [8, 12, 12]}
+    return transformers.PaddleOCRVLConfig(
+        architectures=["PaddleOCRVLForConditionalGeneration"],
+        text_config=multimodal.TEXT | {"head_dim": 64, "rope_parameters": rope, "tie_word_embeddings": False},
+        vision_config=vision | {"image_size": 112, "patch_size": 14},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+
+
+def lfm2_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72 for images of any size, or for squares of 8 x 8 patches of a large one and all of it
+    in less patches; positions interpolated between those of 8 x 8, four patches are a token; and a decoder like LFM2,
+    with short convolutions.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    vision |= {"model_type": "siglip2_vision_model", "vision_use_head": False}
+    text = kept_states.LFM2 | {"model_type": "lfm2", "vocab_size": multimodal.TEXT["vocab_size"]}
+    return transformers.Lfm2VlConfig(
+        architectures=["Lfm2VlForConditionalGeneration"],
+        text_config=text | {"architectures": ["Lfm2ForCausalLM"]},
+        vision_config=vision | {"num_patches": 64, "patch_size": 16},
+        image_token_id=IMAGE,
+        projector_hidden_size=320,
+        tie_word_embeddings=True,
+    )
+
+
 def glm4_1v() -> transformers.PretrainedConfig:
     """A tower with two heads of 128, positions interpolated between those of 8 x 8 patches, and a convolution that
     makes a row of four patches; a decoder with norms behind attention and experts, and angles of neighbours of half a
@@ -246,14 +287,22 @@ def glm4_5v() -> transformers.PretrainedConfig:
     )
 
 
-def _glm(kind: Any, text: dict[str, Any]) -> transformers.PretrainedConfig:
-    """A kind of configuration, with what its decoder has besides."""
+def glm_ocr() -> transformers.PretrainedConfig:
+    """A tower of heads of 64 whose queries and keys have norms, without positions that are added; and the decoder of
+    GLM-4.1V, whose angles are of the whole head.
+    """
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [8, 12, 12]}
+    return _glm(transformers.GlmOcrConfig, {"rope_parameters": rope, "head_dim": 64}, {"hidden_size": 128})
+
+
+def _glm(kind: Any, text: dict[str, Any], tower: dict[str, Any] = {}) -> transformers.PretrainedConfig:  # noqa: B006
+    """A kind of configuration, with what its decoder and its tower have besides."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}
     vision = {"depth": 3, "hidden_size": 256, "num_heads": 2, "out_hidden_size": 512, "intermediate_size": 320}
     return kind(
         architectures=[kind.__name__.replace("Config", "ForConditionalGeneration")],
         text_config=multimodal.TEXT | {"rope_parameters": rope} | text,
-        vision_config=vision | {"image_size": 112, "patch_size": 14},
+        vision_config=vision | {"image_size": 112, "patch_size": 14} | tower,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         image_start_token_id=START,
@@ -288,12 +337,18 @@ def drawn(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn
         for name, weight in made.named_parameters():
             is_seen = "visual" in name or ("vision_tower" in name and config.model_type in TOWERS)
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
+            is_seen |= "projector" in name and config.model_type == "paddleocr_vl"
+            is_seen |= "language_model" not in name and config.model_type == "lfm2_vl"
             is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
             is_seen |= config.model_type == "kimi_k25" and ("vision_tower" in name or "mm_projector" in name)
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
             if name.endswith(("position_embeddings", "position_embedding.weight", "cls_token")):
                 torch.nn.init.normal_(weight)
+            if name.endswith("conv.conv.weight"):  # taps that matter as much as what goes around them
+                torch.nn.init.normal_(weight, std=0.4)
+            if name.endswith("language_model.embedding_norm.weight"):  # of tied embeddings
+                weight.fill_(8)
             if config.model_type == "llama4" and "vision_model" in name and weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
             if name.endswith("mm_input_projection_weight"):  # Transformers' is 0, and so would every image be
@@ -315,7 +370,9 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         "internvl": OF_INTERNVL,
         "glm4v": OF_GLM,
         "glm4v_moe": OF_GLM,
+        "glm_ocr": OF_GLM,
         "llama4": OF_LLAMA_4,
+        "lfm2_vl": OF_LFM2,
         "kimi_k25": OF_KIMI,
     }
     special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
@@ -326,6 +383,9 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         named |= {"start_image_token": special[START], "end_image_token": special[END]}
     if config.model_type in IDEFICS:
         named = {"image_token": special[IMAGE], "fake_image_token": special[START], "global_image_token": special[END]}
+    if config.model_type == "lfm2_vl":
+        named = {"image_token": special[IMAGE], "image_thumbnail_token": special[PATCH]}
+        named |= {"image_start_token": special[START], "image_end_token": special[END]}
     if of_gemma:
         named |= {"audio_token": special[4004], "boa_token": special[4005], "eoa_token": special[4006]}
     template = chat_template(**{kind: SPECIAL[START] + SPECIAL[token] + SPECIAL[END] for kind, token in KINDS.items()})
@@ -335,11 +395,12 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     if config.model_type == "kimi_k25":
         _save_as_kimi_vl(made, folder)
         return made
-    if config.model_type == "gemma3":
+    if config.model_type in ("gemma3", "lfm2_vl"):
         file, tower = folder / "model.safetensors", "vision_tower."
         tensors = load_file(file)
         names = {name: name.replace(tower, f"{tower}vision_model.") for name in tensors}  # as published ones have them
         save_file({names[name]: one.clone() for name, one in tensors.items()}, file, metadata={"format": "pt"})
+    if config.model_type == "gemma3":
         side = config.vision_config.image_size
         image = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": side, "width": side}} | NORM
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
@@ -383,15 +444,16 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         processor = {"processor_class": "InternVLProcessor", "image_seq_length": config.image_seq_length}
         (folder / "processor_config.json").write_text(json.dumps(processor))
         return made
-    if config.model_type in ("glm4v", "glm4v_moe"):
+    if config.model_type in ("glm4v", "glm4v_moe", "glm_ocr"):
+        name = "Glm46V" if config.model_type == "glm_ocr" else "Glm4v"
         sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
         sizes["size"] = {"shortest_edge": 8 * patch * patch, "longest_edge": 2048 * patch * patch}
-        image = {"image_processor_type": "Glm4vImageProcessor"} | sizes | NORM
+        image = {"image_processor_type": f"{name}ImageProcessor"} | sizes | NORM
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
         (folder / "video_preprocessor_config.json").write_text(
-            json.dumps({"video_processor_type": "Glm4vVideoProcessor"} | sizes)
+            json.dumps({"video_processor_type": f"{name}VideoProcessor"} | sizes)
         )
-        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Glm4vProcessor"}))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": f"{name}Processor"}))
         return made
     if config.model_type == "mistral3":
         merged = {"patch_size": patch, "spatial_merge_size": config.spatial_merge_size}
@@ -408,6 +470,20 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
             name: one.mT.contiguous() if ".experts." in name else one for name, one in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})
+    if config.model_type == "lfm2_vl":
+        tiles = {"tile_size": 8 * patch, "encoder_patch_size": patch, "max_tiles": 6}
+        tokens = {"min_image_tokens": 1, "max_image_tokens": 36, "max_pixels_tolerance": 1.0}
+        image = {"image_processor_type": "Lfm2VlImageProcessor"} | tiles | tokens | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Lfm2VlProcessor"}))
+        return made
+    if config.model_type == "paddleocr_vl":
+        sizes = {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}}
+        image = {"image_processor_type": "PaddleOCRVLImageProcessor", "patch_size": patch} | sizes | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "PaddleOCRVLProcessor"}))
+        made.model.visual.vision_model.embeddings.interpolation_align_corners = False  # as the code of its checkpoint
+        return made
     sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}
     videos = "Qwen2VLVideoProcessor" if config.model_type == "qwen2_5_vl" else "Qwen3VLVideoProcessor"

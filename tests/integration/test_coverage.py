@@ -314,10 +314,13 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU"],
         ROWS[
-            "Mistral 3, Pixtral, DeepSeek-OCR, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, "
-            "SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text"
+            "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Mistral's own form with images, and images of Kimi-VL, on a "
+            "GPU"
+        ],
+        ROWS[
+            "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Qwen3-VL with experts, InternVL, "
+            "GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
