@@ -5,7 +5,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.engine import configurations, kept_states, kimi_vl_processor, mla, multimodal
 from tests.engine import gemma4 as of_gemma_4
-from tests.engine import kept_states, kimi_vl_processor, mla, multimodal
 from tests.engine import llama4 as of_llama_4
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
@@ -35,6 +35,9 @@ OF_GEMMA = {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_o
 """What they are called where vLLM knows no other names."""
 OF_INTERNVL = {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", START: "<img>", END: "</img>"}
 """The same of InternVL's."""
+IN_CHAT_OF = {"image": 4004, "video": 4005}
+IN_CHAT = {token: f"<{kind}>" for kind, token in IN_CHAT_OF.items()}
+"""What stands for an item in a prompt of InternVL's own form, and is text for its tokenizer."""
 OF_GLM = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|begin_of_image|>", END: "<|end_of_image|>"}
 OF_GLM |= {4004: "<|begin_of_video|>", 4005: "<|end_of_video|>"}
 """The same of GLM-4.1V's."""
@@ -61,6 +64,8 @@ TOWERS = ("internvl", "llava", "mistral3")
 """Types of models that call their encoder a vision tower."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
+OF_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""What vLLM's processor of InternVL scales colours by: means and deviations."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
 
@@ -186,6 +191,62 @@ def internvl(text: str = "qwen2", **vision: Any) -> transformers.PretrainedConfi
 def internvl3_5() -> transformers.PretrainedConfig:
     """A tower like the largest: RMS norms, also of queries and keys, and heads of 128."""
     return internvl("qwen3", norm_type="rms_norm", use_qk_norm=True, hidden_size=256, attention_bias=False)
+
+
+def save_chat(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint of ``InternVLChatModel``, InternVL's own form, of what Transformers has as InternVL; vLLM has its
+    processor, and a checkpoint brings the code of its configuration.
+    """
+    made = drawn(config, dtype)
+    vision, text = config.vision_config, config.text_config
+    tower = {name: getattr(vision, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")}
+    tower |= {name: getattr(vision, name) for name in ("num_attention_heads", "norm_type", "layer_norm_eps")}
+    tower |= {"image_size": vision.image_size[0], "patch_size": vision.patch_size[0], "hidden_act": vision.hidden_act}
+    tower |= {"qkv_bias": vision.attention_bias, "qk_normalization": vision.use_qk_norm, "initializer_factor": 1.0}
+    cut = {"min_dynamic_patch": 1, "max_dynamic_patch": 6, "dynamic_image_size": True, "use_thumbnail": True}
+    shuffled = {"downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1}
+    shuffled["force_image_size"] = tower["image_size"]
+    written = {"model_type": "internvl_chat", "architectures": ["InternVLChatModel"], "vision_config": tower} | cut
+    of_class = f"{text.model_type.capitalize()}ForCausalLM"
+    of_text = text.to_dict() | {"architectures": [of_class], "tie_word_embeddings": False}
+    written |= shuffled | {"llm_config": of_text, "dtype": str(dtype).removeprefix("torch.")}
+    file = configurations.__name__.rpartition(".")[2]
+    written["auto_map"] = {"AutoConfig": f"{file}.InternVLChatConfig"}
+    shutil.copy(configurations.__file__, folder)
+    (folder / "config.json").write_text(json.dumps(written))
+    special = SPECIAL | OF_INTERNVL | {VIDEO: "<|video_pad|>"}
+    words = {(special | IN_CHAT).get(number, f"w{number}"): number for number in range(text.vocab_size)}
+    template = chat_template(**{kind: IN_CHAT[token] for kind, token in IN_CHAT_OF.items()})
+    save_tokenizer(folder, words, list(special.values()), {"chat_template": template}, list(IN_CHAT.values()))
+    save_file(dict(_of_chat(made.state_dict(), vision)), folder / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def _of_chat(tensors: Mapping[str, torch.Tensor], vision: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of InternVL under the names of its own form, where queries, keys and values are one."""
+    tower = {"embeddings.cls_token": "embeddings.class_embedding"}
+    tower |= {"embeddings.position_embeddings": "embeddings.position_embedding"}
+    tower |= {"patch_embeddings.projection": "patch_embedding", "encoder.layer.": "encoder.layers."}
+    tower |= {"lambda_1": "ls1", "lambda_2": "ls2", "layernorm_before": "norm1", "layernorm_after": "norm2"}
+    tower |= {"attention.projection_layer": "attn.proj", "attention.q_norm": "attn.q_norm"}
+    tower |= {"attention.k_norm": "attn.k_norm"}
+    ends = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
+    for name, tensor in tensors.items():
+        part, _, rest = name.removeprefix("model.").partition(".")
+        if part == "vision_tower":
+            if ".q_proj." in rest:
+                joined = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
+                yield f"vision_model.{_renamed(rest.replace('attention.q_proj', 'attn.qkv'), tower)}", torch.cat(joined)
+            elif ".k_proj." not in rest and ".v_proj." not in rest:
+                yield f"vision_model.{_renamed(rest, tower)}", tensor.clone()
+        elif part == "multi_modal_projector":
+            yield f"mlp1.{_renamed(rest, ends)}", tensor.clone()
+        else:
+            yield f"language_model.{'lm_head.weight' if part == 'lm_head' else f'model.{rest}'}", tensor.clone()
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], name)
 
 
 def idefics3(kind: Any = transformers.Idefics3Config, size: int = 64) -> transformers.PretrainedConfig:
@@ -319,6 +380,13 @@ def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.Pretrain
     made.vision_config = type(made.vision_config)(**vision, num_position_embeddings=64)
     made.image_token_id, made.video_token_id = IMAGE, VIDEO
     made.vision_start_token_id, made.vision_end_token_id = START, END
+    return made
+
+
+def intern_s2() -> transformers.PretrainedConfig:
+    """Qwen3.5 with experts, under the name of Intern-S2, whose checkpoint brings the code of its configuration."""
+    made = qwen3_5(kept_states.QWEN3_5_MOE)
+    made.architectures = ["InternS2PreviewForConditionalGeneration"]
     return made
 
 
@@ -490,6 +558,13 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     image = {"image_processor_type": "Qwen2VLImageProcessor"} | sizes | NORM
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
+    if config.architectures[0].startswith("InternS2"):
+        file = configurations.__name__.rpartition(".")[2]
+        named = {"model_type": "intern_s2_preview", "auto_map": {"AutoConfig": f"{file}.InternS2PreviewConfig"}}
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | named | {"architectures": config.architectures}))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+        shutil.copy(configurations.__file__, folder)
     return made
 
 

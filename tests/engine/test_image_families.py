@@ -136,6 +136,22 @@ def in_squares(pictures: list[np.ndarray], side: int = 56) -> dict[str, torch.Te
     return {"pixel_values": torch.cat(found)}
 
 
+def in_squares_of_pictures(pictures: list[np.ndarray], side: int = 56) -> dict[str, torch.Tensor]:
+    """The same of InternVL's own form, whose processor scales pictures, and by other numbers."""
+    from PIL import Image
+
+    found = []
+    for one in (frame for several in pictures for frame in several):
+        rows, columns = (size // side for size in one.shape[:2])
+        cut = one.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        found.append(cut)
+        if rows * columns > 1:
+            found.append(np.array(Image.fromarray(one).resize((side, side)))[None])
+    pixels = torch.from_numpy(np.concatenate(found)).permute(0, 3, 1, 2)
+    mean, std = (torch.tensor(one).double()[:, None, None] for one in images.OF_IMAGENET)
+    return {"pixel_values": (pixels.double() / 255 - mean) / std}
+
+
 def in_squares_and_whole(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """The same of Idefics 3, whose images have several each, of one request."""
     return {"pixel_values": in_squares(pictures, 84)["pixel_values"][None]}
@@ -226,6 +242,15 @@ IN_MISTRALS_FORM = replace(
 )
 OF_SQUARES = images.FAULTS[0], images.OF_NUMBER
 """All are as long as each other."""
+INTERNVL3 = Family(images.internvl, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110)
+IN_ITS_OWN_FORM = replace(
+    INTERNVL3,
+    seen=in_squares_of_pictures,
+    settings={"trust_remote_code": True},
+    save=images.save_chat,
+    written=lambda grid: [images.IN_CHAT_OF["image" if len(grid) == 2 else "video"]],
+    image=images.IN_CHAT_OF["image"],
+)
 FAMILIES = {
     "mistral3": MISTRAL3,
     "mistral3 around ministral3": replace(MISTRAL3, config=images.ministral3),
@@ -263,7 +288,9 @@ FAMILIES = {
         settings={"max_num_batched_tokens": 512},  # as many rows are kept of what was encoded
     ),
     "llama4": Family(images.llama4, in_tiles, TILES, None, OF_SQUARES, before=110),
-    "internvl3": Family(images.internvl, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110),
+    "internvl3": INTERNVL3,
+    "internvl3 in its own form": IN_ITS_OWN_FORM,
+    "internvl3.5 in its own form": replace(IN_ITS_OWN_FORM, config=partial(images.internvl, "qwen3")),
     "internvl3.5 with a large tower": Family(
         images.internvl3_5, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110
     ),
@@ -461,7 +488,7 @@ def by_transformers(
     pictures += [images.film(patch, grid, seed)[0] for grid, seed in target["videos"]]
     seen = FAMILIES[name].seen(pictures) if pictures else {}
     ids = torch.tensor([prompt + answer[:-1]])
-    ids[ids == images.VIDEO] = FAMILIES[name].image  # Transformers has one name for both
+    ids[ids == images.VIDEO] = images.IMAGE  # Transformers has one name for both
     kinds = {"mm_token_type_ids": (ids == images.IMAGE).int()} if "image_grid_thw" in seen else {}
     with torch.no_grad():
         logits = model(input_ids=ids, **kinds, **seen).logits[0]

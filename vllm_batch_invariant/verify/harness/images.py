@@ -335,8 +335,11 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     if kind == "audio":
         return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor", processor)
-    if side := getattr(of_kind, "base_size", 0) and of_kind.image_size:  # of DeepSeek-OCR's
-        return [(rows * side, columns * side) for rows, columns in SQUARES]
+    side = getattr(of_kind, "image_size", 0)
+    if side and (hasattr(of_kind, "base_size") or not getattr(of_kind, "size", None)):
+        squares = ((1, 1),) if kind == "video" else SQUARES  # of DeepSeek-OCR's and of InternVL's own form
+        found = [(rows * side, columns * side) for rows, columns in squares]
+        return _films(found) if kind == "video" else found
     if most := getattr(of_kind, "max_soft_tokens", None):  # of Gemma 4's, which fills as many with an image of any size
         unit, square = of_kind.patch_size * of_kind.pooling_kernel_size, math.isqrt(most)
         wide = [(rows, most // rows) for rows in (1, 2, square // 2, square)]
