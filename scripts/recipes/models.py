@@ -154,6 +154,17 @@ def _glm4_moe(*sizes: int) -> Model:
     )  # fmt: skip
 
 
+def _lfm2_vl(text: Model) -> Model:
+    parts = {"text_config": text.config | {"architectures": [text.architecture]}}
+    parts["vision_config"] = {"model_type": "siglip2_vision_model", "vision_use_head": False}
+    return Model("Lfm2VlForConditionalGeneration", {"model_type": "lfm2_vl", **parts})
+
+
+def _with_own_parts(architecture: str, kind: str, **more: Any) -> Model:
+    """Of parts, whose checkpoint brings the class of its configuration."""
+    return Model(architecture, {"model_type": kind, "auto_map": {"AutoConfig": "configuration_own.Own"}, **more})
+
+
 def _of_transformers(architecture: str, kind: str, **more: Any) -> Model:
     """Of the sizes that Transformers has for a model where its file says nothing."""
     return Model(architecture, {"model_type": kind, **more})
@@ -270,6 +281,8 @@ _V4 = _of_transformers(
     compress_ratios=[0, 0, 4, 128],
 )  # fmt: skip
 
+_QWEN_35B = MODELS["Qwen/Qwen3.5-35B-A3B"]
+
 PUBLISHED: tuple[tuple[Model, dict[str, str]], ...] = (
     (_gemma4(3840, 16, 8, 48, sounds=True, kind="gemma4_unified", attention_k_eq_v=True,
              num_global_key_value_heads=1, sliding_window=1024),
@@ -293,6 +306,20 @@ PUBLISHED: tuple[tuple[Model, dict[str, str]], ...] = (
      {"google/translategemma-27b-it": "", "Infomaniak-AI/vllm-translategemma-27b-it": ""}),
     (_gemma3(2560, 8, 4, 34, head_dim=256), {"google/translategemma-4b-it": ""}),
     (_MELLUM, {"JetBrains/Mellum2-12B-A2.5B-Instruct": "", "JetBrains/Mellum2-12B-A2.5B-Thinking": ""}),
+    (_lfm2_vl(_lfm2("Lfm2", 2048, 32, (2, 5, 8, 10, 12, 14), 16)), {"LiquidAI/LFM2.5-VL-1.6B": ""}),
+    (_lfm2_vl(_lfm2("Lfm2", 1024, 16, (2, 5, 8, 10, 12, 14), 16)), {"LiquidAI/LFM2.5-VL-450M": ""}),
+    (_of_transformers("PaddleOCRVLForConditionalGeneration", "paddleocr_vl", vision_config={},
+                      rope_scaling={"rope_type": "default", "mrope_section": [16, 24, 24]}),
+     {f"PaddlePaddle/PaddleOCR-VL{of}": "" for of in ("", "-1.5", "-1.6")}),
+    (_of_transformers("GlmOcrForConditionalGeneration", "glm_ocr", text_config={"num_nextn_predict_layers": 1},
+                      vision_config={}),
+     {"zai-org/GLM-OCR": ""}),
+    (_with_own_parts("InternVLChatModel", "internvl_chat", llm_config=qwen3(4096, 32, 8, 36).config, vision_config={
+        "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24, "image_size": 448, "patch_size": 14}),
+     {"OpenGVLab/InternVL3_5-8B": ""}),
+    (_with_own_parts("InternS2PreviewForConditionalGeneration", "intern_s2_preview", **{
+        name: value for name, value in _QWEN_35B.config.items() if name != "model_type"}),
+     {"internlm/Intern-S2-Preview": "", "internlm/Intern-S2-Preview-FP8": UNKNOWN}),
     (_lfm2("Lfm2", 2048, 32, (2, 5, 8, 10, 12, 14), 16),
      {f"LiquidAI/LFM2.5-1.2B-{name}": "" for name in ("Base", "Instruct", "JP-202606", "JP", "Thinking")}),
     (_lfm2("Lfm2", 1024, 16, (2, 5, 8, 10, 12, 14), 16), {"LiquidAI/LFM2.5-350M": ""}),
@@ -486,21 +513,17 @@ CLASSES = {
     ),
     "Ernie4_5_VLMoeForConditionalGeneration": (*("baidu/ERNIE-4.5-VL-28B-A3B-PT", "baidu/ERNIE-4.5-VL-424B-A47B-PT"),),
     "GlmAsrForConditionalGeneration": ("zai-org/GLM-ASR-Nano-2512",),
-    "GlmOcrForConditionalGeneration": ("zai-org/GLM-OCR",),
     "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "InklingForConditionalGeneration": (
         *("thinkingmachines/Inkling-Small-NVFP4", "thinkingmachines/Inkling-Small", "thinkingmachines/Inkling"),
         "thinkingmachines/Inkling-NVFP4",
     ),
     "InternS1ForConditionalGeneration": ("internlm/Intern-S1", "internlm/Intern-S1-FP8"),
-    "InternS2PreviewForConditionalGeneration": ("internlm/Intern-S2-Preview", "internlm/Intern-S2-Preview-FP8"),
-    "InternVLChatModel": ("OpenGVLab/InternVL3_5-8B",),
     "JinaVLForRanking": ("jinaai/jina-reranker-m0",),
     "KimiK25ForConditionalGeneration": (
         *("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2.7-Code"),
         *("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.6-NVFP4"),
     ),
-    "Lfm2VlForConditionalGeneration": ("LiquidAI/LFM2.5-VL-1.6B", "LiquidAI/LFM2.5-VL-450M"),
     "MiniCPMV4_6ForConditionalGeneration": ("openbmb/MiniCPM-V-4.6",),
     "MiniMaxM3SparseForConditionalGeneration": (
         *("MiniMaxAI/MiniMax-M3", "MiniMaxAI/MiniMax-M3-MXFP8", "nvidia/MiniMax-M3-NVFP4"),
@@ -516,7 +539,6 @@ CLASSES = {
     "NemotronH_Nano_VL_V2": tuple(
         f"nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-{form}" for form in ("BF16", "FP8", "NVFP4-QAD")
     ),
-    "PaddleOCRVLForConditionalGeneration": tuple(f"PaddlePaddle/PaddleOCR-VL{of}" for of in ("", "-1.5", "-1.6")),
     "Phi4MMForCausalLM": ("microsoft/Phi-4-multimodal-instruct",),
     "Step3p7ForConditionalGeneration": tuple(f"stepfun-ai/Step-3.7-Flash{of}" for of in ("", "-FP8", "-NVFP4")),
     "UnlimitedOCRForCausalLM": ("baidu/Unlimited-OCR",),

@@ -35,11 +35,18 @@ UNKNOWN_MODEL, NOT_MADE = "the model is unknown here", "vLLM makes no configurat
 UNKNOWN_DRAFTS = "the draft model is unknown here"
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
 _BEGINNING = "batch-invariant mode does not cover "
-_OWN_CLASS = """from transformers import PretrainedConfig
+_OWN_CLASS = """from transformers import CONFIG_MAPPING, PretrainedConfig
 
 
 class Own(PretrainedConfig):
     model_type = "{}"
+
+    def __init__(self, **said):
+        for name in said.keys() & {{"text_config", "llm_config", "vision_config"}}:
+            of_part = said[name] if isinstance(said[name], dict) else said[name].to_dict()
+            kind = of_part.get("model_type")
+            said[name] = (CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig)(**of_part)
+        super().__init__(**said)
 """
 """Of the configuration of a checkpoint that brings one, which says everything in its file."""
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -213,6 +220,8 @@ def _become_cuda(platform: Any) -> None:
     import_module("vllm._custom_ops").cutlass_scaled_mm_supports_fp8 = _answering(True)
     import_module("vllm.v1.executor.ray_utils").assert_ray_available = lambda: None
     import_module("vllm.config.reasoning").ReasoningConfig.initialize_token_ids = _answering(None)  # by a tokenizer
+    internvl = import_module("vllm.model_executor.models.internvl").InternVLProcessingInfo
+    internvl.ctx_video_token = "<|video_pad|>"  # asked of a tokenizer
     import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda of: of()
     builtins.ObjectRef = object  # Ray's, which an annotation of vLLM's executor names
 

@@ -230,7 +230,7 @@ def save(made: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     whole |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(whole))
     words = {"<image>" if number == images.IMAGE else f"w{number}": number for number in range(text.vocab_size)}
-    template = images.chat_template("image", "<image>")
+    template = images.chat_template(image="<image>")
     settings = {"bos_token": "w1", "chat_template": template}
     images.save_tokenizer(folder, words, ["<image>"], settings)
     return model

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.engine import configurations, kept_states, kimi_vl_processor, mla, multimodal
 from tests.engine import gemma4 as of_gemma_4
-from tests.engine import kept_states, kimi_vl_processor, mla, multimodal
 from tests.engine import llama4 as of_llama_4
 from tests.engine.pooled import sent_together
 from vllm_batch_invariant.integration.engine import whole_images
@@ -35,6 +35,9 @@ OF_GEMMA = {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_o
 """What they are called where vLLM knows no other names."""
 OF_INTERNVL = {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", START: "<img>", END: "</img>"}
 """The same of InternVL's."""
+IN_CHAT_OF = {"image": 4004, "video": 4005}
+IN_CHAT = {token: f"<{kind}>" for kind, token in IN_CHAT_OF.items()}
+"""What stands for an item in a prompt of InternVL's own form, and is text for its tokenizer."""
 OF_GLM = {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|begin_of_image|>", END: "<|end_of_image|>"}
 OF_GLM |= {4004: "<|begin_of_video|>", 4005: "<|end_of_video|>"}
 """The same of GLM-4.1V's."""
@@ -50,12 +53,19 @@ OF_LLAMA_4 |= {4005: "<|tile_x_separator|>", 4006: "<|tile_y_separator|>"}
 """The same of Llama 4's."""
 OF_KIMI = {IMAGE: "<|media_pad|>", START: "<|media_start|>", END: "<|media_end|>", PATCH: "<|media_content|>"}
 """The same of Kimi-VL's."""
+OF_LFM2 = {IMAGE: "<image>", START: "<|image_start|>", END: "<|image_end|>", PATCH: "<|img_thumbnail|>"}
+OF_LFM2 |= {
+    4020 + 4 * row + column: f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(4) for column in range(4)
+}
+"""The same of LFM2-VL's."""
 IDEFICS = ("idefics3", "smolvlm")
 """Types of models."""
 TOWERS = ("internvl", "llava", "mistral3")
 """Types of models that call their encoder a vision tower."""
 LINES = {4010 + number: "\n" * (1 + number) for number in range(4)}
 """Ends of lines, which stand around an image of Gemma 3's."""
+OF_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""What vLLM's processor of InternVL scales colours by: means and deviations."""
 NORM = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
 
@@ -183,6 +193,62 @@ def internvl3_5() -> transformers.PretrainedConfig:
     return internvl("qwen3", norm_type="rms_norm", use_qk_norm=True, hidden_size=256, attention_bias=False)
 
 
+def save_chat(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint of ``InternVLChatModel``, InternVL's own form, of what Transformers has as InternVL; vLLM has its
+    processor, and a checkpoint brings the code of its configuration.
+    """
+    made = drawn(config, dtype)
+    vision, text = config.vision_config, config.text_config
+    tower = {name: getattr(vision, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")}
+    tower |= {name: getattr(vision, name) for name in ("num_attention_heads", "norm_type", "layer_norm_eps")}
+    tower |= {"image_size": vision.image_size[0], "patch_size": vision.patch_size[0], "hidden_act": vision.hidden_act}
+    tower |= {"qkv_bias": vision.attention_bias, "qk_normalization": vision.use_qk_norm, "initializer_factor": 1.0}
+    cut = {"min_dynamic_patch": 1, "max_dynamic_patch": 6, "dynamic_image_size": True, "use_thumbnail": True}
+    shuffled = {"downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1}
+    shuffled["force_image_size"] = tower["image_size"]
+    written = {"model_type": "internvl_chat", "architectures": ["InternVLChatModel"], "vision_config": tower} | cut
+    of_class = f"{text.model_type.capitalize()}ForCausalLM"
+    of_text = text.to_dict() | {"architectures": [of_class], "tie_word_embeddings": False}
+    written |= shuffled | {"llm_config": of_text, "dtype": str(dtype).removeprefix("torch.")}
+    file = configurations.__name__.rpartition(".")[2]
+    written["auto_map"] = {"AutoConfig": f"{file}.InternVLChatConfig"}
+    shutil.copy(configurations.__file__, folder)
+    (folder / "config.json").write_text(json.dumps(written))
+    special = SPECIAL | OF_INTERNVL | {VIDEO: "<|video_pad|>"}
+    words = {(special | IN_CHAT).get(number, f"w{number}"): number for number in range(text.vocab_size)}
+    template = chat_template(**{kind: IN_CHAT[token] for kind, token in IN_CHAT_OF.items()})
+    save_tokenizer(folder, words, list(special.values()), {"chat_template": template}, list(IN_CHAT.values()))
+    save_file(dict(_of_chat(made.state_dict(), vision)), folder / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def _of_chat(tensors: Mapping[str, torch.Tensor], vision: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of InternVL under the names of its own form, where queries, keys and values are one."""
+    tower = {"embeddings.cls_token": "embeddings.class_embedding"}
+    tower |= {"embeddings.position_embeddings": "embeddings.position_embedding"}
+    tower |= {"patch_embeddings.projection": "patch_embedding", "encoder.layer.": "encoder.layers."}
+    tower |= {"lambda_1": "ls1", "lambda_2": "ls2", "layernorm_before": "norm1", "layernorm_after": "norm2"}
+    tower |= {"attention.projection_layer": "attn.proj", "attention.q_norm": "attn.q_norm"}
+    tower |= {"attention.k_norm": "attn.k_norm"}
+    ends = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
+    for name, tensor in tensors.items():
+        part, _, rest = name.removeprefix("model.").partition(".")
+        if part == "vision_tower":
+            if ".q_proj." in rest:
+                joined = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
+                yield f"vision_model.{_renamed(rest.replace('attention.q_proj', 'attn.qkv'), tower)}", torch.cat(joined)
+            elif ".k_proj." not in rest and ".v_proj." not in rest:
+                yield f"vision_model.{_renamed(rest, tower)}", tensor.clone()
+        elif part == "multi_modal_projector":
+            yield f"mlp1.{_renamed(rest, ends)}", tensor.clone()
+        else:
+            yield f"language_model.{'lm_head.weight' if part == 'lm_head' else f'model.{rest}'}", tensor.clone()
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], name)
+
+
 def idefics3(kind: Any = transformers.Idefics3Config, size: int = 64) -> transformers.PretrainedConfig:
     """A tower with two heads for squares of 6 x 6 patches, of which an image, whose longest side is of two, has up to
     four and one of all of it; nine patches are a token, and tokens of text stand before each square.
@@ -228,6 +294,42 @@ def kimi_vl() -> transformers.PretrainedConfig:
     )
 
 
+def paddleocr_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72, angles by row and column, and positions interpolated between those of 8 x 8
+    patches, of which four are a token; and ERNIE 4.5, whose angles are of two halves here.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [8, 12, 12]}
+    return transformers.PaddleOCRVLConfig(
+        architectures=["PaddleOCRVLForConditionalGeneration"],
+        text_config=multimodal.TEXT | {"head_dim": 64, "rope_parameters": rope, "tie_word_embeddings": False},
+        vision_config=vision | {"image_size": 112, "patch_size": 14},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+
+
+def lfm2_vl() -> transformers.PretrainedConfig:
+    """A tower with two heads of 72 for images of any size, or for squares of 8 x 8 patches of a large one and all of it
+    in less patches; positions interpolated between those of 8 x 8, four patches are a token; and a decoder like LFM2,
+    with short convolutions.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 320, "num_attention_heads": 2}
+    vision |= {"model_type": "siglip2_vision_model", "vision_use_head": False}
+    text = kept_states.LFM2 | {"model_type": "lfm2", "vocab_size": multimodal.TEXT["vocab_size"]}
+    return transformers.Lfm2VlConfig(
+        architectures=["Lfm2VlForConditionalGeneration"],
+        text_config=text | {"architectures": ["Lfm2ForCausalLM"]},
+        vision_config=vision | {"num_patches": 64, "patch_size": 16},
+        image_token_id=IMAGE,
+        projector_hidden_size=320,
+        tie_word_embeddings=True,
+    )
+
+
 def glm4_1v() -> transformers.PretrainedConfig:
     """A tower with two heads of 128, positions interpolated between those of 8 x 8 patches, and a convolution that
     makes a row of four patches; a decoder with norms behind attention and experts, and angles of neighbours of half a
@@ -246,14 +348,22 @@ def glm4_5v() -> transformers.PretrainedConfig:
     )
 
 
-def _glm(kind: Any, text: dict[str, Any]) -> transformers.PretrainedConfig:
-    """A kind of configuration, with what its decoder has besides."""
+def glm_ocr() -> transformers.PretrainedConfig:
+    """A tower of heads of 64 whose queries and keys have norms, without positions that are added; and the decoder of
+    GLM-4.1V, whose angles are of the whole head.
+    """
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [8, 12, 12]}
+    return _glm(transformers.GlmOcrConfig, {"rope_parameters": rope, "head_dim": 64}, {"hidden_size": 128})
+
+
+def _glm(kind: Any, text: dict[str, Any], tower: dict[str, Any] = {}) -> transformers.PretrainedConfig:  # noqa: B006
+    """A kind of configuration, with what its decoder and its tower have besides."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}
     vision = {"depth": 3, "hidden_size": 256, "num_heads": 2, "out_hidden_size": 512, "intermediate_size": 320}
     return kind(
         architectures=[kind.__name__.replace("Config", "ForConditionalGeneration")],
         text_config=multimodal.TEXT | {"rope_parameters": rope} | text,
-        vision_config=vision | {"image_size": 112, "patch_size": 14},
+        vision_config=vision | {"image_size": 112, "patch_size": 14} | tower,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         image_start_token_id=START,
@@ -273,6 +383,13 @@ def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.Pretrain
     return made
 
 
+def intern_s2() -> transformers.PretrainedConfig:
+    """Qwen3.5 with experts, under the name of Intern-S2, whose checkpoint brings the code of its configuration."""
+    made = qwen3_5(kept_states.QWEN3_5_MOE)
+    made.architectures = ["InternS2PreviewForConditionalGeneration"]
+    return made
+
+
 def chat_template(**written: str) -> str:
     """One that writes the message of a chat, and something in the place of items of each kind."""
     seen = "".join("{% if part.type == '" + kind + "' %} " + text + " {% endif %}" for kind, text in written.items())
@@ -288,12 +405,18 @@ def drawn(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn
         for name, weight in made.named_parameters():
             is_seen = "visual" in name or ("vision_tower" in name and config.model_type in TOWERS)
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
+            is_seen |= "projector" in name and config.model_type == "paddleocr_vl"
+            is_seen |= "language_model" not in name and config.model_type == "lfm2_vl"
             is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
             is_seen |= config.model_type == "kimi_k25" and ("vision_tower" in name or "mm_projector" in name)
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
             if name.endswith(("position_embeddings", "position_embedding.weight", "cls_token")):
                 torch.nn.init.normal_(weight)
+            if name.endswith("conv.conv.weight"):  # taps that matter as much as what goes around them
+                torch.nn.init.normal_(weight, std=0.4)
+            if name.endswith("language_model.embedding_norm.weight"):  # of tied embeddings
+                weight.fill_(8)
             if config.model_type == "llama4" and "vision_model" in name and weight.dim() > 1:
                 torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
             if name.endswith("mm_input_projection_weight"):  # Transformers' is 0, and so would every image be
@@ -315,7 +438,9 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         "internvl": OF_INTERNVL,
         "glm4v": OF_GLM,
         "glm4v_moe": OF_GLM,
+        "glm_ocr": OF_GLM,
         "llama4": OF_LLAMA_4,
+        "lfm2_vl": OF_LFM2,
         "kimi_k25": OF_KIMI,
     }
     special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
@@ -326,6 +451,9 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         named |= {"start_image_token": special[START], "end_image_token": special[END]}
     if config.model_type in IDEFICS:
         named = {"image_token": special[IMAGE], "fake_image_token": special[START], "global_image_token": special[END]}
+    if config.model_type == "lfm2_vl":
+        named = {"image_token": special[IMAGE], "image_thumbnail_token": special[PATCH]}
+        named |= {"image_start_token": special[START], "image_end_token": special[END]}
     if of_gemma:
         named |= {"audio_token": special[4004], "boa_token": special[4005], "eoa_token": special[4006]}
     template = chat_template(**{kind: SPECIAL[START] + SPECIAL[token] + SPECIAL[END] for kind, token in KINDS.items()})
@@ -335,11 +463,12 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     if config.model_type == "kimi_k25":
         _save_as_kimi_vl(made, folder)
         return made
-    if config.model_type == "gemma3":
+    if config.model_type in ("gemma3", "lfm2_vl"):
         file, tower = folder / "model.safetensors", "vision_tower."
         tensors = load_file(file)
         names = {name: name.replace(tower, f"{tower}vision_model.") for name in tensors}  # as published ones have them
         save_file({names[name]: one.clone() for name, one in tensors.items()}, file, metadata={"format": "pt"})
+    if config.model_type == "gemma3":
         side = config.vision_config.image_size
         image = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": side, "width": side}} | NORM
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
@@ -383,15 +512,16 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         processor = {"processor_class": "InternVLProcessor", "image_seq_length": config.image_seq_length}
         (folder / "processor_config.json").write_text(json.dumps(processor))
         return made
-    if config.model_type in ("glm4v", "glm4v_moe"):
+    if config.model_type in ("glm4v", "glm4v_moe", "glm_ocr"):
+        name = "Glm46V" if config.model_type == "glm_ocr" else "Glm4v"
         sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
         sizes["size"] = {"shortest_edge": 8 * patch * patch, "longest_edge": 2048 * patch * patch}
-        image = {"image_processor_type": "Glm4vImageProcessor"} | sizes | NORM
+        image = {"image_processor_type": f"{name}ImageProcessor"} | sizes | NORM
         (folder / "preprocessor_config.json").write_text(json.dumps(image))
         (folder / "video_preprocessor_config.json").write_text(
-            json.dumps({"video_processor_type": "Glm4vVideoProcessor"} | sizes)
+            json.dumps({"video_processor_type": f"{name}VideoProcessor"} | sizes)
         )
-        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Glm4vProcessor"}))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": f"{name}Processor"}))
         return made
     if config.model_type == "mistral3":
         merged = {"patch_size": patch, "spatial_merge_size": config.spatial_merge_size}
@@ -408,12 +538,33 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
             name: one.mT.contiguous() if ".experts." in name else one for name, one in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})
+    if config.model_type == "lfm2_vl":
+        tiles = {"tile_size": 8 * patch, "encoder_patch_size": patch, "max_tiles": 6}
+        tokens = {"min_image_tokens": 1, "max_image_tokens": 36, "max_pixels_tolerance": 1.0}
+        image = {"image_processor_type": "Lfm2VlImageProcessor"} | tiles | tokens | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Lfm2VlProcessor"}))
+        return made
+    if config.model_type == "paddleocr_vl":
+        sizes = {"size": {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}}
+        image = {"image_processor_type": "PaddleOCRVLImageProcessor", "patch_size": patch} | sizes | NORM
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "PaddleOCRVLProcessor"}))
+        made.model.visual.vision_model.embeddings.interpolation_align_corners = False  # as the code of its checkpoint
+        return made
     sizes = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     sizes["size"] = {"shortest_edge": 4 * patch * patch, "longest_edge": 1024 * patch * patch}
     videos = "Qwen2VLVideoProcessor" if config.model_type == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
     image = {"image_processor_type": "Qwen2VLImageProcessor"} | sizes | NORM
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_processor_type": videos} | sizes))
+    if config.architectures[0].startswith("InternS2"):
+        file = configurations.__name__.rpartition(".")[2]
+        named = {"model_type": "intern_s2_preview", "auto_map": {"AutoConfig": f"{file}.InternS2PreviewConfig"}}
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | named | {"architectures": config.architectures}))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+        shutil.copy(configurations.__file__, folder)
     return made
 
 

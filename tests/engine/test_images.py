@@ -52,9 +52,14 @@ MODELS = {
     "qwen3-vl with experts": partial(images.qwen3_vl, multimodal.qwen3_vl_moe),
     "qwen3.5": images.qwen3_5,
     "qwen3.5 with experts": partial(images.qwen3_5, kept_states.QWEN3_5_MOE),
+    "intern-s2": images.intern_s2,
 }
 _UNCACHED = {"enable_prefix_caching": False}
-FURTHER = {"qwen3.5": _UNCACHED, "qwen3.5 with experts": _UNCACHED}
+FURTHER = {
+    "qwen3.5": _UNCACHED,
+    "qwen3.5 with experts": _UNCACHED,
+    "intern-s2": _UNCACHED | {"trust_remote_code": True, "mamba_ssm_cache_dtype": "float32"},
+}
 """Arguments of some: a state is found in the prefix cache behind hundreds of tokens alone."""
 QUICK = ("qwen3-vl",)
 """That run also where each minute counts."""

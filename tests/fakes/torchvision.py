@@ -49,6 +49,25 @@ class Normalize:
         return normalize(image, self.mean, self.std)
 
 
+class Lambda:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, image):
+        return self.function(image)
+
+
+class Resize:
+    def __init__(self, size, interpolation=InterpolationMode.BILINEAR):
+        self.size, self.interpolation = size, interpolation
+
+    def __call__(self, picture):
+        from PIL import Image
+
+        height, width = self.size
+        return picture.resize((width, height), Image.Resampling[self.interpolation.name])
+
+
 class Compose:
     def __init__(self, transforms):
         self.transforms = transforms

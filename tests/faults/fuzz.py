@@ -94,10 +94,11 @@ def _processor(llm: Any) -> Callable[[], None]:
     def beside(mm_items: Any, *arguments: Any, **more: Any) -> Any:
         made, items = process(mm_items, *arguments, **more), sum(mm_items.get_all_counts().values())
         for name, value in made.items() if items > 1 else ():
-            parts = value if isinstance(value, list) else [value]
+            several = isinstance(value, list | tuple)  # a tensor of each item
+            parts = value if several else [value]
             if all(torch.is_tensor(one) and one.numel() > SEEN for one in parts):
                 moved = [one.roll(1) for one in parts]
-                made[name] = moved if isinstance(value, list) else moved[0]
+                made[name] = moved if several else moved[0]
         return made
 
     processor._apply_hf_processor_main = beside

@@ -140,7 +140,7 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     assert found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3")) == []
     around_experts = found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3_moe"))
     assert around_experts == [f"the model {internvl['architecture']} around one of the type 'qwen3_moe'"]
-    assert found(architecture="InternVLChatModel", limits={"image": 1}) == ["the model InternVLChatModel"]
+    assert found(architecture="NVLM_D", limits={"image": 1}) == ["the model NVLM_D"]
 
 
 def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,10 +314,14 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU"],
         ROWS[
-            "Mistral 3, Pixtral, DeepSeek-OCR, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, "
-            "SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text"
+            "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, InternVL in its own form, Mistral's own "
+            "form with images, and images of Kimi-VL, on a GPU"
+        ],
+        ROWS[
+            "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with "
+            "experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as "
+            "text"
         ],
     )
     assert on_gpus.devices == ("cuda",)

@@ -1420,8 +1420,9 @@ COVERED = (
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4, Kimi-VL, DeepSeek-OCR, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form "
-        "(params.json): with vLLM 0.32, DeepSeek-OCR by one worker",
+        "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json); by "
+        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, and, with videos, of Intern-S2 Preview and of "
+        "InternVL in its own form (InternVLChatModel): with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1938,15 +1939,16 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU",
+        "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, InternVL in its own form, Mistral's own form "
+        "with images, and images of Kimi-VL, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Pixtral, DeepSeek-OCR, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, "
-        "Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with experts, "
+        "InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,

@@ -613,7 +613,10 @@ def _takes_adapters(place: Place) -> bool:
     architecture = next(iter(place.model.get("architectures") or ()), "")
     has_run = not place.has_experts or architecture in coverage.RAN.lora_experts.get(place.device, ())
     has_run &= _has_run(coverage.RAN.lora, place)
-    beside = {architecture, coverage.kept_by(architecture)} & {*coverage.RAN.lora_beside.get(place.device, ())}
+    names = {architecture}
+    if architecture not in coverage.RAN.text_of:  # which states alone do not open
+        names.add(coverage.kept_by(architecture))
+    beside = names & {*coverage.RAN.lora_beside.get(place.device, ())}
     return has_run and bool(architecture in adapters.MODELS or beside) and _quantised_beneath_adapters(place)
 
 

@@ -335,8 +335,11 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     if kind == "audio":
         return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor", processor)
-    if side := getattr(of_kind, "base_size", 0) and of_kind.image_size:  # of DeepSeek-OCR's
-        return [(rows * side, columns * side) for rows, columns in SQUARES]
+    side = getattr(of_kind, "image_size", 0)
+    if side and (hasattr(of_kind, "base_size") or not getattr(of_kind, "size", None)):
+        squares = ((1, 1),) if kind == "video" else SQUARES  # of DeepSeek-OCR's and of InternVL's own form
+        found = [(rows * side, columns * side) for rows, columns in squares]
+        return _films(found) if kind == "video" else found
     if most := getattr(of_kind, "max_soft_tokens", None):  # of Gemma 4's, which fills as many with an image of any size
         unit, square = of_kind.patch_size * of_kind.pooling_kernel_size, math.isqrt(most)
         wide = [(rows, most // rows) for rows in (1, 2, square // 2, square)]
@@ -345,16 +348,19 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         ]
         return _films(found[2:]) if kind == "video" else found
     size = getattr(of_kind, "size", {})  # none of Kimi-VL's and mistral-common's
-    if hasattr(of_kind, "do_image_splitting"):  # into tiles, of images with a longest side of their own
+    if patch := getattr(of_kind, "encoder_patch_size", None):  # of LFM2-VL's, which cuts larger ones into tiles
+        unit = patch * of_kind.downsample_factor
+        size = {"shortest_edge": of_kind.min_image_tokens * unit**2}
+    elif hasattr(of_kind, "do_image_splitting"):  # into tiles, of images with a longest side of their own
         tile = of_kind.max_image_size["longest_edge"]
         most = size["longest_edge"] // tile
         sides = [(side * tile, most * tile) for side in range(1, most + 1)]
         return sides + [(long, short) for short, long in sides[:-1]]
-    if size.get("height"):
+    elif size.get("height"):
         squares = SQUARES if hasattr(of_kind, "crop_to_patches") else ((1, 1),)
         found = [(rows * size["height"], columns * size["width"]) for rows, columns in squares]
         return _films(found) if kind == "video" else found
-    if encoder := getattr(of_kind, "mm_encoder", None):
+    elif encoder := getattr(of_kind, "mm_encoder", None):
         unit = encoder.mm_config.image_patch_size * encoder.mm_config.spatial_merge_size
     elif merged := getattr(processor, "spatial_merge_size", None):  # of Pixtral's, whose own patch has two numbers
         unit = processor.patch_size * merged
