@@ -36,7 +36,17 @@ from tests.engine.engines import (
     arguments_of,
     differing_answers,
 )
-from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, MODELOPT, NVFP4, ROWS, with_each_expert, write
+from tests.engine.quantised_layers import (
+    BLOCKS,
+    FORMS,
+    INTEGERS,
+    MODELOPT,
+    NVFP4,
+    OF_COMPRESSED,
+    ROWS,
+    with_each_expert,
+    write,
+)
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -104,7 +114,7 @@ def of_family(name: str) -> Family:
     return Family(family.config, limits, (family.targets, family.few, family.many[:8]), save=family.save)
 
 
-IN_MISTRALS_FORM = "ministral3 as mistral has it"
+OF_MISTRAL, IN_MISTRALS_FORM = ("mistral3", "mistral3 around ministral3"), "ministral3 as mistral has it"
 FAMILIES = {
     **{
         name: Family(config, QWEN_LIMITS | test_images.FURTHER.get(name, {}), OF_QWEN)
@@ -117,7 +127,7 @@ FAMILIES = {
         (test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]),
         gemma4.SIDE,
     ),
-    **{name: of_family(name) for name in ("mistral3", "mistral3 around ministral3", IN_MISTRALS_FORM, "internvl3")},
+    **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer")},
 }
 FAMILIES["qwen2.5-vl in float16"] = FAMILIES["qwen2.5-vl"]._replace(dtype="float16")
 CASES = [
@@ -130,6 +140,7 @@ CASES = [
     ("mistral3 around ministral3", "fp8 by tensors, given, in Mistral's names"),
     (IN_MISTRALS_FORM, mistral_form.FP8),
     *(("internvl3", form) for form in (ROWS, "awq")),
+    *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
 ]

@@ -1088,7 +1088,7 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     if not model.is_multimodal_model or envs.starts_untried():
         return None
     kinds = RAN.encoded_on_cpus_alone.get(model.architecture, ())
-    if model.architecture not in RAN.with_encoder_alone:  # and may be served as text
+    if model.architecture not in RAN.with_encoder_alone + RAN.text_on_cpus_alone:  # and may be served as text
         kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))
     return _when(kinds, f"{' and '.join(kinds)} inputs of {model.architecture} on a GPU")
 
@@ -1403,8 +1403,8 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL with --language-model-only, "
-        "or with every --limit-mm-per-prompt at 0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and, on a CPU, Muse Glimmer "
+        "with --language-model-only, or with every --limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
@@ -1421,14 +1421,14 @@ COVERED = (
     Feature(
         "Images on a CPU",
         "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json); by "
-        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, and, with videos, of Intern-S2 Preview and of "
-        "InternVL in its own form (InternVLChatModel): with vLLM 0.32",
+        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, and, with videos, of Intern-S2 Preview, "
+        "Muse Glimmer and InternVL in its own form (InternVLChatModel): with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
         "encoders in 16 bits: on a GPU with vLLM 0.33 FP8 in blocks of Qwen3-VL and Qwen3.5, also with experts, INT4 "
         "of Qwen3-VL, FP8 by rows and AWQ of both VLs, NVFP4 and FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, FP8 of "
-        "Mistral 3 and Gemma 4; on a CPU with 0.32 these and more kinds of them and InternVL",
+        "Mistral 3 and Gemma 4; on a CPU with 0.32 these, more kinds, InternVL and Muse Glimmer",
     ),
     Feature(
         "Audio",
@@ -1933,14 +1933,14 @@ REFUSED = (
     Feature(
         "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, Idefics 3, SmolVLM around other "
         "text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL have been proven to be "
-        "text models without their encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and Muse Glimmer are "
+        "proven to be text without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, InternVL in its own form, Mistral's own form "
-        "with images, and images of Kimi-VL, on a GPU",
+        "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Muse Glimmer, InternVL in its own form, "
+        "Mistral's own form with images, and images of Kimi-VL, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,

@@ -220,6 +220,7 @@ class Ran:
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         with_encoder_alone: multimodal models that have not been run without their encoder.
+        text_on_cpus_alone: those that no GPU has run so.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those of them that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
@@ -322,6 +323,7 @@ class Ran:
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
+    text_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]
