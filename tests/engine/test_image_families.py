@@ -169,10 +169,14 @@ SQUARES = (12, 8), (4, 8), (8, 4), (4, 20), (4, 4), (4, 4), (4, 12), (6, 10)
 
 
 def merged(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Patches of pictures, those that are merged one after the other, and how many rows and columns there are."""
-    vision = images.glm4_1v().vision_config
-    grids = [[1, *(side // vision.patch_size for side in one.shape[1:3])] for one in pictures]
-    pixels = [patches_of(one.repeat(2, 0), vision) for one in pictures]
+    """Patches of pictures, or of two frames each of a film, those that are merged one after the other, and how many rows
+    and columns there are; groups of frames are images for the model.
+    """
+    vision, grids, pixels = images.glm4_1v().vision_config, [], []
+    for one in pictures:
+        frames = one if len(one) > 1 else one.repeat(2, 0)
+        pixels.append(patches_of(frames, vision))
+        grids += [[1, *(side // vision.patch_size for side in one.shape[1:3])]] * (len(frames) // 2)
     return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
 
@@ -263,6 +267,13 @@ IN_ITS_OWN_FORM = replace(
     written=lambda grid: [images.IN_CHAT_OF["image" if len(grid) == 2 else "video"]],
     image=images.IN_CHAT_OF["image"],
 )
+GLM = Family(
+    images.glm4_1v,
+    merged,
+    MISTRAL3.grids,
+    (2, 4, 4),
+    written=lambda grid: [images.IMAGE] if len(grid) == 2 else [4004, images.VIDEO, 4005],
+)
 FAMILIES = {
     "mistral3": MISTRAL3,
     "mistral3 around ministral3": replace(MISTRAL3, config=images.ministral3),
@@ -275,8 +286,8 @@ FAMILIES = {
     "ministral3 as mistral has it": replace(
         IN_MISTRALS_FORM, config=images.ministral3, written=partial(mistral_form.written, 2)
     ),
-    "glm4.1v": Family(images.glm4_1v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
-    "glm4.5v": Family(images.glm4_5v, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
+    "glm4.1v": GLM,
+    "glm4.5v": replace(GLM, config=images.glm4_5v),
     "idefics3": Family(images.idefics3, in_squares_and_whole, IN_TWO, None, OF_SQUARES, before=110),
     "smolvlm": Family(images.smolvlm, in_squares_and_whole, IN_TWO, None, OF_SQUARES, before=110),
     "deepseek-ocr": Family(
@@ -291,7 +302,7 @@ FAMILIES = {
     ),
     "kimi-vl": Family(images.kimi_vl, in_rows, MISTRAL3.grids, settings={"trust_remote_code": True}),
     "paddleocr-vl": Family(images.paddleocr_vl, in_rows, MISTRAL3.grids, faults=(images.OF_ITEMS,)),
-    "glm-ocr": Family(images.glm_ocr, merged, MISTRAL3.grids, limit='{"image": 8, "video": 0}'),
+    "glm-ocr": replace(GLM, config=images.glm_ocr),
     "lfm2-vl": Family(
         images.lfm2_vl,
         in_tiles_or_whole,
@@ -337,7 +348,7 @@ def asked(
     return {"prompt": prompt, "images": pictures, "videos": films, "params": params}
 
 
-DRAWN = "deepseek-ocr", "glm4.1v", "internvl3", "kimi-vl", "lfm2-vl", "llama4", "muse-glimmer"
+DRAWN = "deepseek-ocr", "glm4.1v", "glm-ocr", "internvl3", "kimi-vl", "lfm2-vl", "llama4", "muse-glimmer"
 DRAWN += "paddleocr-vl", "pixtral", "smolvlm"
 """Which a fuzzer and a check look at."""
 

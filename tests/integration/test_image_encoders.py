@@ -162,6 +162,18 @@ def test_an_image_has_no_identifier_of_the_users(monkeypatch: pytest.MonkeyPatch
         process(SimpleNamespace(), {}, {}, {"image": [None, "mine"]}, "1")
 
 
+def test_videos_of_a_request_are_sampled_alike_where_a_processor_reads_the_last_alone() -> None:
+    def refused(processor: Any, *told: bool) -> bool:
+        videos = SimpleNamespace(metadata=[{"do_sample_frames": one} for one in told])
+        return items._sampled_otherwise(SimpleNamespace(get_mm_processor=lambda: processor), videos)
+
+    glm, other = SimpleNamespace(_get_direct_path_inputs=None), SimpleNamespace()
+    assert refused(glm, True, False)
+    assert not refused(glm, True, True)
+    assert not refused(glm, False)
+    assert not refused(other, True, False)
+
+
 def image(named: bool) -> Any:
     """One with an identifier in it, or without."""
     made = Image.new("RGB", (2, 3))

@@ -4,7 +4,8 @@ An engine finds an embedding, and the pages that hold it, by the item's identifi
 takes one of the user's (``multi_modal_uuids``, or an image's EXIF ImageID) as it is: under it a request would be
 answered about the image that another request has brought before. A processor of sound may add noise (``dither``), which
 it draws of a generator that all requests share. And it may fill a request's sounds to the longest of them before it
-multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests.
+multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests. Of a
+request's videos one processor (GLM-4.6V's) samples frames of all or of none, as the last of them says.
 """
 
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ from ..reviews import patch_points
 
 
 def install() -> None:
-    """Refuse requests that name an item by an identifier of their own, or whose sound gets noise; take no identifier
-    out of an image, and make what is made of a sound of its own samples.
+    """Refuse requests that name an item by an identifier of their own, whose sound gets noise, or whose videos would
+    be sampled as one of them says; take no identifier out of an image, and make what is made of a sound of its own
+    samples.
     """
     renderer = patch_points.RENDERER.get() if patch_points.RENDERER.is_there() else None
     process = getattr(renderer, "_process_mm_uuids", None)
@@ -33,6 +35,11 @@ def install() -> None:
                 f"batch-invariant mode does not cover an identifier of the user's for {' and '.join(named)} "
                 "(multi_modal_uuids, or uuid in a message): two items could have it; leave it out"
             )
+        if _sampled_otherwise(self, mm_data_items.get("video")):
+            raise patch_points.VALIDATION_ERROR.get()(
+                "batch-invariant mode does not cover videos of one request of which some are sampled already "
+                "(do_sample_frames of their metadata): this model's processor treats all as the last; send them apart"
+            )
         return process(self, mm_data, mm_data_items, mm_uuid_items, mm_req_id)
 
     renderer._process_mm_uuids = _process_mm_uuids
@@ -40,6 +47,12 @@ def install() -> None:
     if patch_points.IMAGE_ID.is_there():
         hasher: Any = patch_points.IMAGE_ID.module()
         hasher._get_image_id_bytes = lambda image: None
+
+
+def _sampled_otherwise(renderer: Any, videos: Any) -> bool:
+    """Whether metadata of videos differ in what one processor reads of the last alone (GLM-4.6V's)."""
+    told = [one.get("do_sample_frames") for one in getattr(videos, "metadata", None) or () if isinstance(one, Mapping)]
+    return len({*told}) > 1 and hasattr(renderer.get_mm_processor(), "_get_direct_path_inputs")
 
 
 def _without_noise(process: Any) -> Any:
