@@ -1082,8 +1082,8 @@ def check_some(more: bool) -> None:
         check_attention_over_codes(gpu, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
     for gpu in (89, 100):
         check_attention_over_codes(gpu, Heads(8, 2, 128, torch.bfloat16), 16)
-    check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
-    check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
+    check_attention_over_codes(90, Heads(8, 1, 512, torch.bfloat16), 64)
+    check_attention_over_codes(89, Heads(8, 1, 512, torch.bfloat16), 16)
     check_attention(90, Heads(16, 1, 512, torch.bfloat16), 64, tail=64)
     check_attention(89, Heads(16, 1, 512, torch.bfloat16), 16, tail=64)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
@@ -1257,6 +1257,7 @@ def triton_attention_variants() -> None:
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.float32), 16)
     for dtype in (torch.bfloat16, torch.float32):
         launch_on(90, decode_and_prefill, Heads(8, 2, 512, dtype), 16)
+    launch_on(90, decode_and_prefill, Heads(8, 2, 512, torch.bfloat16), 64, in_codes=True)
 
 
 def flex_variants() -> None:
@@ -1379,7 +1380,7 @@ ATTENTION = {
     name: heads for dtype in (torch.bfloat16, torch.float16, torch.float32) for name, heads in every_size(dtype).items()
 }
 OPTIONS = {f"attention options {size}": Heads(8, 2, size, torch.bfloat16) for size in (64, 128, 256, 512)}
-OVER_CODES = {"attention over e4m3 128": Heads(8, 2, 128, torch.bfloat16)}
+OVER_CODES = {f"attention over e4m3 {size}": Heads(8, 2, size, torch.bfloat16) for size in (128, 512)}
 HOPPER = {
     f"Hopper's attention {str(dtype).removeprefix('torch.')} {size}": Heads(8, 2, size, dtype)
     for size in sm90.PREFILL_SCHEDULES

@@ -36,6 +36,8 @@ SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
 """The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
+TWO_SIZES = "heads of two sizes"
+"""Of Gemma 4's layers, in words."""
 RAN = reviews.ran()
 """What has run with the mode, and where."""
 TORCHRUN = "external_launcher"
@@ -331,9 +333,15 @@ def _cache_scales(config: Config) -> str:
 
 
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
-    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none such has been."""
+    """Whether a KV cache is in e4m3, beside states, heads of two sizes or images where none such has been."""
     has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) and _cache_scales(config) == schemes.ONE_SCALE
     return _cache_dtype(config) in FP8_CACHES and not has_run
+
+
+def _is_fp8_with_other_weights(config: Config, beside: str, ran_on: str) -> bool:
+    """Whether it is beside quantised weights of kinds that have not been run with it, beside what these are beside."""
+    kinds = RAN.fp8_kv_cache_quantised.get(beside, {}).get(ran_on, ())
+    return _cache_dtype(config) in FP8_CACHES and bool(_other_quantisation(config, kinds))
 
 
 def _is_fp8_not_run_on_gpus(config: Config) -> bool:
@@ -962,7 +970,7 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
-    named = "heads of two sizes"
+    named = TWO_SIZES
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
     if found := _beside_layers(config, named, *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised):
         return found
@@ -972,6 +980,13 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     kind = next((kind for kind in _kinds(config) if kind in RAN.large_head_quantised_by_one), "")
     if kind and (config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1):
         return f"{named} with quantisation {kind} by several workers or beside drafts"
+    of_cache = f"{named} with a KV cache in {_cache_dtype(config)}"
+    if _is_fp8_with_other_weights(config, named, _ran_on(devices.of_config(config).ops.type)):
+        return f"{of_cache} beside quantisation {' and '.join(_kinds(config))}"
+    if _cache_dtype(config) in FP8_CACHES and (
+        config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1
+    ):
+        return f"{of_cache} by several workers or beside drafts"
     if not _by_gpus_alone(config):
         return None
     dtype = _dtype_of(model)
@@ -1048,7 +1063,7 @@ def _beside_layers(
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {other}": other,
         f"quantised weights by {workers} workers": model.quantization and not shares_quantised,
-        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, named, ran_on),
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),
         "embeddings as prompts": model.enable_prompt_embeds,
@@ -1172,6 +1187,7 @@ def _beside_encoded(config: Config) -> str | None:
     model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
     ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
+    of_experts = RAN.encoded_quantised_experts.get(model.architecture, {}).get(ran_on, ())
     drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
     method = getattr(config.speculative_config, "method", None)
     most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
@@ -1183,12 +1199,13 @@ def _beside_encoded(config: Config) -> str | None:
         f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
         and _cache_dtype(config) in FP8_CACHES,
         f"quantisation {other}": other,
-        f"quantised experts of {model.architecture}": model.quantization
-        and _has_heads_of_two_sizes(config)
-        and schemes.has_experts(model),
+        f"quantised experts of {model.architecture}": _has_heads_of_two_sizes(config)
+        and schemes.has_experts(model)
+        and _other_quantisation(config, of_experts),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
-        f"quantised weights and a KV cache in {_cache_dtype(config)}": model.quantization
-        and _cache_dtype(config) in FP8_CACHES,
+        f"quantised weights and a KV cache in {_cache_dtype(config)}": _is_fp8_with_other_weights(
+            config, model.architecture, ran_on
+        ),
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         "the first model runner": on == "cuda" and not config.use_v2_model_runner,
@@ -1432,7 +1449,7 @@ COVERED = (
         "Quantised text models beside images and videos",
         "encoders in 16 bits: on a GPU with vLLM 0.33 FP8 in blocks of Qwen3-VL and Qwen3.5, also with experts, INT4 "
         "of Qwen3-VL, FP8 by rows and AWQ of both VLs, NVFP4 and FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, FP8 of "
-        "Mistral 3 and Gemma 4; on a CPU with 0.32 these and more kinds of them and InternVL",
+        "Mistral 3 and Gemma 4; on a CPU with 0.32 these, more kinds, InternVL",
     ),
     Feature(
         "Audio",
@@ -1497,7 +1514,7 @@ COVERED = (
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors or ModelOpt says: e4m3 with one scale for "
         "the keys of a layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
-        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33, of Gemma 4 on a CPU",
     ),
     Feature(
         "Attention",
@@ -1995,11 +2012,11 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
-        "Images, videos and audio with stages, engines, other quantisation, drafts and FP8 caches but of Qwens in 16 "
-        "bits by one worker, on GPUs caches of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs "
-        "vLLM's first model runner",
+        "Images, videos and audio with stages, engines, other quantisation, drafts but of Qwens, FP8 caches but of "
+        "Qwens and Gemma 4 by one worker, on GPUs of two Qwen-VLs, exact arithmetic, FlexAttention; on GPUs vLLM's "
+        "first model runner",
         "nobody ran them",
-        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts drafts on GPUs",
+        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts what a CPU has run",
         _beside_encoded,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
@@ -2159,8 +2176,8 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers or 2 GPUs (quantised 2 and 1), "
-        "whole experts, engines, stages, other drafts and quantisation, FP8 caches, LoRA, prompt embeddings, "
-        "poolers, exact arithmetic, FlexAttention",
+        "whole experts, engines, stages, other drafts and quantisation, FP8 caches but by one CPU, LoRA, prompt "
+        "embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,
