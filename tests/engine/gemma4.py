@@ -178,6 +178,7 @@ def seeing(name: str, **tokens: Any) -> transformers.PretrainedConfig:
     if kind == "Gemma4Unified":
         del text_config["hidden_size_per_layer_input"]
         vision = {"mm_embed_dim": 160, "mm_posemb_size": 128, "output_proj_dims": 160, "num_soft_tokens": 70}
+        tokens |= {"audio_config": {}}  # as published: each 640 samples are a row
     return getattr(transformers, f"{kind}Config")(
         architectures=[f"{kind}ForConditionalGeneration"],
         text_config=text_config,

@@ -130,7 +130,9 @@ IN_FP8, SCALED = "KV cache in FP8", "KV cache in FP8 with scales"
 
 def of_gemma4(name: str, more: str = "") -> Family:
     """A model of Gemma 4, whose KV cache may be in FP8, also with scales of the checkpoint."""
-    requests, limits = (HEARING, HEARING_LIMITS) if name == "E2B" else (OF_GEMMA4, GEMMA4_LIMITS)
+    requests, limits = (HEARING, HEARING_LIMITS) if name in ("E2B", "12B") else (OF_GEMMA4, GEMMA4_LIMITS)
+    if name == "12B":
+        limits = limits | {"max_num_batched_tokens": 800}  # a step has all of the longest sound
     limits = limits | (FP8 if more == IN_FP8 else {}) | (FEW_PAGES if more else {})
     return Family(partial(images.gemma4, name), limits, requests, gemma4.SIDE, more == SCALED)
 

@@ -1380,7 +1380,7 @@ ATTENTION = {
     name: heads for dtype in (torch.bfloat16, torch.float16, torch.float32) for name, heads in every_size(dtype).items()
 }
 OPTIONS = {f"attention options {size}": Heads(8, 2, size, torch.bfloat16) for size in (64, 128, 256, 512)}
-OVER_CODES = {f"attention over e4m3 {size}": Heads(8, 2, size, torch.bfloat16) for size in (128, 512)}
+OVER_CODES = {"attention over e4m3 128": Heads(8, 2, 128, torch.bfloat16)}
 HOPPER = {
     f"Hopper's attention {str(dtype).removeprefix('torch.')} {size}": Heads(8, 2, size, dtype)
     for size in sm90.PREFILL_SCHEDULES

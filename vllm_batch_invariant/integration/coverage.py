@@ -1199,7 +1199,8 @@ def _beside_encoded(config: Config) -> str | None:
         f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
         and _cache_dtype(config) in FP8_CACHES,
         f"quantisation {other}": other,
-        f"quantised experts of {model.architecture}": _has_heads_of_two_sizes(config)
+        f"quantised experts of {model.architecture}": model.quantization
+        and _has_heads_of_two_sizes(config)
         and schemes.has_experts(model)
         and _other_quantisation(config, of_experts),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
@@ -1454,7 +1455,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B), any number and lengths of it: on a "
-        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32; by one worker",
+        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32, of 12B on a CPU; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1960,9 +1961,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, Mistral's own form with images, and images of Kimi-VL, on a GPU",
+        "DeepSeek-OCR, Mistral's own form with images, images of Kimi-VL, and audio of Gemma 4 12B, on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU",
+        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for 12B's audio",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1999,7 +2000,7 @@ REFUSED = (
         "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
         "Gemma 4",
         "nobody compared what their encoders give",
-        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
+        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video",
         _multimodal_inputs,
     ),
     Feature(
