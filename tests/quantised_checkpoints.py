@@ -210,6 +210,7 @@ _MODELOPT = {"quant_method": "modelopt", "group_size": 16, "ignore": []}
 _AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FORMATS = {
     "w4a16 of 128": _compressed_integers(4, 128),
+    "w4a16 of 32": _compressed_integers(4, 32),
     "w4a16 of 32 with zero points": _compressed_integers(4, 32, zeros=True, head=True),
     "w4a16 by rows": _compressed_integers(4, None),
     "w8a16 of 64": _compressed_integers(8, 64),

@@ -213,7 +213,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     """A checkpoint with a tokenizer of words and a processor."""
     if config.model_type == "voxtral":
         return _save_voxtral(config, dtype, folder)
-    if config.model_type == "gemma4":
+    if config.model_type in ("gemma4", "gemma4_unified"):
         return images.save(config, dtype, folder)
     torch.manual_seed(0)
     made = MODELS[config.model_type](config)
@@ -305,12 +305,15 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
             lambda call: model.embed_multimodal(audio_arrays=[waves[item] for item in call]), lengths, calls
         )
     tower: Any = model.audio_tower if hasattr(model, "audio_tower") else model.model.encoder
-    device = next(tower.parameters()).device
     bins = getattr(tower, "num_mel_bins", 128)
+    if tower is None:
+        tower = model.embed_audio
+        bins = tower.embedding_projection.weight.shape[1]
+    device = next(tower.parameters()).device
     given = [frames(count, bins, seed).to(device) for seed, count in enumerate(lengths)]
 
     def encode(call: Sequence[int]) -> Sequence[torch.Tensor]:
-        if hasattr(tower, "subsample_conv_projection"):  # stacked where all are as long, as vLLM does
+        if hasattr(model, "embed_audio"):  # stacked where all are as long, as vLLM does
             rows = [(2 * given[item].T - 4).contiguous() for item in call]
             masks = [torch.ones(len(one), dtype=torch.bool) for one in rows]
             if len({len(one) for one in rows}) == 1:
@@ -394,6 +397,8 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             patch.setattr(encoders, "attend", images._attend_over_all)
         elif fault == OF_LENGTHS:
             patch.setattr(encoders, "attend", images._attend_by_the_longest)
+        elif fault == images.OF_ITEMS:
+            llm.apply_model(partial(images._scale_by_items, patch))
         elif fault == images.OF_NUMBER:
             patch.setattr(encoders, "attend", images._attend_by_number)
         elif fault == OF_CHUNKS:

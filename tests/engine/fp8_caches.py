@@ -39,21 +39,33 @@ def with_scales(folder: Path, k_scale: list[float], v_scale: list[float]) -> str
 
 
 def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[list[float], list[float]]]:
-    found = []
-    for layer in model.modules():
-        impl = getattr(layer, "impl", None)
-        if isinstance(impl, FixedSplitAttention):
-            impl.kv_cache_dtype = "auto"
-            for name in ("do_kv_cache_update", "slots_of_step"):
-                vars(impl).pop(name, None)
-            held = cache_of(layer)
-            shape = (*held.shape[:3], 2 * impl.head_size)
-            layer.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=held.device)
-            found.append((layer._k_scale.tolist(), layer._v_scale.tolist()))
-            if rounds:
-                impl.do_kv_cache_update = partial(_write_rounded, impl.do_kv_cache_update)
-                impl.slots_of_step = _none  # else a fused operation would write keys and values as they come
+    layers = {
+        layer.layer_name: layer
+        for layer in model.modules()
+        if isinstance(getattr(layer, "impl", None), FixedSplitAttention)
+    }
+    found = [tuple(scale.tolist() for scale in _scales(layer)) for layer in layers.values()]
+    for layer in layers.values():
+        impl = layer.impl
+        impl.kv_cache_dtype = "auto"
+        if impl.reads_another_cache:
+            layer.kv_cache = layers[layer.kv_sharing_target_layer_name].kv_cache
+            continue
+        for name in ("do_kv_cache_update", "slots_of_step"):
+            vars(impl).pop(name, None)
+        held = cache_of(layer)
+        shape = (*held.shape[:3], 2 * impl.head_size)
+        layer.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=held.device)
+        if rounds:
+            impl.do_kv_cache_update = partial(_write_rounded, impl.do_kv_cache_update)
+            impl.slots_of_step = _none  # else a fused operation would write keys and values as they come
     return found
+
+
+def _scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those by which a layer reads its keys and values, or has read them before another cache was in their place."""
+    impl = layer.impl
+    return impl.scales_of(layer) if impl.holds_codes and not impl.scales_tokens else (layer._k_scale, layer._v_scale)
 
 
 def _none(layer: Any) -> None:
@@ -76,6 +88,49 @@ def in_numbers(llm: Any, rounds: bool) -> list[list[list[float]]]:
     found = llm.apply_model(partial(_replace, rounds=rounds))[0]
     llm.reset_prefix_cache()
     return found
+
+
+def scale_by_steps(llm: Any) -> None:
+    """From now on keys and values are rounded by one scale for all tokens of a step before they are codes."""
+    llm.reset_prefix_cache()
+    llm.apply_model(_scale_by_steps)
+
+
+def _scale_by_steps(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, FixedSplitAttention):
+            impl.do_kv_cache_update = partial(_write_by_steps, impl.do_kv_cache_update)
+            impl.slots_of_step = _none
+
+
+def _write_by_steps(write: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> None:
+    rounded = []
+    for x in (key, value):
+        scale = x.abs().amax().float().clamp(min=2.0**-20) / 448
+        rounded.append(((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype))
+    write(layer, *rounded, *more)
+
+
+def by_its_own_scales(llm: Any, planted: bool) -> int:
+    """Have layers that read another's cache read its codes by scales of their own, or no longer. Returns their
+    number.
+    """
+    llm.reset_prefix_cache()
+    return llm.apply_model(partial(_read_by_its_own, planted=planted))[0]
+
+
+def _read_by_its_own(model: torch.nn.Module, planted: bool) -> int:
+    impls = [layer.impl for layer in model.modules() if getattr(getattr(layer, "impl", None), "_writer", None)]
+    for impl in impls:
+        vars(impl).pop("scales_of", None)
+        if planted:
+            impl.scales_of = _given
+    return len(impls)
+
+
+def _given(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer._k_scale, layer._v_scale
 
 
 def bytes_of_caches(llm: Any) -> list[list[Any]]:

@@ -2,14 +2,17 @@
 that read the KV cache of others and have inputs of their own, and with experts.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states
+from tests.engine.fp8_caches import SCHEME
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 _SHARED = {
@@ -175,6 +178,7 @@ def seeing(name: str, **tokens: Any) -> transformers.PretrainedConfig:
     if kind == "Gemma4Unified":
         del text_config["hidden_size_per_layer_input"]
         vision = {"mm_embed_dim": 160, "mm_posemb_size": 128, "output_proj_dims": 160, "num_soft_tokens": 70}
+        tokens |= {"audio_config": {}}  # as published: each 640 samples are a row
     return getattr(transformers, f"{kind}Config")(
         architectures=[f"{kind}ForConditionalGeneration"],
         text_config=text_config,
@@ -208,6 +212,32 @@ def draw(model: torch.nn.Module) -> torch.nn.Module:
         if tower is not None and tower.config.standardize:
             tower.std_scale.uniform_(0.5, 1.5, generator=generator)
     return model
+
+
+def with_scales(folder: Path) -> list[list[float]]:
+    """Give a quantised checkpoint a KV cache in FP8 with scales, as ModelOpt or LLM Compressor write them; also keys
+    that are the values have two. Returns those of each layer, of one that reads another's cache that one's.
+    """
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors, said = load_file(file), json.loads(config.read_text())
+    by_modelopt = said["quantization_config"]["quant_method"] == "modelopt"
+    said["quantization_config"]["kv_cache_scheme"] = (
+        {"num_bits": 8, "type": "float", "dynamic": False} if by_modelopt else SCHEME
+    )
+    config.write_text(json.dumps(said))
+    text, first = said.get("text_config", said), ".layers.0.self_attn.q_norm.weight"
+    [model] = [name.removesuffix(first) for name in tensors if name.endswith(first) and "tower" not in name]
+    layers, written = text["layer_types"], len(text["layer_types"]) - (text.get("num_kv_shared_layers") or 0)
+    scales = [[0.03125 * 2**number, 0.5**number] for number in range(written)]
+    for number, of_layer in enumerate(scales):
+        for part, scale in zip("kv", of_layer, strict=True):
+            place = f"{part}_proj.{part}_scale" if by_modelopt else f"{part}_scale"
+            shape = () if by_modelopt else (1,)
+            tensors[f"{model}.layers.{number}.self_attn.{place}"] = torch.full(shape, scale)
+    save_file(tensors, file, metadata={"format": "pt"})
+    for kind in layers[written:]:
+        scales.append(scales[written - 1 - layers[:written][::-1].index(kind)])
+    return scales
 
 
 WINDOW = _SHARED["sliding_window"]

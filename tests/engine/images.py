@@ -673,8 +673,8 @@ def answers(
     """Send requests together, and wait for all of them; run by the driver.
 
     Args:
-        requests: each with a ``prompt`` of tokens, ``images`` and ``videos`` as (grid, seed), one for each token of
-            an image or a video, and ``params``.
+        requests: each with a ``prompt`` of tokens, ``images`` and ``videos`` as (grid, seed) and ``sounds`` as
+            (samples, seed), one for each token of an image, a video or a sound, and ``params``.
         patch: pixels of a patch's side.
         reset: of :func:`answers_about`.
     """
@@ -685,9 +685,12 @@ def prompt_of(request: Mapping[str, Any], patch: int) -> dict[str, Any]:
     """A request of :func:`answers` as vLLM takes it."""
     from PIL import Image
 
-    pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request["images"]]
-    films = [film(patch, grid, seed) for grid, seed in request["videos"]]
-    items = ({"image": pictures} if pictures else {}) | ({"video": films} if films else {})
+    from tests.engine import audio
+
+    pictures = [Image.fromarray(picture(patch, grid, seed)) for grid, seed in request.get("images", ())]
+    films = [film(patch, grid, seed) for grid, seed in request.get("videos", ())]
+    sounds = [(audio.sound(samples, seed), audio.RATE) for samples, seed in request.get("sounds", ())]
+    items = {kind: found for kind, found in (("image", pictures), ("video", films), ("audio", sounds)) if found}
     return {"prompt_token_ids": request["prompt"]} | ({"multi_modal_data": items} if items else {})
 
 

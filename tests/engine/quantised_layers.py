@@ -17,7 +17,7 @@ from tests import fp8_checkpoints, quantised_checkpoints
 from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
-_ENCODERS = "(visual|vision_tower|vision_adapter|multi_modal_projector|embed_vision)"
+_ENCODERS = "(visual|vision_tower|vision_adapter|audio_tower|multi_modal_projector|embed_vision|embed_audio)"
 KEPT = (
     r"(^|\.)(lm_head|embed_tokens|embed_tokens_per_layer|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|"
     r"in_proj_(a|b|ba)|router\.proj|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|vision_projection|"
@@ -25,7 +25,7 @@ KEPT = (
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
-OF_COMPRESSED = "compressed-tensors by blocks"
+OF_COMPRESSED, OF_32 = "compressed-tensors by blocks", "w4a16 of 32"
 MODELOPT = "ModelOpt's by tensors, given"
 NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
 """Of which activations keep 16 bits."""
@@ -38,6 +38,7 @@ FORMS: dict[str, Form | Stored] = {
         fp8_checkpoints.FORMS["fp8 by tensors, given"], scale="weight_scale_inv", given="activation_scale"
     ),
     "w4a16 of 128": quantised_checkpoints.FORMATS["w4a16 of 128"],
+    OF_32: quantised_checkpoints.FORMATS[OF_32],
     "awq": quantised_checkpoints.FORMATS["awq"],
     "gptq": Stored(gptq, Integers(4, 128, False), GPTQ),
     MODELOPT: fp8_checkpoints.FORMS[MODELOPT],
@@ -122,3 +123,18 @@ def write(source: Path, form: Form | Stored, packed: Path, unpacked: Path | None
     config = json.loads((packed / "config.json").read_text()) | {"quantization_config": config_of(form, names)}
     (packed / "config.json").write_text(json.dumps(config))
     return packed
+
+
+def with_scales_of_cache(folder: Path) -> list[list[float]]:
+    """Give a checkpoint of ModelOpt's a KV cache in FP8 with scales. Returns those of keys and values of each layer."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors, said = load_file(file), json.loads(config.read_text())
+    said["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    config.write_text(json.dumps(said))
+    layers = sorted(name.removesuffix("k_proj.weight") for name in tensors if name.endswith(".k_proj.weight"))
+    scales = [[0.03125 * 2**number, 0.015625 * 2**number] for number in range(len(layers))]
+    for layer, of_layer in zip(layers, scales, strict=True):
+        for part, scale in zip("kv", of_layer, strict=True):
+            tensors[f"{layer}{part}_proj.{part}_scale"] = torch.tensor(scale)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return scales

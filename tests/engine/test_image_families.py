@@ -452,7 +452,8 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, fault: str, se
         for name in ("smolvlm", "kimi-vl", "lfm2-vl", "muse-glimmer", "paddleocr-vl", "pixtral")
         for settings in ({"dtype": "bfloat16"}, {"dtype": "float16"}, ONES)
         if (name, settings) != ("lfm2-vl", ONES)  # vLLM then keeps fewer rows than an image in tiles has
-    ],
+    ]
+    + [(name, {"dtype": "bfloat16"}) for name in ("glm-ocr", "internvl3.5 in its own form")],
     ids=str,
 )
 def test_other_dtypes_and_limits_of_1_keep_the_bits(

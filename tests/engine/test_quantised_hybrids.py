@@ -4,7 +4,6 @@ quantised those of the matrices that they stand for.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,17 @@ from tests.engine import kept_states, multimodal, test_mamba, test_short_conv
 from tests.engine.drafters import add_mtp, add_nemotron_mtp
 from tests.engine.engines import UNTRIED_THERE, request, tokens
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, written
-from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, KEPT, MODELOPT, NVFP4, ROWS, write
+from tests.engine.quantised_layers import (
+    BLOCKS,
+    FORMS,
+    INTEGERS,
+    KEPT,
+    MODELOPT,
+    NVFP4,
+    ROWS,
+    with_scales_of_cache,
+    write,
+)
 from tests.engine.test_delta_rule import (
     DEFAULT,
     LENGTH,
@@ -349,16 +358,10 @@ def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
     started: Callable[..., Any], tmp_path: Path, of: tuple[str, str]
 ) -> None:
     """And the bits of a cache in bf16 of the codes' numbers."""
-    name, (family, form) = of[0], (FAMILIES[of[0]], FORMS[of[1]])
-    kept = AS_NANO_IS_PUBLISHED if name == NANO else KEPT
-    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    source = family.source(tmp_path / "source")
-    folder = write(source, replace(form, config=form.config | scheme), tmp_path / "packed", kept=kept)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    [key] = [name.removesuffix(".weight") for name in tensors if name.endswith(".k_proj.weight")]
-    scales = {f"{key}.k_scale": 0.03125, f"{key.replace('k_proj', 'v_proj')}.v_scale": 0.015625}
-    save_file(tensors | {name: torch.tensor(one) for name, one in scales.items()}, file, metadata={"format": "pt"})
+    name, form = of
+    family, kept = FAMILIES[name], AS_NANO_IS_PUBLISHED if name == NANO else KEPT
+    folder = write(family.source(tmp_path / "source"), FORMS[form], tmp_path / "packed", kept=kept)
+    scales = with_scales_of_cache(folder)
 
     def asked(engine: Engine) -> dict[str, Any]:
         found = kept_states.ask(engine, (), OF_CODES)
@@ -380,6 +383,6 @@ def test_a_cache_of_modelopt_has_the_scales_of_its_checkpoint_beside_states(
     assert found["long"][0] == found["long"][1]
     assert found["cached"] > 0
     held, numbers, plain = started(folder, afterwards=of_numbers, **settings)  # graphs would keep the cache of codes
-    assert held == [[*scales.values()]]
+    assert held == scales
     assert found["alone"] == numbers
     assert plain != numbers, "so the comparison sees what codes lose"

@@ -40,13 +40,18 @@ from tests.engine.quantised_layers import (
     BLOCKS,
     FORMS,
     INTEGERS,
+    KEPT,
     MODELOPT,
     NVFP4,
+    OF_32,
     OF_COMPRESSED,
     ROWS,
     with_each_expert,
+    with_scales_of_cache,
     write,
 )
+from tests.engine.test_audio import GEMMA_4
+from tests.engine.test_quantised_gemma4 import kept_of
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -58,11 +63,14 @@ pytestmark = [
     pytest.mark.skipif(not patch_points.installed_version().startswith(RAN.encoding[ON]), reason="refused"),
 ]
 Requests = list[dict[str, Any]]
+PLAIN = "16 bits"
+"""A format of weights that are not quantised."""
 
 
 class Family(NamedTuple):
     """Models that see images, what their engines are told and asked; the side of what a token stands for, in pixels,
-    where it is more than a patch; what writes a checkpoint; and the dtype that it is served in.
+    where it is more than a patch; what writes a checkpoint; the dtype that it is served in; what gives a checkpoint
+    scales of the KV cache; and by what the names of layers end that keep 16 bits in a form.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -71,6 +79,8 @@ class Family(NamedTuple):
     side: int | None = None
     save: Callable[[Any, torch.dtype, Path], Any] = images.save
     dtype: str = "bfloat16"
+    give_scales: Callable[[Path], Any] | None = None
+    kept_of: Callable[[str], str] = lambda _: KEPT
 
     def source(self, folder: Path) -> Path:
         """A checkpoint in bf16 with a matrix for each expert."""
@@ -83,11 +93,19 @@ class Family(NamedTuple):
 
     def write(self, root: Path, form: str) -> None:
         """Checkpoints in a form, and of the matrices that its weights stand for."""
-        source, packed = self.source(root / "source"), root / "packed"
+        packed = root / "packed"
+        source = self.source(packed if form == PLAIN else root / "source")
         if form == mistral_form.FP8:
             mistral_form.quantise(source, packed)
-        else:
-            write(source, FORMS[form], packed, root / "unpacked")
+        elif form != PLAIN:
+            write(source, FORMS[form], packed, root / "unpacked", self.kept_of(form))
+        if self.give_scales:
+            self.give_scales(packed)
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether its KV cache is in FP8."""
+        return self.give_scales is not None or "kv_cache_dtype" in self.limits
 
     @property
     def patch(self) -> int:
@@ -115,20 +133,52 @@ def of_family(name: str) -> Family:
 
 
 OF_MISTRAL, IN_MISTRALS_FORM = ("mistral3", "mistral3 around ministral3"), "ministral3 as mistral has it"
+GEMMA4_LIMITS = test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP}
+OF_GEMMA4 = test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]
+HEARING = tuple(
+    [*seen, *heard] for seen, heard in zip(OF_GEMMA4, (GEMMA_4.targets[:5], GEMMA_4.few, GEMMA_4.many[:6]), strict=True)
+)
+"""With sounds."""
+HEARING_LIMITS = GEMMA4_LIMITS | {
+    "max_num_batched_tokens": 156,
+    "limit_mm_per_prompt": GEMMA4_LIMITS["limit_mm_per_prompt"].replace('"audio": 0', '"audio": 4'),
+}
+FP8 = {"kv_cache_dtype": "fp8"}
+FEW_PAGES = {"num_gpu_blocks_override": 800}
+"""Of which an engine holds those in bf16, too."""
+IN_FP8, SCALED = "KV cache in FP8", "KV cache in FP8 with scales"
+
+
+def of_gemma4(name: str, more: str = "") -> Family:
+    """A model of Gemma 4, whose KV cache may be in FP8, also with scales of the checkpoint."""
+    requests, limits = (HEARING, HEARING_LIMITS) if name in ("E2B", "12B") else (OF_GEMMA4, GEMMA4_LIMITS)
+    if name == "12B":
+        limits = limits | {"max_num_batched_tokens": 800}  # a step has all of the longest sound
+    limits = limits | (FP8 if more == IN_FP8 else {}) | (FEW_PAGES if more else {})
+    family = Family(partial(images.gemma4, name), limits, requests, gemma4.SIDE)
+    family = family._replace(give_scales=gemma4.with_scales) if more == SCALED else family
+    return family._replace(kept_of=kept_of) if name == "E2B" else family
+
+
+GEMMA4 = [
+    *[("E2B",), ("12B",)],
+    *((name, IN_FP8) for name in ("31B", "E2B", "26B-A4B")),
+    *((name, SCALED) for name in ("31B", "26B-A4B")),
+]
 FAMILIES = {
     **{
         name: Family(config, QWEN_LIMITS | test_images.FURTHER.get(name, {}), OF_QWEN)
         for name, config in test_images.MODELS.items()
     },
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
-    "gemma4": Family(
-        partial(images.gemma4, "31B"),
-        test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP},
-        (test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]),
-        gemma4.SIDE,
-    ),
+    "gemma4": of_gemma4("31B"),
+    **{", ".join(("gemma4", *of)): of_gemma4(*of) for of in GEMMA4},
     **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer")},
 }
+for _name in ("qwen3.5", "qwen3.5 with experts"):
+    FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
+        limits=FAMILIES[_name].limits | FEW_PAGES, give_scales=with_scales_of_cache
+    )
 FAMILIES["qwen2.5-vl in float16"] = FAMILIES["qwen2.5-vl"]._replace(dtype="float16")
 CASES = [
     *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
@@ -143,12 +193,19 @@ CASES = [
     *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
+    *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),
+    *((f"gemma4, {name}", OF_32) for name in ("E2B", "12B")),
+    *((f"gemma4, 31B, {IN_FP8}", form) for form in (PLAIN, ROWS)),
+    (f"gemma4, 31B, {SCALED}", NVFP4[1]),
+    (f"gemma4, E2B, {IN_FP8}", ROWS),
+    *((f"gemma4, 26B-A4B, {IN_FP8}", form) for form in (ROWS, NVFP4[0])),
+    (f"gemma4, 26B-A4B, {SCALED}", NVFP4[1]),
 ]
 
 
 class Case(NamedTuple):
-    """What an engine of quantised weights gave, by run; and where activations are codes, two requests with one scale
-    for all rows of a step. Or what an engine of the matrices gave.
+    """What an engine of quantised weights gave, by run; and where activations or keys and values are codes, two
+    requests with one scale for all rows of a step. Or what an engine of the matrices gave.
     """
 
     requests: tuple[Requests, Requests, Requests]
@@ -156,6 +213,8 @@ class Case(NamedTuple):
     runs: dict[str, dict[str, Any]]
     with_one_scale: tuple[Requests, Requests] | None
     of_matrices: dict[str, dict[str, Any]]
+    of_numbers: tuple[dict[str, dict[str, Any]], ...]
+    """From a cache of the numbers of codes, and of numbers as they come, where the engine's has codes."""
     in_graphs: dict[str, dict[str, Any]]
     """Some of the runs in CUDA graphs, where the others are not in graphs, too."""
 
@@ -174,35 +233,40 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name, form = request.param
     family, root = FAMILIES[name], tmp_path_factory.mktemp("quantised")
     family.write(root, form)
-    weights_alone, path = isinstance(FORMS.get(form), Stored), tmp_path_factory.mktemp("path")
+    weights_alone = isinstance(FORMS.get(form), Stored) and not family.holds_codes
+    path = tmp_path_factory.mktemp("path")
     patch, asked = family.patch, images.runs_of(*family.requests)
+    by_itself = [run for run in asked if "alone" in run]
+    fault = "fp8_caches:scale_by_steps" if family.holds_codes else "quantisers:one_scale_a_step"
 
     def answers(engine: Engine, run: str) -> dict[str, Any]:
         requests, _, reset = asked[run]
         return engine.call("tests.engine.images:answers", requests, patch, reset)
 
-    def served(
-        folder: Path, runs: list[str], fault: str = "", in_graphs: bool = False
-    ) -> tuple[dict[str, dict[str, Any]], Any]:
-        with family.engine(folder, path, in_graphs) as engine:
-            found = {run: answers(engine, run) for run in runs}
-            if not fault:
-                return found, None
-            engine.call(f"tests.engine.quantisers:{fault}")
-            place = asked["behind 3"][1]
-            return found, (answers(engine, "alone 0")["given"], answers(engine, "behind 3")["given"][place][:1])
+    def from_numbers(engine: Engine, rounds: bool) -> dict[str, dict[str, Any]]:
+        engine.call("tests.engine.fp8_caches:in_numbers", rounds)
+        return {run: answers(engine, run) for run in by_itself}
 
-    by_itself = [run for run in asked if "alone" in run]
-    in_graphs: dict[str, dict[str, Any]] = {}
-    if weights_alone and ON == "cuda":
-        runs, faulty = served(root / "packed", list(asked), in_graphs=True)
-    else:
-        runs, faulty = served(root / "packed", list(asked), "" if weights_alone else "one_scale_a_step")
-        if ON == "cuda":
-            in_graphs = served(root / "packed", [*by_itself, "behind 3"], in_graphs=True)[0]
+    def served(folder: Path, runs: list[str], in_graphs: bool = False) -> dict[str, dict[str, Any]]:
+        with family.engine(folder, path, in_graphs) as engine:
+            return {run: answers(engine, run) for run in runs}
+
+    faulty, of_numbers = None, ()
+    graphs_alone = ON == "cuda" and weights_alone  # whose fault and numbers would need steps outside of them
+    with family.engine(root / "packed", path, graphs_alone) as engine:
+        runs = {run: answers(engine, run) for run in asked}
+        if not weights_alone:
+            engine.call(f"tests.engine.{fault}")
+            place = asked["behind 3"][1]
+            faulty = answers(engine, "alone 0")["given"], answers(engine, "behind 3")["given"][place][:1]
+        if family.holds_codes:
+            of_numbers = tuple(from_numbers(engine, rounds) for rounds in (True, False))
     stands_for = weights_alone and family.dtype == "bfloat16"
-    of_matrices = served(root / "unpacked", by_itself)[0] if stands_for else {}
-    return Case(family.requests, weights_alone, runs, faulty, of_matrices, in_graphs)
+    of_matrices = served(root / "unpacked", by_itself) if stands_for else {}
+    in_graphs = {}
+    if ON == "cuda" and not graphs_alone:
+        in_graphs = served(root / "packed", [*by_itself, "behind 3"], in_graphs=True)
+    return Case(family.requests, weights_alone, runs, faulty, of_matrices, of_numbers, in_graphs)
 
 
 def test_a_request_with_images_has_the_same_bits_in_any_company(case: Case) -> None:
@@ -231,10 +295,18 @@ def test_weights_alone_that_are_quantised_have_the_bits_of_their_matrices(case: 
     assert differing_answers(case.alone, alone(case.of_matrices)) == []
 
 
+def test_a_cache_of_codes_has_the_bits_of_one_of_their_numbers(case: Case) -> None:
+    if not case.of_numbers:
+        pytest.skip("it has none")
+    numbers, as_they_come = (alone(runs) for runs in case.of_numbers)
+    assert differing_answers(case.alone, numbers) == []
+    assert differing_answers(as_they_come, numbers) != [], "so the comparison sees what codes lose"
+
+
 def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
     """So the comparison of companies sees what depends on them."""
     if case.with_one_scale is None:
-        pytest.skip("activations are not quantised")
+        pytest.skip("nothing but weights is in codes")
     assert differing_answers(*case.with_one_scale) == [0]
 
 

@@ -92,14 +92,50 @@ def test_images_of_a_known_model_pass_where_they_have_run(monkeypatch: pytest.Mo
     assert of_first_runner == ["image inputs with the first model runner"]
 
 
-def test_quantised_experts_of_gemma_4_have_not_run_beside_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_experts_of_gemma_4_pass_beside_images_in_kinds_that_have_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: ("compressed-tensors with int4 weights",))
+    by = ["compressed-tensors with int4 weights"]
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     gemma = {"architecture": "Gemma4ForConditionalGeneration", "quantization": "compressed-tensors"}
     with_experts = gemma | {"hf_text_config": SimpleNamespace()}
     assert found(**IMAGES, **gemma, is_moe=False) == found(**with_experts, is_moe=True) == []
     said = "image inputs with quantised experts of Gemma4ForConditionalGeneration"
     assert found(**IMAGES, **with_experts, is_moe=True) == [said]
+    on_cpus = coverage.RAN.encoded_quantised_experts[gemma["architecture"]]["cpu"]
+    for by[:] in ([kind] for kind in on_cpus):
+        assert found(**IMAGES, **with_experts, is_moe=True) == []
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    kinds = coverage.RAN.encoded_quantised | {gemma["architecture"]: dict.fromkeys(("cpu", "cuda"), on_cpus)}
+    monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, encoded_quantised=kinds))
+    assert found(**IMAGES, **with_experts, is_moe=True, device="cuda") == [said]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**IMAGES, **with_experts, is_moe=True, device="cuda") == []
+
+
+def test_a_cache_in_fp8_passes_beside_images_and_quantised_weights_that_have_run_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    named = "Gemma4ForConditionalGeneration"
+    cache = {"cache_config": SimpleNamespace(cache_dtype="fp8", enable_prefix_caching=True), "is_moe": False}
+    of_gemma = {**IMAGES, **cache, "architecture": named}
+    assert found(**of_gemma) == []
+    for by[:] in ([kind] for kind in coverage.RAN.encoded_quantised[named]["cpu"]):
+        ran = by[0] in coverage.RAN.fp8_kv_cache_quantised[named]["cpu"]
+        said = [] if ran else ["image inputs with quantised weights and a KV cache in fp8"]
+        assert found(**of_gemma, quantization="a method") == said
+    by[:] = [coverage.RAN.fp8_kv_cache_quantised[named]["cpu"][0]]
+    assert found(**IMAGES, **cache) == []
+    said = "image inputs with quantised weights and a KV cache in fp8"
+    assert found(**IMAGES, **cache, quantization="a method") == [said], "of Qwen3-VL"
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**of_gemma, device="cuda") == ["image inputs with a KV cache in fp8"]
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert found(**of_gemma, device="cuda", quantization="a method") == []
 
 
 @pytest.mark.parametrize("architecture", coverage.RAN.encoded_quantised)
@@ -147,7 +183,9 @@ def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: 
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     gemma = {"architecture": "Gemma4UnifiedForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
     without, within = SimpleNamespace(audio_config=None), SimpleNamespace(audio_config=object())
-    assert found(**gemma, hf_config=without) == []
+    assert found(**gemma, hf_config=without) == found(**gemma, hf_config=within) == []
+    without_sounds = {gemma["architecture"]: ("image", "video")}
+    monkeypatch.setattr(coverage.encoding, "ran", lambda: replace(RAN, encoded=RAN.encoded | without_sounds))
     assert found(**gemma, hf_config=within) == ["audio inputs"]
     assert found(**gemma | {"limits": {"image": 9, "audio": 0}}, hf_config=within) == []
     assert found(**gemma | {"architecture": "Gemma4ForConditionalGeneration"}, hf_config=within) == []
@@ -316,7 +354,7 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     on_gpus, as_text = (
         ROWS[
             "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Muse Glimmer, InternVL in its own form, "
-            "Mistral's own form with images, and images of Kimi-VL, on a GPU"
+            "Mistral's own form with images, images of Kimi-VL, videos of GLM, and audio of Gemma 4 12B, on a GPU"
         ],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with "
@@ -1401,6 +1439,26 @@ def test_two_gpus_and_drafts_beside_heads_of_two_sizes_are_those_that_have_run(
     assert on_gpus(**drafts, **unified) is on_gpus(**drafts, quantization="fp8") is None
 
 
+def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    ran, said = RAN.fp8_kv_cache_quantised[coverage.TWO_SIZES]["cpu"], "heads of two sizes with a KV cache in fp8"
+    for by[:] in ([kind] for kind in RAN.large_head_quantised["cpu"]):
+        found = two_head_sizes(quantization="a method", cache_dtype="fp8")
+        assert found == (None if by[0] in ran else f"{said} beside quantisation {by[0]}")
+    by[:] = [ran[0]]
+    on_gpus = partial(two_head_sizes, "cuda", "0.33.0", quantization="a method", cache_dtype="fp8")
+    assert on_gpus() == said
+    with monkeypatch.context() as later:
+        beside = RAN.fp8_kv_cache_beside | {"cuda": (coverage.TWO_SIZES,)}
+        later.setattr(coverage, "RAN", replace(RAN, fp8_kv_cache_beside=beside))
+        assert on_gpus() == f"{said} beside quantisation {ran[0]}"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_gpus() is None
+
+
 def test_a_model_with_another_state_stays_refused() -> None:
     [row] = [feature for name, feature in ROWS.items() if name.startswith("Mamba")]
     for architecture, said in (
@@ -1488,7 +1546,20 @@ def two_head_sizes(
             "a draft model with heads of two sizes",
         ),
         ({"quantization": "awq"}, "heads of two sizes with quantisation awq"),
-        ({"cache_dtype": "fp8"}, "heads of two sizes with a KV cache in fp8"),
+        ({"cache_dtype": "fp8"}, None),
+        (
+            {"cache_dtype": "fp8", "tensor_parallel_size": 2},
+            "heads of two sizes with a KV cache in fp8 by several workers or beside drafts",
+        ),
+        (
+            {"cache_dtype": "fp8", "speculative_config": SimpleNamespace(method="ngram", draft_model_config=None)},
+            "heads of two sizes with a KV cache in fp8 by several workers or beside drafts",
+        ),
+        ({"cache_dtype": "fp8_per_token_head"}, "heads of two sizes with a KV cache in fp8_per_token_head"),
+        (
+            {"cache_dtype": "fp8", "device": "cuda", "version": "0.33.0"},
+            "heads of two sizes with a KV cache in fp8",
+        ),
         ({"lora_config": object()}, "heads of two sizes with LoRA adapters"),
         ({"runner_type": "pooling"}, "heads of two sizes with pooling"),
         ({"enable_prompt_embeds": True}, "heads of two sizes with embeddings as prompts"),
@@ -1507,7 +1578,7 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({}, None),
         ({"is_moe": True}, None),
         ({"version": "0.31.0"}, "attention in chunks with vLLM 0.31.0"),
-        ({"device": "cuda", "version": "0.33.0"}, "attention in chunks on a GPU"),
+        ({"device": "cuda", "version": "0.33.0"}, None),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "attention in chunks with tensor parallelism 4"),
         ({"is_moe": True, "enable_expert_parallel": True}, "attention in chunks with expert parallelism"),
@@ -1523,6 +1594,9 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     monkeypatch.setenv(UNTRIED.name, "1")
     llama = {"of": "Attention in chunks", "architecture": "Llama4ForConditionalGeneration"}
     assert two_head_sizes(**llama | changes) == said
+    monkeypatch.delenv(UNTRIED.name)
+    on_a_gpu = {"device": "cuda", "version": "0.33.0"}
+    assert two_head_sizes(**llama | changes | on_a_gpu) == "attention in chunks on a GPU"
 
 
 def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **changes: Any) -> str | None:

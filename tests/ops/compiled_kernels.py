@@ -1082,8 +1082,8 @@ def check_some(more: bool) -> None:
         check_attention_over_codes(gpu, Heads(8, 2, 128, torch.bfloat16), 64, of_tokens=True)
     for gpu in (89, 100):
         check_attention_over_codes(gpu, Heads(8, 2, 128, torch.bfloat16), 16)
-    check_attention(90, Heads(8, 1, 512, torch.bfloat16), 64)
-    check_attention(89, Heads(8, 1, 512, torch.bfloat16), 16)
+    check_attention_over_codes(90, Heads(8, 1, 512, torch.bfloat16), 64)
+    check_attention_over_codes(89, Heads(8, 1, 512, torch.bfloat16), 16)
     check_attention(90, Heads(16, 1, 512, torch.bfloat16), 64, tail=64)
     check_attention(89, Heads(16, 1, 512, torch.bfloat16), 16, tail=64)
     check_all("heads that are turned, to pages too", launch_on(90, turned_heads, 2), False)
@@ -1257,6 +1257,7 @@ def triton_attention_variants() -> None:
     launch_on(90, decode_and_prefill, Heads(8, 2, 256, torch.float32), 16)
     for dtype in (torch.bfloat16, torch.float32):
         launch_on(90, decode_and_prefill, Heads(8, 2, 512, dtype), 16)
+    launch_on(90, decode_and_prefill, Heads(8, 2, 512, torch.bfloat16), 64, in_codes=True)
 
 
 def flex_variants() -> None:

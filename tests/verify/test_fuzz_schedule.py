@@ -317,18 +317,36 @@ def test_n_grams_are_drawn_beside_images_of_models_that_have_run_so(monkeypatch:
     assert drawn(architectures=["InternVLForConditionalGeneration"]) == []
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_a_cache_in_fp8_is_drawn_beside_images_of_a_model_of_16_bits(
-    monkeypatch: pytest.MonkeyPatch, quantised: bool
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+FLOAT4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+OF_GROUPS = {"weights": FLOAT4, "input_activations": FLOAT4 | {"dynamic": "local"}}
+OF_INT4 = {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "of_text", "of_images"),
+    [
+        ("", {}, True, True),
+        ("", NVFP4, True, False),
+        ("Gemma4", {}, True, True),
+        ("Gemma4", NVFP4, True, True),
+        ("Gemma4", {"quant_method": "compressed-tensors", "config_groups": {"group_0": OF_GROUPS}}, True, True),
+        ("Gemma4", {"quant_method": "compressed-tensors", "config_groups": {"group_0": OF_INT4}}, False, False),
+    ],
+)
+def test_a_cache_in_fp8_is_drawn_beside_images_and_heads_of_two_sizes_with_the_weights_that_have_run(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, config: dict[str, Any], of_text: bool, of_images: bool
 ) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}}
-    place = Place("cpu", 4, model=SEEING | (config if quantised else {}), encodes=True)
-    drawn = [draw_settings(0, number, CONTEXT, place) for number in range(120)]
-    beside_images = {one.options.get("cache", NONE) for one in drawn if not one.text}
-    assert "fp8" in {one.options.get("cache", NONE) for one in drawn if one.text}
-    assert ("fp8" in beside_images) is not quantised
+    model = SEEING | ({"quantization_config": config} if config else {})
+    model |= {"architectures": [f"{architecture}ForConditionalGeneration"]} if architecture else {}
+    drawn = [draw_settings(0, number, CONTEXT, Place("cpu", 4, model=model, encodes=True)) for number in range(160)]
+    for text, expected in ((True, of_text), (False, of_images)):
+        found = [one for one in drawn if bool(one.text) == text]
+        assert ("fp8" in {one.options.get("cache", NONE) for one in found}) is expected
+        if architecture:
+            assert all(one.workers == one.tree == 1 and not one.drafts for one in found if "cache" in one.options)
 
 
 @pytest.mark.parametrize("architecture", coverage.RAN.encoded_by_two["cpu"])

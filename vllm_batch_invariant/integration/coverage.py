@@ -36,6 +36,8 @@ SIZES = f"{_SMALLER[0]} to {_SMALLER[-1]} in steps of 16, and {HEAD_SIZES[-1]}"
 """The former in words."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Of weights, activations and the KV cache, as vLLM calls them."""
+TWO_SIZES = "heads of two sizes"
+"""Of Gemma 4's layers, in words."""
 RAN = reviews.ran()
 """What has run with the mode, and where."""
 TORCHRUN = "external_launcher"
@@ -320,6 +322,12 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _starts_untried_on_gpus(config: Config) -> bool:
+    """Whether a GPU, by a version of vLLM that has run on one, starts what only a CPU has run."""
+    is_on_gpus = devices.of_config(config).ops.type == "cuda"
+    return is_on_gpus and envs.starts_untried() and patch_points.installed_version().startswith(RAN.on_gpus)
+
+
 def _by_gpus_alone(config: Config) -> bool:
     """Whether it is a GPU's that must have run, and not a CPU's."""
     return _ran_on(devices.of_config(config).ops.type) == "cuda"
@@ -331,9 +339,15 @@ def _cache_scales(config: Config) -> str:
 
 
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
-    """Whether a KV cache is in e4m3, beside states or in a model that takes images where none such has been."""
+    """Whether a KV cache is in e4m3, beside states, heads of two sizes or images where none such has been."""
     has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) and _cache_scales(config) == schemes.ONE_SCALE
     return _cache_dtype(config) in FP8_CACHES and not has_run
+
+
+def _is_fp8_with_other_weights(config: Config, beside: str, ran_on: str) -> bool:
+    """Whether it is beside quantised weights of kinds that have not been run with it, beside what these are beside."""
+    kinds = RAN.fp8_kv_cache_quantised.get(beside, {}).get(ran_on, ())
+    return _cache_dtype(config) in FP8_CACHES and bool(_other_quantisation(config, kinds))
 
 
 def _is_fp8_not_run_on_gpus(config: Config) -> bool:
@@ -788,7 +802,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+    untried = _starts_untried_on_gpus(config)
     if ops.type not in kept.ran and not untried:
         return f"{kept.name} on {ops.name}"
     if not untried and not version.startswith(kept.ran[ops.type]):
@@ -962,7 +976,7 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
 
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
-    named = "heads of two sizes"
+    named = TWO_SIZES
     of_models = RAN.two_head_sizes, RAN.large_heads, RAN.large_head_workers
     if found := _beside_layers(config, named, *of_models, RAN.large_head_drafters, {}, RAN.large_head_quantised):
         return found
@@ -972,6 +986,13 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     kind = next((kind for kind in _kinds(config) if kind in RAN.large_head_quantised_by_one), "")
     if kind and (config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1):
         return f"{named} with quantisation {kind} by several workers or beside drafts"
+    of_cache = f"{named} with a KV cache in {_cache_dtype(config)}"
+    if _is_fp8_with_other_weights(config, named, _ran_on(devices.of_config(config).ops.type)):
+        return f"{of_cache} beside quantisation {' and '.join(_kinds(config))}"
+    if _cache_dtype(config) in FP8_CACHES and (
+        config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1
+    ):
+        return f"{of_cache} by several workers or beside drafts"
     if not _by_gpus_alone(config):
         return None
     dtype = _dtype_of(model)
@@ -1026,9 +1047,10 @@ def _beside_layers(
         return _when(getattr(draft_model, "architecture", "") in models, f"a draft model with {named}")
     device, version = devices.of_config(config), patch_points.installed_version()
     ops = device.ops
-    if ops.type not in ran:
+    untried = _starts_untried_on_gpus(config)
+    if ops.type not in ran and not untried:
         return f"{named} on {ops.name}"
-    if not version.startswith(ran[ops.type]):
+    if not untried and not version.startswith(ran[ops.type]):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
@@ -1048,7 +1070,7 @@ def _beside_layers(
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {other}": other,
         f"quantised weights by {workers} workers": model.quantization and not shares_quantised,
-        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, named, ran_on),
         "LoRA adapters": config.lora_config is not None,
         "pooling": _pools(config),
         "embeddings as prompts": model.enable_prompt_embeds,
@@ -1172,6 +1194,7 @@ def _beside_encoded(config: Config) -> str | None:
     model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
     ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
+    of_experts = RAN.encoded_quantised_experts.get(model.architecture, {}).get(ran_on, ())
     drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
     quantised = RAN.encoded_quantised_drafted.get(model.architecture, {}).get(ran_on, {})
     method = getattr(config.speculative_config, "method", None)
@@ -1187,10 +1210,12 @@ def _beside_encoded(config: Config) -> str | None:
         f"quantisation {other}": other,
         f"quantised experts of {model.architecture}": model.quantization
         and _has_heads_of_two_sizes(config)
-        and schemes.has_experts(model),
+        and schemes.has_experts(model)
+        and _other_quantisation(config, of_experts),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
-        f"quantised weights and a KV cache in {_cache_dtype(config)}": model.quantization
-        and _cache_dtype(config) in FP8_CACHES,
+        f"quantised weights and a KV cache in {_cache_dtype(config)}": _is_fp8_with_other_weights(
+            config, model.architecture, ran_on
+        ),
         "exact arithmetic": devices.of_config(config).is_exact,
         f"{envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         "the first model runner": on == "cuda" and not config.use_v2_model_runner,
@@ -1433,7 +1458,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B), any number and lengths of it: on a "
-        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32; by one worker",
+        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32, of 12B on a CPU; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1493,7 +1518,7 @@ COVERED = (
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors or ModelOpt says: e4m3 with one scale for "
         "the keys of a layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
-        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33",
+        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33, of Gemma 4 on a CPU",
     ),
     Feature(
         "Attention",
@@ -1940,9 +1965,9 @@ REFUSED = (
     ),
     Feature(
         "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Muse Glimmer, InternVL in its own form, "
-        "Mistral's own form with images, and images of Kimi-VL, on a GPU",
+        "Mistral's own form with images, images of Kimi-VL, videos of GLM, and audio of Gemma 4 12B, on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU",
+        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for 12B's audio",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1979,7 +2004,7 @@ REFUSED = (
         "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
         "Gemma 4",
         "nobody compared what their encoders give",
-        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video, 12B's audio",
+        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video",
         _multimodal_inputs,
     ),
     Feature(
@@ -1992,11 +2017,11 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
-        "Images, videos and audio with stages, engines, other quantisation, drafts and FP8 caches but of Qwens in 16 "
-        "bits by one worker, on GPUs caches of Qwen2.5-VL and Qwen3-VL, exact arithmetic, FlexAttention; on GPUs "
-        "vLLM's first model runner",
+        "Images, videos and audio with stages, engines, other quantisation, drafts but of Qwens, FP8 caches but of "
+        "Qwens and Gemma 4 by one worker, on GPUs of two Qwen-VLs, exact arithmetic, FlexAttention; on GPUs vLLM's "
+        "first model runner",
         "nobody ran them",
-        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts drafts on GPUs",
+        f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts what a CPU has run",
         _beside_encoded,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
@@ -2156,8 +2181,8 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers or 2 GPUs (quantised 2 and 1), "
-        "whole experts, engines, stages, other drafts and quantisation, FP8 caches, LoRA, prompt embeddings, "
-        "poolers, exact arithmetic, FlexAttention",
+        "whole experts, engines, stages, other drafts and quantisation, FP8 caches but by one CPU, LoRA, prompt "
+        "embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",
         _two_head_sizes_elsewhere,

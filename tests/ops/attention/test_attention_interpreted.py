@@ -309,6 +309,23 @@ def test_codes_have_the_bits_of_their_numbers(options, scales):
     assert not torch.equal(got, other), "with the scales exchanged"
 
 
+@pytest.mark.parametrize("room", [0, 1 << 20], ids=["one stage", "all stages"])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}], ids=str)
+def test_codes_of_heads_of_512_have_the_bits_of_their_numbers_and_decode_to_their_prefill(
+    options, room, gpu, monkeypatch
+):
+    gpu.shared_memory_per_block_optin = room
+    monkeypatch.setattr("tests.ops.attention.test_attention_interpreted.HEADS", Heads(3, 1, 512, torch.float16))
+    scales, prefill = (0.25, 8.0), newest(330, 330)
+    whole = attend([prefill], scales, **options)
+    assert_same_bits(whole, attend([of_codes(prefill, *scales)], **options), "codes")
+    assert not torch.equal(whole, attend([of_codes(prefill, *reversed(scales))], **options)), "scales exchanged"
+    for count in (1, 5, 6, 40):
+        assert_same_bits(attend([newest(330, count)], scales, **options), whole[-count:], f"the newest {count}")
+    among = attend([newest(150, 20), newest(330, 1), newest(40, 1)], scales, **options)
+    assert_same_bits(among[20:21], whole[-1:], "among others")
+
+
 OF_HEADS = [0.013, 0.4], [0.021, 0.0007]
 """Scales of keys and of values, no powers of two."""
 

@@ -54,6 +54,14 @@ def test_codes_with_scales_of_1_have_the_bits_of_their_numbers(options, dtype):
     assert_same_bits(attend(call), attend(upcast(call)), "codes")
 
 
+@pytest.mark.parametrize("size", [256, 512])
+def test_codes_of_large_heads_have_the_bits_of_their_numbers(size):
+    chunks = [replace(one, request=Request(replace(HEADS, size=size), one.stop, 1)) for one in MIXED]
+    call = coded(chunks, 0.25, 8.0, scale=size**-0.5)
+    assert_same_bits(attend(call), attend(upcast(call, 0.25, 8.0)), "codes")
+    assert not torch.equal(attend(call), attend(upcast(call, 8.0, 0.25)))
+
+
 @features
 def test_codes_with_powers_of_two_have_the_bits_of_numbers_times_them(options):
     """What tells the two scales apart, and says that a sum meets neither: a power of two rounds nothing."""

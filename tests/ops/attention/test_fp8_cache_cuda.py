@@ -24,6 +24,7 @@ SHAPES = [
     Heads(14, 2, 64, torch.bfloat16),
     Heads(6, 2, 80, torch.float16),
     Heads(4, 1, 256, torch.bfloat16),
+    Heads(4, 1, 512, torch.bfloat16),
     Heads(4, 2, 64, torch.float32),
 ]
 Scales = float | list[float]

@@ -24,7 +24,7 @@ from ...ops.attention import (
 )
 from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES, SIZES
-from ..reviews import claims
+from ..reviews import claims, patch_points
 from ..reviews.schemes import FP8_CACHES, OF_HEADS, OF_TOKENS, ONE_SCALE, TOKEN_CACHE
 
 _CUTS = "mm_prefix_clamp_sliding_window"
@@ -229,6 +229,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                 "leave --kv-cache-dtype out",
             )
         self.kv_cache_dtype = kv_cache_dtype
+        self._writer: Any = None
+        if kv_sharing_target_layer_name is not None and self.holds_codes:
+            layers = patch_points.CURRENT_CONFIG.get()().compilation_config.static_forward_context
+            self._writer = layers.get(kv_sharing_target_layer_name)
         self.implementation = envs.ATTENTION.read()
         if not causal and self.implementation not in ("auto", *self.serves_encoders):
             raise NotCovered(
@@ -272,10 +276,13 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     def scales_of(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """Those of the keys' codes and of the values', fp32, one number each or one a head, in memory that stays: a
         CUDA graph reads it. New weights may come with new tensors, whose numbers are copied. None of a cache without
-        codes, and of one that has its own.
+        codes, and of one that has its own. Of another layer's cache those are read by which that layer writes: its own
+        are none of a checkpoint's.
         """
         if not self.holds_codes or self.scales_tokens:
             return None, None
+        if self._writer is not None:
+            return self._writer.impl.scales_of(self._writer)
         if self._scales is None:
             self._scales = layer._k_scale, layer._v_scale
         for name, held in zip(("_k_scale", "_v_scale"), self._scales, strict=True):

@@ -267,7 +267,9 @@ class Ran:
         fp8_kv_cache: versions whose engines have served a KV cache in e4m3, by device.
         fp8_kv_cache_scales: what has a scale of its own in such a cache, by device.
         fp8_kv_cache_head_workers: numbers of workers above 1 that have shared heads with a scale each, by device.
-        fp8_kv_cache_beside: states, and models that take images, beside which one scale a tensor has, by device.
+        fp8_kv_cache_beside: states, heads of two sizes and models that take images, beside which one scale a tensor
+            has, by device.
+        fp8_kv_cache_quantised: kinds of quantised weights beside which it has with two sizes and images, by device.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
@@ -313,6 +315,7 @@ class Ran:
         served_by: classes of vLLM's that serve models of other names.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
             and device.
+        encoded_quantised_experts: those of them that models with heads of two sizes have had of experts, too.
         text_of: multimodal models that are served as text, with what else they take.
         text_models: types of the text models that have been run in multimodal ones which may have others, too.
         drafters: methods of speculative decoding, with the devices.
@@ -368,6 +371,7 @@ class Ran:
     fp8_kv_cache_scales: Mapping[str, tuple[str, ...]]
     fp8_kv_cache_head_workers: Mapping[str, tuple[int, ...]]
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
+    fp8_kv_cache_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
     short_convolutions: Mapping[str, str]
     short_convolution_quantised: Mapping[str, tuple[str, ...]]
     short_convolution_workers: Mapping[str, tuple[int, ...]]
@@ -411,6 +415,7 @@ class Ran:
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
+    encoded_quantised_experts: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]

@@ -632,6 +632,11 @@ def _quantised_beneath_adapters(place: Place) -> bool:
         kinds = ran.lora_beside_quantised.get(architecture, {}).get(place.device, ())
     elif state := coverage.kept_by(architecture):
         kinds = kinds if state in ran.lora_beside_more.get(place.device, ()) else ()
+    return _are_quantised_as(place, kinds)
+
+
+def _are_quantised_as(place: Place, kinds: Sequence[str]) -> bool:
+    """Whether a checkpoint's layers are of these kinds, as ``ran.toml`` has them."""
     found = _beginnings_of_kinds(place.model.get("quantization_config") or {})
     return bool(found) and all(any(kind.startswith(one) for kind in kinds) for one in found)
 
@@ -645,6 +650,8 @@ def _beginnings_of_kinds(config: Mapping[str, Any]) -> list[str]:
     method = config.get("quant_method")
     if method == "fp8":
         return ["fp8 with float8 weights (one scale a block"] if config.get("weight_block_size") else []
+    if method == "modelopt" and config.get("quant_algo") == "NVFP4":
+        return ["modelopt with float4 weights (one scale a tensor_group 16)"]
     if method != "compressed-tensors":
         return [f"{method} with int{config.get('bits')} weights"]
     found = []
@@ -652,7 +659,9 @@ def _beginnings_of_kinds(config: Mapping[str, Any]) -> list[str]:
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         kind = f"{method} with {weights.get('type')}{weights.get('num_bits')} weights"
         if inputs:
-            kind += f" (one scale a {weights.get('strategy')}) and {inputs.get('type')}{inputs.get('num_bits')} "
+            shared = str(weights.get("strategy"))
+            shared += f" {weights.get('group_size')}" if shared == "tensor_group" else ""
+            kind += f" (one scale a {shared}) and {inputs.get('type')}{inputs.get('num_bits')} "
             kind += f"{'dynamic' if inputs.get('dynamic') else 'static'} {inputs.get('strategy')} activations"
         found.append(kind)
     return found
@@ -682,9 +691,15 @@ def _has_fp8_caches(place: Place) -> bool:
     return _has_run(coverage.RAN.fp8_kv_cache, place) and not place.cache_scheme
 
 
-def _has_cache_beside_items(settings: Any, place: Place) -> bool:
-    """Whether one in fp8 may be beside what is encoded: not of a quantised text model."""
-    return bool(settings.text) or not (place.encodes and place.is_quantised)
+def _has_cache_beside(settings: Any, place: Place) -> bool:
+    """Whether one in fp8 may be beside a model's weights: of quantised ones some with images or heads of two sizes."""
+    if not place.is_quantised:
+        return True
+    architecture = next(iter(place.model.get("architectures") or ()), "")
+    beside = [architecture] if place.encodes and not settings.text else []
+    beside += [coverage.TWO_SIZES] if architecture in coverage.RAN.two_head_sizes else []
+    kinds = (coverage.RAN.fp8_kv_cache_quantised.get(name, {}).get(place.device, ()) for name in beside)
+    return all(_are_quantised_as(place, ran) for ran in kinds)
 
 
 def _scales_tokens(place: Place) -> bool:
@@ -735,14 +750,14 @@ OPTIONS = (
         {"fp8": (coverage.KV_CACHE, "fp8")},
         (NONE, "fp8", NONE),
         lambda place: _has_fp8_caches(place) and not _scales_tokens(place),
-        _has_cache_beside_items,
+        _has_cache_beside,
     ),
     Option(
         "cache",
         {name: (coverage.KV_CACHE, name) for name in ("fp8", TOKEN_CACHE)},
         (NONE, "fp8", NONE, TOKEN_CACHE),
         lambda place: _has_fp8_caches(place) and _scales_tokens(place),
-        _has_cache_beside_items,
+        _has_cache_beside,
     ),
     *(
         Option(name, values, (NONE, *values), of_pooling=True)
