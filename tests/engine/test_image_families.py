@@ -169,8 +169,8 @@ SQUARES = (12, 8), (4, 8), (8, 4), (4, 20), (4, 4), (4, 4), (4, 12), (6, 10)
 
 
 def merged(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    """Patches of pictures, or of two frames each of a film, those that are merged one after the other, and how many rows
-    and columns there are; groups of frames are images for the model.
+    """Patches of pictures, or of two frames each of a film, those that are merged one after the other, and how many
+    rows and columns there are; groups of frames are images for the model.
     """
     vision, grids, pixels = images.glm4_1v().vision_config, [], []
     for one in pictures:

@@ -104,9 +104,10 @@ def of_qwen(config: Callable[[], transformers.PretrainedConfig], **limits: Any) 
     return Case(config, test_images.RUNS, own, ([target], [few, target]), MODES, has_grids=True)
 
 
-def of_family(name: str, modes: tuple[str, ...] = MODES[:1], **further: Any) -> Case:
-    """One of the further models."""
+def of_family(name: str, modes: tuple[str, ...] = MODES[:1], has_films: bool = True, **further: Any) -> Case:
+    """One of the further models, with videos where it takes some, or without."""
     family = test_image_families.FAMILIES[name]
+    family = family if has_films else replace(family, film=None, limit='{"image": 8, "video": 0}')
     limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
     target, few = family.targets[2], family.few[0]
     own = {name: getattr(family, name) for name in ("save", "path", "image")}
@@ -179,8 +180,8 @@ CASES = {
     "ministral3 as mistral has it": of_family("ministral3 as mistral has it"),
     "internvl3": of_family("internvl3"),
     "internvl3.5 with a large tower": of_family("internvl3.5 with a large tower", heads=3),
-    "glm4.1v": of_family("glm4.1v", MODES, has_grids=True),
-    "glm4.5v": of_family("glm4.5v", MODES, has_grids=True, has_experts=True),
+    "glm4.1v": of_family("glm4.1v", MODES, has_films=False, has_grids=True),
+    "glm4.5v": of_family("glm4.5v", MODES, has_films=False, has_grids=True, has_experts=True),
     "gemma4": of_gemma_4("31B"),
     "gemma4 with experts": of_gemma_4("26B-A4B", has_experts=True),
     "gemma4 with shared caches": of_gemma_4("E2B"),

@@ -171,7 +171,15 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     glm = "Glm4vForConditionalGeneration"
     assert found(architecture=glm, limits={"image": 1}) == []
-    assert found(architecture=glm, limits={"image": 1, "video": 1}) == ["video inputs"]
+    assert found(architecture=glm, limits={"image": 1, "video": 1}) == []
+    by_two = {"architecture": glm, "tensor_parallel_size": 2}
+    assert found(**by_two, limits={"image": 1}) == []
+    said = [f"image and video inputs of {glm} with tensor parallelism 2"]
+    assert found(**by_two, limits={"image": 1, "video": 1}) == said
+    with monkeypatch.context() as before:
+        before.setattr(encoding, "ran", lambda: replace(RAN, encoded={glm: ("image",)}))
+        assert found(architecture=glm, limits={"image": 1}) == []
+        assert found(architecture=glm, limits={"image": 1, "video": 1}) == ["video inputs"]
     internvl = {"architecture": "InternVLForConditionalGeneration", "limits": {"image": 1, "video": 1}}
     assert found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3")) == []
     around_experts = found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3_moe"))
@@ -373,6 +381,8 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     mistral, ocr = "Mistral3ForConditionalGeneration", "DeepseekOCRForCausalLM"
     assert on_gpus.used(config(ocr, 1)) == f"image inputs of {ocr} on a GPU"
     assert on_gpus.used(config(mistral, 1)) is None
+    glm = "Glm4vForConditionalGeneration"
+    assert [on_gpus.used(config(glm, most)) for most in (0, 1)] == [None, f"video inputs of {glm} on a GPU"]
     gemma = "Gemma4ForConditionalGeneration"
     assert on_gpus.used(config(gemma, 1)) is None
     ran = replace(coverage.RAN, encoded_on_cpus_alone={gemma: ("audio",)})

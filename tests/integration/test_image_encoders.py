@@ -162,16 +162,29 @@ def test_an_image_has_no_identifier_of_the_users(monkeypatch: pytest.MonkeyPatch
         process(SimpleNamespace(), {}, {}, {"image": [None, "mine"]}, "1")
 
 
-def test_videos_of_a_request_are_sampled_alike_where_a_processor_reads_the_last_alone() -> None:
-    def refused(processor: Any, *told: bool) -> bool:
-        videos = SimpleNamespace(metadata=[{"do_sample_frames": one} for one in told])
-        return items._sampled_otherwise(SimpleNamespace(get_mm_processor=lambda: processor), videos)
-
+def test_videos_of_a_request_are_sampled_alike_where_a_processor_reads_the_last_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renderer = patch_points.RENDERER.get()
+    monkeypatch.setattr(renderer, "_process_mm_uuids", lambda *given: "processed")
+    monkeypatch.setattr(renderer, "_process_multimodal", renderer._process_multimodal)
+    hasher = patch_points.IMAGE_ID.module()
+    monkeypatch.setattr(hasher, "_get_image_id_bytes", hasher._get_image_id_bytes)
+    items.install()
     glm, other = SimpleNamespace(_get_direct_path_inputs=None), SimpleNamespace()
-    assert refused(glm, True, False)
-    assert not refused(glm, True, True)
-    assert not refused(glm, False)
-    assert not refused(other, True, False)
+
+    def process(processor: Any, *metadata: Any) -> Any:
+        renderer_of = SimpleNamespace(get_mm_processor=lambda: processor)
+        videos = {"video": SimpleNamespace(metadata=[*metadata])}
+        return renderer._process_mm_uuids(renderer_of, {}, videos, {}, "1")
+
+    sampled, whole, untold = {"do_sample_frames": False}, {"do_sample_frames": True}, {"fps": 2.0}
+    for mixed in ((whole, sampled), (untold, sampled), (object(), sampled)):
+        with pytest.raises(patch_points.VALIDATION_ERROR.get(), match="some are sampled already"):
+            process(glm, *mixed)
+        assert process(other, *mixed) == "processed"
+    for alike in ((whole, whole), (sampled,), (untold, untold)):
+        assert process(glm, *alike) == "processed"
 
 
 def image(named: bool) -> Any:

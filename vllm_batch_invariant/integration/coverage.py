@@ -1110,7 +1110,7 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     if not model.is_multimodal_model or envs.starts_untried():
         return None
     kinds = RAN.encoded_on_cpus_alone.get(model.architecture, ())
-    if model.architecture not in RAN.with_encoder_alone + RAN.text_on_cpus_alone:  # and may be served as text
+    if model.architecture not in RAN.text_on_cpus_alone:  # and may be served without these
         kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))
     return _when(kinds, f"{' and '.join(kinds)} inputs of {model.architecture} on a GPU")
 
@@ -1150,12 +1150,15 @@ def _encoded_elsewhere(config: Config) -> str | None:
 
 
 def _encoded_by_several(config: Config) -> str | None:
-    """Workers that share an encoder, or the images of a step, where none have: two, of some models, without audio."""
+    """Workers that share an encoder, or the images of a step, where none have: two, of some models, without audio and
+    videos of GLM.
+    """
     named, model, k_slices = _encoded(config), config.model_config, tensor_tree.k_slices()
     if not named:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
-    shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and "audio" not in encoding.encoded(model)
+    by_one = {*RAN.encoded_by_one.get(model.architecture, ())} & {*encoding.encoded(model)}
+    shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and not by_one
     shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
     shares_quantised &= {*_kinds(config)} <= {*RAN.encoded_kinds_by_two.get(ran_on, ())}
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
@@ -1446,8 +1449,8 @@ COVERED = (
     Feature(
         "Images on a CPU",
         "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json); by "
-        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, and, with videos, of Intern-S2 Preview, "
-        "Muse Glimmer and InternVL in its own form (InternVLChatModel): with vLLM 0.32",
+        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, and, with videos, of GLM-OCR, Intern-S2 Preview, Muse "
+        "Glimmer, InternVL in its own form (InternVLChatModel), videos of GLM-4.1V and 4.5V: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1967,7 +1970,7 @@ REFUSED = (
         "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Muse Glimmer, InternVL in its own form, "
         "Mistral's own form with images, images of Kimi-VL, videos of GLM, and audio of Gemma 4 12B, on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for 12B's audio",
+        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for 12B's audio and GLM's video",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -2004,12 +2007,12 @@ REFUSED = (
         "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
         "Gemma 4",
         "nobody compared what their encoders give",
-        "serve text, with --language-model-only; --limit-mm-per-prompt 0 for GLM's video",
+        "serve text, with --language-model-only",
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos by more than two workers, or by two but where a row above has them; audio by two; so their "
-        "tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
+        "Images and videos by more than two workers, or by two but where a row above has them; audio, and videos of "
+        "GLM, by two; so their tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
         "no others have shared an encoder, or the images of a step",
         f"serve text only, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
         "CPU have run",

@@ -38,7 +38,7 @@ def install() -> None:
         if _sampled_otherwise(self, mm_data_items.get("video")):
             raise patch_points.VALIDATION_ERROR.get()(
                 "batch-invariant mode does not cover videos of one request of which some are sampled already "
-                "(do_sample_frames of their metadata): this model's processor treats all as the last; send them apart"
+                "(do_sample_frames of their metadata): a processor of GLM's treats all as the last; send them apart"
             )
         return process(self, mm_data, mm_data_items, mm_uuid_items, mm_req_id)
 
@@ -50,9 +50,10 @@ def install() -> None:
 
 
 def _sampled_otherwise(renderer: Any, videos: Any) -> bool:
-    """Whether metadata of videos differ in what one processor reads of the last alone (GLM-4.6V's)."""
-    told = [one.get("do_sample_frames") for one in getattr(videos, "metadata", None) or () if isinstance(one, Mapping)]
-    return len({*told}) > 1 and hasattr(renderer.get_mm_processor(), "_get_direct_path_inputs")
+    """Whether metadata of videos differ in what GLM's processors read: that of GLM-4.6V and GLM-OCR, of the last."""
+    metadata = getattr(videos, "metadata", None) or ()
+    told = {one.get("do_sample_frames") if isinstance(one, Mapping) else None for one in metadata}
+    return len(told) > 1 and hasattr(renderer.get_mm_processor(), "_get_direct_path_inputs")
 
 
 def _without_noise(process: Any) -> Any:

@@ -308,6 +308,7 @@ class Ran:
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
+        encoded_by_one: what of the inputs of these one worker alone has encoded.
         encoded_quantised_by_two: those of them whose text model was quantised, by device.
         encoded_kinds_by_two: kinds of its weights, by device.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
@@ -409,6 +410,7 @@ class Ran:
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     encoded_by_two: Mapping[str, tuple[str, ...]]
+    encoded_by_one: Mapping[str, tuple[str, ...]]
     encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
     encoded_kinds_by_two: Mapping[str, tuple[str, ...]]
     images_by_no_tree: tuple[str, ...]

@@ -482,20 +482,39 @@ class ImagesRun(EngineRun):
         self.results.proof[PROCESSED] = f"up to {most} in a request ({', '.join(sorted(kinds))})"
 
     def beside_images(self) -> None:
-        """Run the target together with requests that have images alone."""
+        """Run the target together with requests that have images alone, and an item of each kind with others of that
+        kind: a call has one kind, and the target's items may be alone in theirs.
+        """
         chance = random.Random("beside")
         others = [
             self._seeing({"prompt": tokens(2, place, self._ids), "params": {"temperature": 0, "max_tokens": 2}}, chance)
             for place in range(6)
         ]
-        step = self.step("beside images", [*others, self._target], reset_prefix_cache=True)
-        calls, items = step.encoded["calls"], step.encoded["items"]
+        steps = [self.step("beside images", [*others, self._target], reset_prefix_cache=True)]
+        compared = [("behind 6 requests with images", self.alone["target"], steps[0].requests[-1])]
+        shared = []
+        for kind, about in self._about["kinds"].items():
+            sizes = [size for size, _ in sorted(about["sizes"], key=lambda one: one[1])]
+            chosen = [sizes[len(sizes) // 2], *sizes[:1] * 6]  # small ones find room in the call of the first
+            drawn = [
+                {"kind": kind, "size": size, "seed": images.DIFFERENT + at, "at": 0} for at, size in enumerate(chosen)
+            ]
+            asked = [
+                self._request(tokens(2, at, self._ids), max_tokens=4) | {"items": [one]} for at, one in enumerate(drawn)
+            ]
+            expected = self.answer(f"one {kind}", asked[0])
+            steps.append(self.step(f"beside items of the kind {kind}", asked, reset_prefix_cache=True))
+            compared.append((f"{kind} before 6 of its kind", expected, steps[-1].requests[0]))
+            if steps[-1].encoded["calls"] < steps[-1].encoded["items"]:
+                shared.append(kind)
+        calls, items = (sum(step.encoded[what] for step in steps) for what in ("calls", "items"))
         if calls == items:
             self.results.gaps[ENCODED] = f"the engine encoded {items} images in as many calls"
             return
-        answer = answer_of(step.requests[-1]["completions"][0])
-        self.results.add(*ENCODED, "behind 6 requests with images", self.alone["target"], answer)
-        self.results.proof[ENCODED] = f"{items} were encoded in {calls} calls"
+        for label, expected, got in compared:
+            self.results.add(*ENCODED, label, expected, answer_of(got["completions"][0]))
+        among = f" ({', '.join(sorted(shared))})" if shared else ""
+        self.results.proof[ENCODED] = f"{items} were encoded in {calls} calls{among}"
 
     def _prefix_cache(self) -> None:
         super()._prefix_cache()
