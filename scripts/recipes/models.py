@@ -57,6 +57,7 @@ _LAYER = "model.layers.0"
 FORMS: dict[str, dict[str, Any]] = {
     "FP8 by blocks": _BLOCKS,
     "FP8 by blocks, scales of powers of two": _BLOCKS | {"scale_fmt": "ue8m0"},
+    "FP8 by blocks, compressed-tensors": _FP8_BLOCKS,
     "FP8 by rows, compressed-tensors": _compressed(_FLOAT8 | {"strategy": "channel"}, _FLOAT8 | _TOKEN),
     "FP8 with given scales": {"quant_method": "fp8", "activation_scheme": "static"},
     "FP8, ModelOpt": _modelopt("FP8"),
@@ -314,6 +315,9 @@ PUBLISHED: tuple[tuple[Model, dict[str, str]], ...] = (
     (_of_transformers("GlmOcrForConditionalGeneration", "glm_ocr", text_config={"num_nextn_predict_layers": 1},
                       vision_config={}),
      {"zai-org/GLM-OCR": ""}),
+    (_of_transformers("MuseGlimmerForConditionalGeneration", "muse_glimmer", text_config={}, vision_config={}),
+     {"meta-models/Muse-Glimmer-30B": "", "RedHatAI/Muse-Glimmer-30B-FP8-block": "FP8 by blocks, compressed-tensors",
+      "Inferact/Muse-Glimmer-30B-NVFP4-W4A4": UNKNOWN}),
     (_with_own_parts("InternVLChatModel", "internvl_chat", llm_config=qwen3(4096, 32, 8, 36).config, vision_config={
         "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24, "image_size": 448, "patch_size": 14}),
      {"OpenGVLab/InternVL3_5-8B": ""}),
@@ -529,10 +533,6 @@ CLASSES = {
         *("MiniMaxAI/MiniMax-M3", "MiniMaxAI/MiniMax-M3-MXFP8", "nvidia/MiniMax-M3-NVFP4"),
     ),
     "MossTranscribeDiarizeForConditionalGeneration": ("OpenMOSS-Team/MOSS-Transcribe-Diarize",),
-    "MuseGlimmerForConditionalGeneration": (
-        *("meta-models/Muse-Glimmer-30B", "RedHatAI/Muse-Glimmer-30B-FP8-block"),
-        "Inferact/Muse-Glimmer-30B-NVFP4-W4A4",
-    ),
     "NemotronH_Nano_Omni_Reasoning_V3": tuple(
         f"nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-{form}" for form in ("BF16", "FP8", "NVFP4")
     ),

@@ -58,6 +58,9 @@ OF_LFM2 |= {
     4020 + 4 * row + column: f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(4) for column in range(4)
 }
 """The same of LFM2-VL's."""
+OF_MUSE = {IMAGE: "<|patch|>", VIDEO: "<|video|>", START: "<|image_start|>", END: "<|image_end|>"}
+OF_MUSE |= {4004: "<|vid_start|>", 4005: "<|vid_end|>", 4006: "<|vid_frame_separator|>", 4007: "<|image|>"}
+"""The same of Muse Glimmer's."""
 IDEFICS = ("idefics3", "smolvlm")
 """Types of models."""
 TOWERS = ("internvl", "llava", "mistral3")
@@ -407,11 +410,14 @@ def drawn(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn
             is_seen |= "multi_modal_projector" in name and config.model_type == "internvl"
             is_seen |= "projector" in name and config.model_type == "paddleocr_vl"
             is_seen |= "language_model" not in name and config.model_type == "lfm2_vl"
+            is_seen |= config.model_type == "muse_glimmer" and "vision" in name
             is_seen |= config.model_type in IDEFICS and ("vision_model" in name or "connector" in name)
             is_seen |= config.model_type == "kimi_k25" and ("vision_tower" in name or "mm_projector" in name)
             if is_seen and weight.dim() > 1:
                 weight.mul_(4)
-            if name.endswith(("position_embeddings", "position_embedding.weight", "cls_token")):
+            if name.endswith(
+                ("position_embeddings", "position_embedding.weight", "embedding_table.weight", "cls_token")
+            ):
                 torch.nn.init.normal_(weight)
             if name.endswith("conv.conv.weight"):  # taps that matter as much as what goes around them
                 torch.nn.init.normal_(weight, std=0.4)
@@ -442,6 +448,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         "llama4": OF_LLAMA_4,
         "lfm2_vl": OF_LFM2,
         "kimi_k25": OF_KIMI,
+        "muse_glimmer": OF_MUSE,
     }
     special = SPECIAL | named_by.get(config.model_type, OF_GEMMA_4 if of_gemma else {})
     words = {(special | LINES).get(number, f"w{number}"): number for number in range(config.text_config.vocab_size)}
@@ -538,6 +545,13 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
             name: one.mT.contiguous() if ".experts." in name else one for name, one in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})
+    if config.model_type == "muse_glimmer":
+        for kind in ("Image", "Video"):
+            file = "preprocessor_config.json" if kind == "Image" else "video_preprocessor_config.json"
+            of_kind = {f"{kind.lower()}_processor_type": f"MuseGlimmer{kind}Processor"}
+            (folder / file).write_text(json.dumps(of_kind))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "MuseGlimmerProcessor"}))
+        return made
     if config.model_type == "lfm2_vl":
         tiles = {"tile_size": 8 * patch, "encoder_patch_size": patch, "max_tiles": 6}
         tokens = {"min_image_tokens": 1, "max_image_tokens": 36, "max_pixels_tolerance": 1.0}

@@ -111,6 +111,28 @@ def gemma4() -> transformers.PretrainedConfig:
     return config
 
 
+def muse_glimmer() -> transformers.PretrainedConfig:
+    """With a window and angles on every layer but the last of four, norms around attention and MLP, of queries and keys
+    without weights, gates of heads, and logits that have a cap; and an encoder with two heads of 96, angles by row and
+    column, positions interpolated between those of 8 x 8 patches, as many of which are a window on two layers of three,
+    and of which four are a token.
+    """
+    vision = {"num_hidden_layers": 3, "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 2}
+    vision |= {"patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8}
+    sizes = {"merge_kernel_size": 2, "output_dim": 768, "adapter_dim": 320}  # as vLLM 0.32 calls them
+    text = TEXT | {"num_hidden_layers": 4, "head_dim": 64, "sliding_window": 100, "rms_norm_eps": 1e-5}
+    return transformers.MuseGlimmerConfig(
+        architectures=["MuseGlimmerForConditionalGeneration"],
+        text_config=text | {"output_multiplier": 0.7, "final_logit_softcapping": 4.0},
+        vision_config=vision | sizes,
+        image_token_id=4000,
+        video_token_id=4001,
+        out_hidden_size=768,
+        projector_hidden_size=320,
+        tie_word_embeddings=False,
+    )
+
+
 def model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn.Module:
     """Random weights, of the encoder too; Hugging Face's biases would be 0."""
     torch.manual_seed(0)
@@ -118,6 +140,8 @@ def model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> torch.nn
     for name, weight in made.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weight)
+        if config.model_type == "muse_glimmer" and name.endswith("norm.weight"):  # of which most begin with 0
+            weight.data.add_(torch.randn_like(weight) / 4)
     return made.to(dtype)
 
 

@@ -17,22 +17,23 @@ from tests import fp8_checkpoints, quantised_checkpoints
 from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
-_ENCODERS = "(visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)"
+_ENCODERS = "(visual|vision_tower|vision_adapter|audio_tower|multi_modal_projector|embed_vision|embed_audio)"
 KEPT = (
     r"(^|\.)(lm_head|embed_tokens|embed_tokens_per_layer|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|"
-    r"in_proj_(a|b|ba)|router\.proj|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|"
+    r"in_proj_(a|b|ba)|router\.proj|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|vision_projection|"
     rf"{_ENCODERS}\..*)$"
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
 OF_32 = "w4a16 of 32"
+OF_COMPRESSED = "compressed-tensors by blocks"
 MODELOPT = "ModelOpt's by tensors, given"
 NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
 """Of which activations keep 16 bits."""
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
 FORMS: dict[str, Form | Stored] = {
     "fp8 by blocks": fp8_checkpoints.FORMS["fp8 by blocks"],
-    "compressed-tensors by blocks": fp8_checkpoints.FORMS["compressed-tensors by blocks"],
+    OF_COMPRESSED: fp8_checkpoints.FORMS[OF_COMPRESSED],
     "compressed-tensors by rows": fp8_checkpoints.FORMS["compressed-tensors by rows"],
     "fp8 by tensors, given, in Mistral's names": replace(
         fp8_checkpoints.FORMS["fp8 by tensors, given"], scale="weight_scale_inv", given="activation_scale"

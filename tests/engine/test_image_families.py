@@ -226,6 +226,18 @@ def in_tiles_or_whole(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
     return {"pixel_values": together, "spatial_shapes": grids, "pixel_attention_mask": seen.int()}
 
 
+def in_groups(pictures: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """Patches of pictures twice, or of two frames of a film, row by row, as Muse Glimmer has them."""
+    side, found, grids = multimodal.muse_glimmer().vision_config.patch_size, [], []
+    for one in pictures:
+        frames = (torch.from_numpy(one).double().permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
+        groups = frames.unflatten(0, (-1, 2)) if len(frames) > 1 else frames[:, None].repeat(1, 2, 1, 1, 1)
+        cut = groups.unflatten(4, (-1, side)).unflatten(3, (-1, side))  # [groups, 2, 3, rows, side, columns, side]
+        found.append(cut.permute(0, 3, 5, 1, 2, 4, 6).flatten(0, 2).flatten(1))
+        grids.append([len(groups), *(size // side for size in one.shape[1:3])])
+    return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
+
+
 TILES = (8, 8), (4, 8), (8, 4), (4, 16), (4, 4), (4, 4), (4, 12), (6, 10)
 """Of 4 x 4 patches; the last one's pixels are resized."""
 IN_TILES = (16, 16), (8, 16), (16, 8), (2, 30), (4, 4), (2, 2), (8, 24), (6, 10)
@@ -287,6 +299,7 @@ FAMILIES = {
         before=490,
         settings={"max_num_batched_tokens": 512},  # as many rows are kept of what was encoded
     ),
+    "muse-glimmer": Family(multimodal.muse_glimmer, in_groups, MISTRAL3.grids, (2, 4, 4)),
     "llama4": Family(images.llama4, in_tiles, TILES, None, OF_SQUARES, before=110),
     "internvl3": INTERNVL3,
     "internvl3 in its own form": IN_ITS_OWN_FORM,
@@ -324,7 +337,8 @@ def asked(
     return {"prompt": prompt, "images": pictures, "videos": films, "params": params}
 
 
-DRAWN = "deepseek-ocr", "glm4.1v", "internvl3", "kimi-vl", "lfm2-vl", "llama4", "paddleocr-vl", "pixtral", "smolvlm"
+DRAWN = "deepseek-ocr", "glm4.1v", "internvl3", "kimi-vl", "lfm2-vl", "llama4", "muse-glimmer"
+DRAWN += "paddleocr-vl", "pixtral", "smolvlm"
 """Which a fuzzer and a check look at."""
 
 
@@ -424,7 +438,7 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, fault: str, se
     ("name", "settings"),
     [
         (name, settings)
-        for name in ("smolvlm", "kimi-vl", "lfm2-vl", "paddleocr-vl", "pixtral")
+        for name in ("smolvlm", "kimi-vl", "lfm2-vl", "muse-glimmer", "paddleocr-vl", "pixtral")
         for settings in ({"dtype": "bfloat16"}, {"dtype": "float16"}, ONES)
         if (name, settings) != ("lfm2-vl", ONES)  # vLLM then keeps fewer rows than an image in tiles has
     ]

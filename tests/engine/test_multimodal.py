@@ -30,12 +30,16 @@ MODELS = {
     "qwen2.5-vl in fp32": (multimodal.qwen2_5_vl(), torch.float32, TEXT_ONLY | FP32),
     "qwen3-vl": (multimodal.qwen3_vl(), torch.bfloat16, TEXT_ONLY),
     "gemma3": (multimodal.gemma3(), torch.bfloat16, {"limit_mm_per_prompt": '{"image": 0}'}),
+    "muse-glimmer": (multimodal.muse_glimmer(), torch.bfloat16, TEXT_ONLY),
+    "muse-glimmer in fp32": (multimodal.muse_glimmer(), torch.float32, TEXT_ONLY | FP32),
 }
 """With the arguments that have each served as text."""
+MUSE = ["vision_encoder", "vision_adapter", "vision_projection", "perception_emb_norm"]
 ENCODERS = {
     "qwen2.5-vl in fp32": ["visual"],
     "qwen3-vl": ["visual"],
     "gemma3": ["vision_tower", "multi_modal_projector"],
+    **{name: MUSE for name in MODELS if "muse" in name},
 }
 TEXT_MODEL = "qwen2 with the weights of qwen2.5-vl"
 PLAIN = "qwen3-vl without the mode"
@@ -157,9 +161,10 @@ def test_no_encoder_is_built(name: str, asked: Callable[[str], Result]) -> None:
     assert built["encoders"] == dict.fromkeys(ENCODERS[name], "StageMissingLayer")
     assert built["on"] == ["meta"]
     assert built["parameters"]
-    assert [weight for weight in built["parameters"] if not weight.startswith("language_model.")] == []
+    text = ("model.", "lm_head.") if "muse" in name else "language_model."
+    assert [weight for weight in built["parameters"] if not weight.startswith(text)] == []
     assert not any("Vision" in kind or "Conv" in kind for kind in result.kernels["modules"])
-    if name != "gemma3":
+    if "qwen" in name:
         rotary = [kind for kind in result.kernels["modules"] if kind.endswith("RotaryEmbedding")]
         assert rotary == ["vllm_batch_invariant.integration.layers.mrope.install.<locals>.PickedRotaryEmbedding"]
 

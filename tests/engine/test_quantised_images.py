@@ -44,6 +44,7 @@ from tests.engine.quantised_layers import (
     MODELOPT,
     NVFP4,
     OF_32,
+    OF_COMPRESSED,
     ROWS,
     with_each_expert,
     with_scales_of_cache,
@@ -131,7 +132,7 @@ def of_family(name: str) -> Family:
     return Family(family.config, limits, (family.targets, family.few, family.many[:8]), save=family.save)
 
 
-IN_MISTRALS_FORM = "ministral3 as mistral has it"
+OF_MISTRAL, IN_MISTRALS_FORM = ("mistral3", "mistral3 around ministral3"), "ministral3 as mistral has it"
 GEMMA4_LIMITS = test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP}
 OF_GEMMA4 = test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]
 HEARING = tuple(
@@ -172,7 +173,7 @@ FAMILIES = {
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
     "gemma4": of_gemma4("31B"),
     **{", ".join(("gemma4", *of)): of_gemma4(*of) for of in GEMMA4},
-    **{name: of_family(name) for name in ("mistral3", "mistral3 around ministral3", IN_MISTRALS_FORM, "internvl3")},
+    **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer")},
 }
 for _name in ("qwen3.5", "qwen3.5 with experts"):
     FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
@@ -189,6 +190,7 @@ CASES = [
     ("mistral3 around ministral3", "fp8 by tensors, given, in Mistral's names"),
     (IN_MISTRALS_FORM, mistral_form.FP8),
     *(("internvl3", form) for form in (ROWS, "awq")),
+    *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
     *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),

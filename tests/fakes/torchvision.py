@@ -86,6 +86,10 @@ def pil_to_tensor(picture):
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
 
 
+def to_tensor(picture):
+    return pil_to_tensor(picture).float().div(255)
+
+
 def to_pil_image(*given, **named):
     raise RuntimeError("a picture was made of a tensor")
 

@@ -352,7 +352,7 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR and images of Kimi-VL on a GPU"],
+        ROWS["DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU"],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with "
             "experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as "
@@ -377,6 +377,9 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
         before.setattr(coverage, "RAN", ran)
         assert [on_gpus.used(config(gemma, most)) for most in (0, 1)] == [None, f"audio inputs of {gemma} on a GPU"]
         assert on_gpus.used(config(gemma, 1, audio=0)) is None
+    muse = "MuseGlimmerForConditionalGeneration"
+    assert [on_gpus.used(config(muse, most)) for most in (0, 1)] == [f"image and video inputs of {muse} on a GPU"] * 2
+    assert [as_text.used(config(muse, most)) for most in (0, 1)] == [None, None]
     kimi = "KimiVLForConditionalGeneration"
     assert [on_gpus.used(config(kimi, most)) for most in (0, 1)] == [None, f"image inputs of {kimi} on a GPU"]
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"

@@ -18,7 +18,7 @@ from vllm.config import set_current_vllm_config
 
 from tests.assertions import assert_near, assert_same_bits
 from tests.integration.test_layers import named
-from vllm_batch_invariant.envs import ATTENTION
+from vllm_batch_invariant.envs import ATTENTION, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.engine import items
 from vllm_batch_invariant.integration.layers import encoders, review
@@ -107,11 +107,22 @@ def test_towers_build_ours_whose_offsets_are_rows() -> None:
 
 
 def test_other_head_sizes_and_implementations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotCovered, match="heads of size 64, 72, 80, 88, 128, and this one of 96; "):
-        review.check(layer(96))
+    with pytest.raises(NotCovered, match="heads of size 64, 72, 80, 88, 96, 128, and this one of 104; "):
+        review.check(layer(104))
     monkeypatch.setenv(ATTENTION.name, "flex")
     with pytest.raises(NotCovered, match=f"encoders have not been run with {ATTENTION.name}=flex"):
         review.check(layer(80))
+
+
+def test_heads_that_no_gpu_has_run_are_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(size: int, is_cuda: bool) -> str | None:
+        weight = SimpleNamespace(is_cuda=is_cuda)
+        return encoders.problem_of_heads(SimpleNamespace(parameters=lambda: [weight], modules=lambda: [layer(size)]))
+
+    assert problem(96, is_cuda=True) == "no GPU has run heads of 96"
+    assert problem(96, is_cuda=False) is problem(88, is_cuda=True) is None
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert problem(96, is_cuda=True) is None
 
 
 def test_a_function_that_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

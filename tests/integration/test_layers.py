@@ -68,7 +68,12 @@ BLOCK = "class LaterBlock(nn.Module):\n    def forward(self, x):\n        return
 
 @pytest.mark.parametrize("model", [covered for covered in reviews.calls().models if ":" not in covered])
 def test_the_classes_of_a_model_are_known(model: str) -> None:
-    file = import_module(f"{MODELS}.{model}")
+    try:
+        file = import_module(f"{MODELS}.{model}")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        pytest.skip("its processor imports torchvision, of which no wheel fits PyTorch's CPU builds")
     kinds = [kind for kind in vars(file).values() if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)]
     own = [kind for kind in kinds if kind.__module__ == file.__name__ and not review._is_known(kind)]
     assert own

@@ -1118,7 +1118,7 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     if not model.is_multimodal_model or envs.starts_untried():
         return None
     kinds = RAN.encoded_on_cpus_alone.get(model.architecture, ())
-    if model.architecture not in RAN.with_encoder_alone:  # and may be served as text
+    if model.architecture not in RAN.with_encoder_alone + RAN.text_on_cpus_alone:  # and may be served as text
         kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))
     return _when(kinds, f"{' and '.join(kinds)} inputs of {model.architecture} on a GPU")
 
@@ -1443,8 +1443,8 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL with --language-model-only, "
-        "or with every --limit-mm-per-prompt at 0",
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and, on a CPU, Muse Glimmer "
+        "with --language-model-only, or with every --limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
@@ -1464,12 +1464,15 @@ COVERED = (
         "(params.json), and, with videos, of Intern-S2 Preview and InternVL in its own form (InternVLChatModel): on a "
         "CPU with vLLM 0.32, a GPU with 0.33",
     ),
-    Feature("Images on a CPU", "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR: with vLLM 0.32"),
+    Feature(
+        "Images on a CPU",
+        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, Muse Glimmer: with vLLM 0.32",
+    ),
     Feature(
         "Quantised text models beside images and videos",
-        "on a GPU with vLLM 0.33: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 of both, AWQ, rows of "
-        "VLs, GPTQ, NVFP4 of Qwen3.5, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3 and 4, INT4, FP8 of this, "
-        "FP8 of Mistral 3, Ministral 3; on a CPU with 0.32 these, more kinds, InternVL; encoders in 16 bits",
+        "on a GPU with vLLM 0.33: FP8 in blocks and INT4 of Qwen3-VL, Qwen3.5, with experts, too, AWQ, rows of VLs, "
+        "GPTQ, NVFP4 of Qwen3.5, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, 4, INT4, FP8 of this, FP8 of "
+        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer; encoders in 16 bits",
     ),
     Feature(
         "Audio",
@@ -1590,8 +1593,8 @@ COVERED = (
     Feature(
         "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
         "FP8 with given scales, also of Qwen3.5, NVFP4 as weights alone, also of delta rules, experts of Qwen3.5 "
-        "and Nemotron-H (Nano, Super), caches of Nemotron-H, LFM2, Qwen3.5, Qwen3-Next: by one worker on a CPU with "
-        "vLLM 0.32, a GPU with 0.33; on a CPU NVFP4 of compressed-tensors, Nano by rows",
+        "and Nemotron-H, caches of Nemotron-H, LFM2, Qwen3.5, Qwen3-Next: by one worker on a CPU with vLLM 0.32, a "
+        "GPU with 0.33; on a CPU NVFP4 of compressed-tensors, Nano by rows",
     ),
     Feature(
         "LoRA adapters",
@@ -1974,13 +1977,13 @@ REFUSED = (
     Feature(
         "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, Idefics 3, SmolVLM around other "
         "text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
-        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4 and Kimi-VL have been proven to be "
-        "text models without their encoders",
+        "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and Muse Glimmer are "
+        "proven to be text without their encoders",
         "serve one of these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR and images of Kimi-VL on a GPU",
+        "DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,

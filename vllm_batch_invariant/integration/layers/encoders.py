@@ -21,10 +21,12 @@ from ..reviews import encoding, patch_points, sources
 from ..side_table import beside
 from . import complex_rotary, convolution, relative_positions
 
-HEAD_SIZES = (64, 72, 80, 88, 128)
-"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Qwen2-Audio, Qwen3-ASR and
-Whisper.
+HEAD_SIZES = (64, 72, 80, 88, 96, 128)
+"""Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Muse Glimmer, Qwen2-Audio,
+Qwen3-ASR and Whisper.
 """
+ON_CPUS_ALONE = (96,)
+"""Those that no GPU has run."""
 IN_TRANSFORMERS = "vllm_batch_invariant"
 """The name of our attention among Transformers' implementations."""
 IN_BLOCKS = "vllm_batch_invariant_blocks"
@@ -235,6 +237,14 @@ def problem_of_tower(tower: Any) -> str | None:
         return f"Transformers' attention is {chosen}"
     sizes = (layer.head_dim for layer in tower.modules() if hasattr(layer, "head_dim"))
     return next((problem for size in sizes if (problem := _of_size(size))), None)
+
+
+def problem_of_heads(tower: Any) -> str | None:
+    """Why a tower is refused on a GPU, where none has run heads of its size."""
+    if envs.starts_untried() or not any(weight.is_cuda for weight in tower.parameters()):
+        return None
+    untried = {getattr(layer, "head_size", 0) for layer in tower.modules()} & {*ON_CPUS_ALONE}
+    return f"no GPU has run heads of {', '.join(map(str, untried))}" if untried else None
 
 
 def problem_of_attention(layer: Any) -> str | None:

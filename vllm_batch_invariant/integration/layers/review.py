@@ -53,7 +53,7 @@ def check(model: torch.nn.Module) -> None:
             )
         encoders.check(next(model.parameters()).device.type)
         _check_weights(name, tower)
-        if problem := encoders.problem_of_tower(tower):
+        if problem := encoders.problem_of_tower(tower) or encoders.problem_of_heads(tower):
             raise NotCovered(f"the encoder {name}", problem, "serve text only, with --language-model-only")
     for name, module in _all_modules(model):
         problem = _problem(module)

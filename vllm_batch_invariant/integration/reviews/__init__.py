@@ -221,6 +221,7 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         experts_by_one_gpu: those that several GPUs have not shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
+        text_on_cpus_alone: those that no GPU has run so.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those of them that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
@@ -329,6 +330,7 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     experts_by_one_gpu: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
+    text_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]

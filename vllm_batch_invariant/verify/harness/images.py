@@ -347,7 +347,7 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
             (rows * unit, columns * unit) for rows, columns in (*wide, *((long, short) for short, long in wide[1:3]))
         ]
         return _films(found[2:]) if kind == "video" else found
-    size = getattr(of_kind, "size", {})  # none of Kimi-VL's and mistral-common's
+    size = getattr(of_kind, "size", None) or {}  # none of Kimi-VL's and mistral-common's
     if patch := getattr(of_kind, "encoder_patch_size", None):  # of LFM2-VL's, which cuts larger ones into tiles
         unit = patch * of_kind.downsample_factor
         size = {"shortest_edge": of_kind.min_image_tokens * unit**2}
@@ -366,7 +366,8 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
         unit = processor.patch_size * merged
     else:
         kernel = getattr(of_kind, "merge_kernel_size", None)
-        unit = of_kind.patch_size * (max(kernel) if kernel else of_kind.merge_size)
+        merged = getattr(of_kind, "downsample_factor", 0) or getattr(of_kind, "merge_size", 0)  # the first, Muse's
+        unit = of_kind.patch_size * (max(kernel) if kernel else merged)
     found = []
     for rows, columns in SHAPES:
         scale = 1
