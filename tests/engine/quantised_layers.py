@@ -25,7 +25,8 @@ KEPT = (
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
-OF_COMPRESSED, OF_32 = "compressed-tensors by blocks", "w4a16 of 32"
+OF_32 = "w4a16 of 32"
+OF_COMPRESSED = "compressed-tensors by blocks"
 MODELOPT = "ModelOpt's by tensors, given"
 NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
 """Of which activations keep 16 bits."""

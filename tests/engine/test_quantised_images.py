@@ -161,7 +161,7 @@ def of_gemma4(name: str, more: str = "") -> Family:
 
 
 GEMMA4 = [
-    *[("E2B",), ("12B",)],
+    *[("E2B",), ("12B",), ("26B-A4B",)],
     *((name, IN_FP8) for name in ("31B", "E2B", "26B-A4B")),
     *((name, SCALED) for name in ("31B", "26B-A4B")),
 ]
@@ -195,6 +195,7 @@ CASES = [
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
     *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),
     *((f"gemma4, {name}", OF_32) for name in ("E2B", "12B")),
+    *(("gemma4, 26B-A4B", form) for form in (ROWS, *NVFP4)),
     *((f"gemma4, 31B, {IN_FP8}", form) for form in (PLAIN, ROWS)),
     (f"gemma4, 31B, {SCALED}", NVFP4[1]),
     (f"gemma4, E2B, {IN_FP8}", ROWS),

@@ -360,10 +360,7 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS[
-            "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Muse Glimmer, InternVL in its own form, "
-            "Mistral's own form with images, images of Kimi-VL, videos of GLM, and audio of Gemma 4 12B, on a GPU"
-        ],
+        ROWS["DeepSeek-OCR, images of Kimi-VL and Muse Glimmer, and videos of GLM, on a GPU"],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with "
             "experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as "
@@ -939,18 +936,22 @@ def test_variables_that_have_not_run_with_adapters_are_refused(
 def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of vLLM's classes serves models of other names."""
 
-    def found(device: str, architecture: str, of_class: str = "") -> str | None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Step-3.5 on a GPU")]
+    assert row.devices == ("cuda",)
+
+    def found(architecture: str, of_class: str = "", workers: int = 1) -> str | None:
         info = SimpleNamespace(architecture=of_class or architecture)
         model = SimpleNamespace(is_moe=True, architecture=architecture, _model_info=info)
-        config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), model_config=model)
-        return ROWS["MiniMax-M2, Step-3.5, and experts of vLLM's Transformers backend on a GPU"].found(config)
+        of_gpus = {"device_config": SimpleNamespace(device_type="cuda"), "model_config": model}
+        return row.found(SimpleNamespace(**of_gpus, parallel_config=SimpleNamespace(world_size=workers)))
 
-    for name in ("MiniMaxM2ForCausalLM", "Step3p5ForCausalLM", "TransformersMoEForCausalLM"):
-        assert found("cuda", name) == f"{name} on a GPU"
-        assert found("cpu", name) is found("cuda", "AfmoeForCausalLM") is None
-        assert found("cuda", "MellumForCausalLM", name) == "MellumForCausalLM on a GPU"
+    assert found("AfmoeForCausalLM") is found("AfmoeForCausalLM", workers=2) is None
+    assert found("Step3p5ForCausalLM") == found("Step3p5ForCausalLM", workers=2) == "Step3p5ForCausalLM on a GPU"
+    for name in ("MiniMaxM2ForCausalLM", "TransformersMoEForCausalLM"):
+        assert found(name) is found("MellumForCausalLM", name) is None
+        assert found("MellumForCausalLM", name, workers=2) == "MellumForCausalLM on several GPUs"
     monkeypatch.setenv(UNTRIED.name, "1")
-    assert found("cuda", "MiniMaxM2ForCausalLM") is None
+    assert found("Step3p5ForCausalLM") is found("MiniMaxM2ForCausalLM", workers=2) is None
 
 
 def test_experts_pool_on_a_gpu_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1304,7 +1305,7 @@ def test_a_cache_in_fp8_beside_states_on_a_gpu_has_run_with_its_model_drafts_wei
     assert found_of_spaces(**cache, **n_grams) is found_of_rules(**cache, architecture="Qwen3_5MoeForCausalLM") is None
     for refused in (
         found_of_spaces(**cache, architecture="FalconH1ForCausalLM"),
-        found_of_rules(**cache, architecture="Qwen3NextForCausalLM"),
+        found_of_rules(**cache, architecture="Qwen3NextForCausalLM", is_moe=True),
         found_of_rules(**cache, **n_grams, architecture="Qwen3_5MoeForCausalLM", enable_prefix_caching=False),
         found_of_convolutions(**cache, **n_grams),
         found_of_convolutions(**cache, dtype="torch.float16"),
@@ -1316,9 +1317,13 @@ def test_a_cache_in_fp8_beside_states_on_a_gpu_has_run_with_its_model_drafts_wei
     assert found_of_spaces(**cache, quantization="modelopt") is None
     assert found_of_spaces(**cache, quantization="modelopt", is_moe=True) is None
     latent = SimpleNamespace(moe_latent_size=128, hybrid_override_pattern="ME*E")
-    for others in ({"is_moe": True, "hf_text_config": latent}, {"quantization": "modelopt_fp4"}):
-        assert str(found_of_spaces(**cache | {"quantization": "modelopt"} | others)).endswith("with a KV cache in fp8")
+    of_latent = partial(found_of_spaces, **cache, quantization="modelopt", is_moe=True, hf_text_config=latent)
+    assert str(of_latent()).endswith("with a KV cache in fp8")
     assert str(found_of_rules(**cache, quantization="modelopt")).endswith("with a KV cache in fp8")
+    by[0] = "modelopt with float4 weights (one scale a tensor_group 16) and float4 dynamic tensor_group activations"
+    assert of_latent() is found_of_spaces(**cache, quantization="modelopt_fp4") is None
+    for name in ("Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"):
+        assert found_of_rules(**cache, quantization="modelopt_fp4", architecture=name) is None
     by[0] = "compressed-tensors with int4 weights"
     assert found_of_spaces(device="cuda", quantization="compressed-tensors") is None
     assert str(found_of_spaces(**cache, quantization="compressed-tensors")).endswith("with a KV cache in fp8")
@@ -1460,11 +1465,17 @@ def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_we
         assert found == (None if by[0] in ran else f"{said} beside quantisation {by[0]}")
     by[:] = [ran[0]]
     on_gpus = partial(two_head_sizes, "cuda", "0.33.0", quantization="a method", cache_dtype="fp8")
-    assert on_gpus() == said
-    with monkeypatch.context() as later:
-        beside = RAN.fp8_kv_cache_beside | {"cuda": (coverage.TWO_SIZES,)}
-        later.setattr(coverage, "RAN", replace(RAN, fp8_kv_cache_beside=beside))
-        assert on_gpus() == f"{said} beside quantisation {ran[0]}"
+    assert on_gpus() is two_head_sizes("cuda", "0.33.0", cache_dtype="fp8") is None
+    unified = "Gemma4UnifiedForConditionalGeneration"
+    of_unified = two_head_sizes("cuda", "0.33.0", cache_dtype="fp8", architecture=unified)
+    assert of_unified == f"{said} of {unified} on a GPU"
+    by[:] = ["compressed-tensors with float4 weights"]
+    assert on_gpus() == f"heads of two sizes with quantisation {by[0]}"
+    with monkeypatch.context() as earlier:
+        beside = RAN.fp8_kv_cache_beside | {"cuda": ()}
+        earlier.setattr(coverage, "RAN", replace(RAN, fp8_kv_cache_beside=beside))
+        assert two_head_sizes("cuda", "0.33.0", cache_dtype="fp8") == said
+    by[:] = [ran[0]]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert on_gpus() is None
 
@@ -1567,8 +1578,8 @@ def two_head_sizes(
         ),
         ({"cache_dtype": "fp8_per_token_head"}, "heads of two sizes with a KV cache in fp8_per_token_head"),
         (
-            {"cache_dtype": "fp8", "device": "cuda", "version": "0.33.0"},
-            "heads of two sizes with a KV cache in fp8",
+            {"cache_dtype": "fp8", "device": "cuda", "version": "0.33.0", "dtype": "torch.float16"},
+            "heads of two sizes with a KV cache in fp8 in float16 on a GPU",
         ),
         ({"lora_config": object()}, "heads of two sizes with LoRA adapters"),
         ({"runner_type": "pooling"}, "heads of two sizes with pooling"),

@@ -340,8 +340,8 @@ def _cache_scales(config: Config) -> str:
 
 def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
     """Whether a KV cache is in e4m3, beside states, heads of two sizes or images where none such has been."""
-    has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) and _cache_scales(config) == schemes.ONE_SCALE
-    return _cache_dtype(config) in FP8_CACHES and not has_run
+    has_run = beside in RAN.fp8_kv_cache_beside.get(ran_on, ()) or _is_fp8_with_these_weights(config, beside, ran_on)
+    return _cache_dtype(config) in FP8_CACHES and not (has_run and _cache_scales(config) == schemes.ONE_SCALE)
 
 
 def _is_fp8_with_other_weights(config: Config, beside: str, ran_on: str) -> bool:
@@ -350,25 +350,24 @@ def _is_fp8_with_other_weights(config: Config, beside: str, ran_on: str) -> bool
     return _cache_dtype(config) in FP8_CACHES and bool(_other_quantisation(config, kinds))
 
 
+def _is_fp8_with_these_weights(config: Config, beside: str, ran_on: str) -> bool:
+    """Whether it is beside quantised weights of kinds that have."""
+    is_quantised = _cache_dtype(config) in FP8_CACHES and bool(config.model_config.quantization)
+    return is_quantised and not _is_fp8_with_other_weights(config, beside, ran_on)
+
+
 def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     """Whether such a cache is on a GPU beside states of a model, drafts, weights or a dtype that have not run."""
     if _cache_dtype(config) not in FP8_CACHES or not _by_gpus_alone(config):
         return False
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
-    of_modelopt = (
-        _is_nemotron(config)
-        and not _has_latent_experts(model)
-        and all(kind.startswith("modelopt") for kind in _kinds(config))
-        and (schemes.has_experts(model) or model.quantization != "modelopt_fp4")
-    )
-    return bool(
-        drafters is None
-        or method not in (None, *drafters)
-        or (model.quantization and not of_modelopt)
-        or _dtype_of(model) != "bfloat16"
-        or (_is_nemotron(config) and schemes.has_experts(model) and not model.quantization)
-    )
+    of_experts = _is_nemotron(config) and schemes.has_experts(model)
+    named = model.architecture + " with latent experts" * _has_latent_experts(model)
+    named += " with experts" * (of_experts and not _has_latent_experts(model))
+    other = _other_quantisation(config, RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ()))
+    has_run = not other if model.quantization else drafters is not None and not of_experts
+    return not has_run or method not in (None, *(drafters or ())) or _dtype_of(model) != "bfloat16"
 
 
 def _kv_cache(config: Config) -> str | None:
@@ -835,8 +834,10 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and ran_on == "cuda"
         and (kept is not _DELTA_RULES or {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}),
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
-        and model.quantization
-        and ran_on == "cuda",
+        and ran_on == "cuda"
+        and _other_quantisation(
+            config, RAN.encoded_quantised_drafted.get(model.architecture, {}).get(ran_on, {}).get(str(method), ())
+        ),
         "speculative decoding and experts on a GPU": method
         and ran_on == "cuda"
         and kept is _STATE_SPACES
@@ -995,17 +996,24 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
         return f"{of_cache} by several workers or beside drafts"
     if not _by_gpus_alone(config):
         return None
-    dtype = _dtype_of(model)
-    asked = {
-        "quantised weights": model.quantization,
+    dtype, quantised = _dtype_of(model), "quantised weights"
+    together = {
         "speculative decoding": config.speculative_config is not None,
         f"tensor parallelism {workers}": workers > 1,
     }
+    asked = {
+        quantised: bool(model.quantization),
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        **together,
+    }
     by_one = model.architecture in RAN.large_heads_on_cpus_alone
-    beside = {f"{what} of {model.architecture} on a GPU": is_so and by_one for what, is_so in asked.items()}
+    seen = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get("cuda", ())) is None
+    beside = {
+        f"{what} of {model.architecture} on a GPU": is_so and by_one and not (what == quantised and seen)
+        for what, is_so in asked.items()
+    }
     beside |= {f"{what} in {dtype} on a GPU": is_so and dtype != "bfloat16" for what, is_so in asked.items()}
-    quantised, *others = asked
-    beside |= {f"{quantised} and {what} on a GPU": asked[quantised] and asked[what] for what in others}
+    beside |= {f"{quantised} and {what} on a GPU": asked[quantised] and is_so for what, is_so in together.items()}
     first = _first(beside)
     return _when(first, f"{named} with {first}")
 
@@ -1197,6 +1205,7 @@ def _beside_encoded(config: Config) -> str | None:
     model, attention, on = config.model_config, envs.ATTENTION.read(), devices.of_config(config).ops.type
     ran_on = _ran_on(on)
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get(ran_on, ()))
+    in_fp8 = _is_fp8_with_these_weights(config, model.architecture, ran_on)
     of_experts = RAN.encoded_quantised_experts.get(model.architecture, {}).get(ran_on, ())
     drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
     quantised = RAN.encoded_quantised_drafted.get(model.architecture, {}).get(ran_on, {})
@@ -1210,10 +1219,11 @@ def _beside_encoded(config: Config) -> str | None:
         and _other_quantisation(config, quantised.get(method, ())),
         f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
         and _cache_dtype(config) in FP8_CACHES,
-        f"quantisation {other}": other,
+        f"quantisation {other}": other and not in_fp8,
         f"quantised experts of {model.architecture}": model.quantization
         and _has_heads_of_two_sizes(config)
         and schemes.has_experts(model)
+        and not in_fp8
         and _other_quantisation(config, of_experts),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
         f"quantised weights and a KV cache in {_cache_dtype(config)}": _is_fp8_with_other_weights(
@@ -1314,8 +1324,13 @@ def _experts_by_another_version(config: Config) -> str | None:
 def _experts_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     of_class = getattr(getattr(model, "_model_info", None), "architecture", "")  # which may serve other names, too
-    untried = model.is_moe and {model.architecture, of_class} & {*RAN.experts_on_cpus_alone}
-    return f"{model.architecture} on a GPU" if untried and not envs.starts_untried() else None
+    names, several = {model.architecture, of_class}, config.parallel_config.world_size > 1
+    if not model.is_moe or envs.starts_untried():
+        return None
+    by_several = several and names & {*RAN.experts_by_one_gpu}
+    found = {"a GPU": names & {*RAN.experts_on_cpus_alone}, "several GPUs": by_several}
+    first = _first(found)
+    return _when(first, f"{model.architecture} on {first}")
 
 
 def _moving_experts(config: Config) -> str | None:
@@ -1436,9 +1451,9 @@ COVERED = (
     ),
     Feature(
         "Images and videos",
-        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5 (Transformers' form), images of "
-        "Gemma 3, Mistral 3, GLM-4.1V and 4.5V, Idefics 3, SmolVLM, both of Gemma 4: on a CPU with vLLM 0.32, a GPU "
-        "with 0.33; of the first three, without experts, beside drafts of n-grams, of Qwen3.5 MTP, on a CPU",
+        "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5, Gemma 4, images of Gemma 3, Mistral 3, "
+        "GLM-4.1V and 4.5V, Idefics 3, SmolVLM: on a CPU with vLLM 0.32, a GPU with 0.33; there Qwen3.5 beside drafts, "
+        "MTP (in 16 bits, in FP8 by blocks) or n-grams (without experts), both VLs of n-grams on a CPU",
     ),
     Feature(
         "Images by two workers",
@@ -1447,21 +1462,26 @@ COVERED = (
         "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
     ),
     Feature(
+        "Images, by one GPU",
+        "of LFM2-VL, PaddleOCR-VL, GLM-OCR, of Pixtral, Mistral Small and Ministral 3 in Mistral's own form "
+        "(params.json), and, with videos, of Intern-S2 Preview and InternVL in its own form (InternVLChatModel): on a "
+        "CPU with vLLM 0.32, a GPU with 0.33",
+    ),
+    Feature(
         "Images on a CPU",
-        "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json); by "
-        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, and, with videos, of GLM-OCR, Intern-S2 Preview, Muse "
-        "Glimmer, InternVL in its own form (InternVLChatModel), videos of GLM-4.1V and 4.5V: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, by one worker of DeepSeek-OCR and, with videos, Muse Glimmer, and videos of GLM-4.1V, "
+        "4.5V and GLM-OCR: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "encoders in 16 bits: on a GPU with vLLM 0.33 FP8 in blocks of Qwen3-VL and Qwen3.5, also with experts, INT4 "
-        "of Qwen3-VL, FP8 by rows and AWQ of both VLs, NVFP4 and FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, FP8 of "
-        "Mistral 3 and Gemma 4; on a CPU with 0.32 these, more kinds, InternVL and Muse Glimmer",
+        "on a GPU with vLLM 0.33: FP8 in blocks and INT4 of Qwen3-VL, Qwen3.5, with experts, too, AWQ, rows of VLs, "
+        "GPTQ, NVFP4 of Qwen3.5, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, 4, INT4, FP8 of this, FP8 of "
+        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer; encoders in 16 bits",
     ),
     Feature(
         "Audio",
-        "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B), any number and lengths of it: on a "
-        "CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32, of 12B on a CPU; by one worker",
+        "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B, 12B), any number and lengths of it: "
+        "on a CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1521,7 +1541,7 @@ COVERED = (
         "KV cache in FP8",
         "`--kv-cache-dtype fp8`, or as a checkpoint of compressed-tensors or ModelOpt says: e4m3 with one scale for "
         "the keys of a layer and one for its values, those of the checkpoint or 1, or one scale a head, or with "
-        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33, of Gemma 4 on a CPU",
+        "`fp8_per_token_head` one a token and head; on a CPU with vLLM 0.32, on a GPU with 0.33",
     ),
     Feature(
         "Attention",
@@ -1577,7 +1597,7 @@ COVERED = (
     Feature(
         "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
         "FP8 with given scales, also of Qwen3.5, NVFP4 as weights alone, also of delta rules, experts of Qwen3.5 "
-        "and Nemotron-H (Nano, Super), caches of Nemotron-H, LFM2, Qwen3.5: by one worker on a CPU with vLLM 0.32, a "
+        "and Nemotron-H, caches of Nemotron-H, LFM2, Qwen3.5, Qwen3-Next: by one worker on a CPU with vLLM 0.32, a "
         "GPU with 0.33; on a CPU NVFP4 of compressed-tensors, Nano by rows",
     ),
     Feature(
@@ -1946,9 +1966,9 @@ REFUSED = (
         ("cuda",),
     ),
     Feature(
-        "MiniMax-M2, Step-3.5, and experts of vLLM's Transformers backend on a GPU",
-        "they have been run on a CPU alone",
-        "serve them on a CPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them on a GPU",
+        "Step-3.5 on a GPU, MiniMax-M2 and experts of vLLM's Transformers backend on several",
+        "no GPU has run the first, and no two have shared the others",
+        "serve Step-3.5 on a CPU, the others on one GPU; VLLM_BATCH_INVARIANT_UNTRIED=1 starts them",
         _experts_not_run_on_gpus,
         ("cuda",),
     ),
@@ -1967,10 +1987,9 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Muse Glimmer, InternVL in its own form, "
-        "Mistral's own form with images, images of Kimi-VL, videos of GLM, and audio of Gemma 4 12B, on a GPU",
+        "DeepSeek-OCR, images of Kimi-VL and Muse Glimmer, and videos of GLM, on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for 12B's audio and GLM's video",
+        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for GLM's video",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -2184,7 +2203,7 @@ REFUSED = (
     ),
     Feature(
         "Heads of two sizes and shared KV caches (Gemma 4) elsewhere, over 4 workers or 2 GPUs (quantised 2 and 1), "
-        "whole experts, engines, stages, other drafts and quantisation, FP8 caches but by one CPU, LoRA, prompt "
+        "whole experts, engines, stages, other drafts and quantisation, FP8 caches but by one, LoRA, prompt "
         "embeddings, poolers, exact arithmetic, FlexAttention",
         "these have not been run",
         "serve Gemma 4 on a CPU with vLLM 0.32 or a GPU with 0.33",

@@ -219,6 +219,7 @@ class Ran:
         on_two_nodes: versions whose workers on two nodes of CPUs have run.
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
+        experts_by_one_gpu: those that several GPUs have not shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         text_on_cpus_alone: those that no GPU has run so.
         mtp_models: types of models whose layers for more tokens have run.
@@ -236,12 +237,14 @@ class Ran:
         large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
         quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
         fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
+        fp8_kv_cache_quantised_of_states_on_gpus: kinds of their quantised weights, by model and its experts.
         encoded_by_two_gpus: models of which two have shared images ("data"), or the encoder by a tree ("tree").
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
-        large_heads_on_cpus_alone: those of them that no GPU has run but by one worker, without drafts, in 16 bits.
+        large_heads_on_cpus_alone: those of them that no GPU has run but by one worker, without drafts, in 16 bits
+            and, with images, in :attr:`encoded_quantised`.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
         latent_on_cpus_alone: those of them that no GPU has run.
@@ -326,6 +329,7 @@ class Ran:
     on_two_nodes: str
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
+    experts_by_one_gpu: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     text_on_cpus_alone: tuple[str, ...]
     mtp_models: tuple[str, ...]
@@ -343,6 +347,7 @@ class Ran:
     large_head_quantised_by_one: tuple[str, ...]
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
     fp8_kv_cache_of_states_on_gpus: Mapping[str, tuple[str, ...]]
+    fp8_kv_cache_quantised_of_states_on_gpus: Mapping[str, tuple[str, ...]]
     encoded_by_two_gpus: Mapping[str, tuple[str, ...]]
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]
