@@ -116,7 +116,7 @@ def keep_drafts(_llm: Any) -> None:
     """Have steps take drafts for tokens that stay, from now on: then a state is kept that has seen rejected ones."""
     from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction
 
-    DeltaRuleReduction.rows = lambda self, drafts: self.chunk  # as without drafts
+    DeltaRuleReduction.drafts = lambda self, rows: 0
 
 
 def leave_no_room_for_drafts(_llm: Any) -> None:

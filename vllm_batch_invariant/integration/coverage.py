@@ -1476,7 +1476,7 @@ COVERED = (
         "Quantised text models beside images and videos",
         "on a GPU with vLLM 0.33: FP8 in blocks and INT4 of Qwen3-VL, Qwen3.5, with experts, too, AWQ, rows of VLs, "
         "GPTQ, NVFP4 of Qwen3.5, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, 4, INT4, FP8 of this, FP8 of "
-        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer; encoders in 16 bits",
+        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer",
     ),
     Feature(
         "Audio",
