@@ -31,7 +31,8 @@ from tests.engine.engines import (
 from tests.engine.kept_states import cores_of, needs_two
 from tests.engine.quantised_layers import BLOCKS, FORMS, INTEGERS, ROWS, write
 from tests.engine.test_adapters import IN_ENGINE, ROOM
-from tests.engine.test_images_of_workers import CASES, Case
+from tests.engine.test_images_of_workers import CASES as OF_WORKERS
+from tests.engine.test_images_of_workers import Case, of_family
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.reviews.expert_adapters import TRAILS
@@ -52,6 +53,7 @@ LAYERS = {
 NAMES = (*LAYERS, None)
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 MODELS = ("qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3", "mistral3", "internvl3", "glm4.1v", "idefics3", "smolvlm")
+CASES = OF_WORKERS | {"glm4.1v": of_family("glm4.1v")}  # with videos, which two workers do not take
 SHARED = MODELS[:3]
 """Of which two workers share the encoder, too."""
 QUANTISED = [

@@ -2030,8 +2030,8 @@ REFUSED = (
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos by more than two workers, or by two but where a row above has them; audio, and videos of "
-        "GLM, by two; so their tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
+        "Images and videos by more than two workers, or by two but where a row above has them; audio, GLM's videos by "
+        "two; so their tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
         "no others have shared an encoder, or the images of a step",
         f"serve text only, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
         "CPU have run",
