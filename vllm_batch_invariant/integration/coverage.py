@@ -2031,9 +2031,9 @@ REFUSED = (
     ),
     Feature(
         "Images and videos by more than two workers, or by two but where a row above has them; audio, GLM's videos by "
-        "two; so their tree, and `--mm-encoder-tp-mode data`; both of Llama 4",
-        "no others have shared an encoder, or the images of a step",
-        f"serve text only, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
+        "two; so their tree, `--mm-encoder-tp-mode data`; both of Llama 4",
+        "no others have shared an encoder, or a step's images",
+        f"serve text, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
         "CPU have run",
         _encoded_by_several,
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
