@@ -1105,6 +1105,13 @@ def _unknown_multimodal(config: Config) -> str | None:
     return _when(found, f"the model {model.architecture} around one of the type {text!r}")
 
 
+def _rounded_to_bf16(config: Config) -> str | None:
+    """Models whose encoder gives bf16 by vLLM's source, and whose projector has the dtype of the model."""
+    model, dtype = config.model_config, _dtype_of(config.model_config)
+    rounded = model.is_multimodal_model and model.architecture in RAN.encoded_in_bf16
+    return _when(rounded and dtype != "bfloat16", f"{model.architecture} in {dtype}")
+
+
 def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model or envs.starts_untried():
@@ -1446,8 +1453,8 @@ COVERED = (
     Feature(
         "Images on a CPU",
         "of Llama 4, Kimi-VL, and of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json); by "
-        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, and, with videos, of Intern-S2 Preview and of "
-        "InternVL in its own form (InternVLChatModel): with vLLM 0.32",
+        "one worker of LFM2-VL, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, and, with videos, of Intern-S2 Preview, Nemotron "
+        "Nano VL and 3 Nano Omni in bf16, and InternVL in its own form (InternVLChatModel): with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1964,16 +1971,23 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, InternVL in its own form, Mistral's own form "
-        "with images, images of Kimi-VL, and audio of Gemma 4 12B, on a GPU",
+        "Nemotron Nano VL and Omni in fp32 and fp16",
+        "vLLM gives their projector bf16, whatever its weights are",
+        "pass --dtype bfloat16",
+        _rounded_to_bf16,
+    ),
+    Feature(
+        "DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 Preview, InternVL in its "
+        "own form, Mistral's own form with images, images of Kimi-VL, and audio of Gemma 4 12B, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU, or pass --limit-mm-per-prompt 0 for 12B's audio",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with experts, "
-        "InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
+        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+        "Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,

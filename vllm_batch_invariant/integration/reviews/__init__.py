@@ -220,6 +220,7 @@ class Ran:
         exact_models_on_gpus: models whose engines have had the definition's bits.
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         with_encoder_alone: multimodal models that have not been run without their encoder.
+        encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those of them that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
@@ -325,6 +326,7 @@ class Ran:
     exact_models_on_gpus: tuple[str, ...]
     experts_on_cpus_alone: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
+    encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]
