@@ -68,7 +68,7 @@ _WORDS = {images.IMAGE: "<image>", images.VIDEO: "<video>", images.START: "<img>
 
 def python_path(folder: Path) -> list[str]:
     """A folder that has a process make the encoder smaller."""
-    (folder / "radio").mkdir()
+    (folder / "radio").mkdir(exist_ok=True)
     (folder / "radio" / "sitecustomize.py").write_text(_HOOK)
     return [str(folder / "radio")]
 

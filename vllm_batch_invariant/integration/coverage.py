@@ -749,7 +749,9 @@ def _has_latent_experts(model: Any) -> bool:
 
 
 def _is_nemotron(config: Config) -> bool:
-    return getattr(config.model_config, "architecture", "") == "NemotronHForCausalLM"
+    """Whether a model's text is a Nemotron-H."""
+    named = "NemotronHForCausalLM", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3"
+    return getattr(config.model_config, "architecture", "") in named
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -1460,7 +1462,7 @@ COVERED = (
         "Quantised text models beside images and videos",
         "encoders in 16 bits: on a GPU with vLLM 0.33 FP8 in blocks of Qwen3-VL and Qwen3.5, also with experts, INT4 "
         "of Qwen3-VL, FP8 by rows and AWQ of both VLs, NVFP4 and FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, FP8 of "
-        "Mistral 3 and Gemma 4; on a CPU with 0.32 these, more kinds, InternVL",
+        "Mistral 3 and Gemma 4; on a CPU with 0.32 these, more kinds, InternVL, Nemotron Nano",
     ),
     Feature(
         "Audio",
