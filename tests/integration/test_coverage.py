@@ -179,6 +179,27 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     assert found(architecture="NVLM_D", limits={"image": 1}) == ["the model NVLM_D"]
 
 
+def test_a_nemotron_that_sees_runs_in_bf16_without_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    omni = {
+        "architecture": "NemotronH_Nano_Omni_Reasoning_V3",
+        "hf_text_config": SimpleNamespace(model_type="nemotron_h"),
+    }
+    row = ROWS["Nemotron Nano VL and Omni in fp32 and fp16"]
+
+    def config(dtype: str, name: str) -> SimpleNamespace:
+        model = SimpleNamespace(is_multimodal_model=True, architecture=name, dtype=dtype)
+        return SimpleNamespace(model_config=model)
+
+    for name in ("NemotronH_Nano_VL_V2", omni["architecture"]):
+        assert row.used(config("bfloat16", name)) is None
+        assert row.used(config("float32", name)) == f"{name} in float32"
+    assert row.used(config("float32", "Gemma3ForConditionalGeneration")) is None
+    for sound, limit, said in ((None, 8, []), (object(), 0, []), (object(), 8, ["audio inputs"])):
+        of_model = omni | {"hf_config": SimpleNamespace(sound_config=sound), "dtype": "bfloat16"}
+        assert [one for one in found(**of_model, limits={"image": 8, "audio": limit}) if "audio" in one] == said
+
+
 def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     gemma = {"architecture": "Gemma4UnifiedForConditionalGeneration", "limits": {"image": 9, "video": 9, "audio": 9}}
@@ -352,11 +373,11 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU"],
+        ROWS["DeepSeek-OCR, and images of Kimi-VL, Muse Glimmer, Nemotron Nano VL and Omni, on a GPU"],
         ROWS[
-            "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with "
-            "experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as "
-            "text"
+            "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
+            "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+            "Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)

@@ -748,7 +748,9 @@ def _has_latent_experts(model: Any) -> bool:
 
 
 def _is_nemotron(config: Config) -> bool:
-    return getattr(config.model_config, "architecture", "") == "NemotronHForCausalLM"
+    """Whether a model's text is a Nemotron-H."""
+    named = "NemotronHForCausalLM", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3"
+    return getattr(config.model_config, "architecture", "") in named
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -1113,6 +1115,13 @@ def _unknown_multimodal(config: Config) -> str | None:
     return _when(found, f"the model {model.architecture} around one of the type {text!r}")
 
 
+def _rounded_to_bf16(config: Config) -> str | None:
+    """Models whose encoder gives bf16 by vLLM's source, and whose projector has the dtype of the model."""
+    model, dtype = config.model_config, _dtype_of(config.model_config)
+    rounded = model.is_multimodal_model and model.architecture in RAN.encoded_in_bf16
+    return _when(rounded and dtype != "bfloat16", f"{model.architecture} in {dtype}")
+
+
 def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model or envs.starts_untried():
@@ -1466,13 +1475,14 @@ COVERED = (
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, Muse Glimmer: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer and, in bf16, of "
+        "Nemotron Nano VL and 3 Nano Omni: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
         "on a GPU with vLLM 0.33: FP8 in blocks and INT4 of Qwen3-VL, Qwen3.5, with experts, too, AWQ, rows of VLs, "
         "GPTQ, NVFP4 of Qwen3.5, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, 4, INT4, FP8 of this, FP8 of "
-        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer",
+        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer, Nemotron",
     ),
     Feature(
         "Audio",
@@ -1983,15 +1993,22 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU",
+        "Nemotron Nano VL and Omni in fp32 and fp16",
+        "vLLM gives their projector bf16, whatever its weights are",
+        "pass --dtype bfloat16",
+        _rounded_to_bf16,
+    ),
+    Feature(
+        "DeepSeek-OCR, and images of Kimi-VL, Muse Glimmer, Nemotron Nano VL and Omni, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with experts, "
-        "InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
+        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+        "Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
