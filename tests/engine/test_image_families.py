@@ -479,7 +479,11 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, fault: str, se
         for settings in ({"dtype": "bfloat16"}, {"dtype": "float16"}, ONES)
         if (name, settings) != ("lfm2-vl", ONES)  # vLLM then keeps fewer rows than an image in tiles has
     ]
-    + [(name, {"dtype": "bfloat16"}) for name in ("glm-ocr", "internvl3.5 in its own form")]
+    + [
+        (name, {"dtype": dtype})
+        for name in ("glm-ocr", "internvl3.5 in its own form")
+        for dtype in ("bfloat16", "float16")
+    ]
     + [("nemotron nano vl", ONES), ("nemotron nano omni", ONES)],
     ids=str,
 )
