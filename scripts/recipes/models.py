@@ -161,6 +161,11 @@ def _lfm2_vl(text: Model) -> Model:
     return Model("Lfm2VlForConditionalGeneration", {"model_type": "lfm2_vl", **parts})
 
 
+def _nemotron_vl(architecture: str, text: Model, **more: Any) -> Model:
+    parts = {"text_config": text.config | {"architectures": [text.architecture]}, "vision_config": {"args": {}}}
+    return _with_own_parts(architecture, "NemotronH_Nano_VL_V2", **parts, **more)
+
+
 def _with_own_parts(architecture: str, kind: str, **more: Any) -> Model:
     """Of parts, whose checkpoint brings the class of its configuration."""
     return Model(architecture, {"model_type": kind, "auto_map": {"AutoConfig": "configuration_own.Own"}, **more})
@@ -318,6 +323,14 @@ PUBLISHED: tuple[tuple[Model, dict[str, str]], ...] = (
     (_of_transformers("MuseGlimmerForConditionalGeneration", "muse_glimmer", text_config={}, vision_config={}),
      {"meta-models/Muse-Glimmer-30B": "", "RedHatAI/Muse-Glimmer-30B-FP8-block": "FP8 by blocks, compressed-tensors",
       "Inferact/Muse-Glimmer-30B-NVFP4-W4A4": UNKNOWN}),
+    (_nemotron_vl("NemotronH_Nano_VL_V2", nemotron_h(
+        "M-M*", 5120, 40, 8, **MAMBA | {"mamba_num_heads": 128, "mamba_head_dim": 80})),
+     {"nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16": "", "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-FP8": _NV8,
+      "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-NVFP4-QAD": UNKNOWN}),
+    (_nemotron_vl("NemotronH_Nano_Omni_Reasoning_V3", MODELS["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], sound_config={}),
+     {"nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16": "",
+      "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-FP8": _NV8,
+      "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-NVFP4": UNKNOWN}),
     (_with_own_parts("InternVLChatModel", "internvl_chat", llm_config=qwen3(4096, 32, 8, 36).config, vision_config={
         "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24, "image_size": 448, "patch_size": 14}),
      {"OpenGVLab/InternVL3_5-8B": ""}),
@@ -533,12 +546,6 @@ CLASSES = {
         *("MiniMaxAI/MiniMax-M3", "MiniMaxAI/MiniMax-M3-MXFP8", "nvidia/MiniMax-M3-NVFP4"),
     ),
     "MossTranscribeDiarizeForConditionalGeneration": ("OpenMOSS-Team/MOSS-Transcribe-Diarize",),
-    "NemotronH_Nano_Omni_Reasoning_V3": tuple(
-        f"nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-{form}" for form in ("BF16", "FP8", "NVFP4")
-    ),
-    "NemotronH_Nano_VL_V2": tuple(
-        f"nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-{form}" for form in ("BF16", "FP8", "NVFP4-QAD")
-    ),
     "Phi4MMForCausalLM": ("microsoft/Phi-4-multimodal-instruct",),
     "Step3p7ForConditionalGeneration": tuple(f"stepfun-ai/Step-3.7-Flash{of}" for of in ("", "-FP8", "-NVFP4")),
     "UnlimitedOCRForCausalLM": ("baidu/Unlimited-OCR",),

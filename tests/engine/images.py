@@ -239,16 +239,17 @@ def _of_chat(tensors: Mapping[str, torch.Tensor], vision: Any) -> Iterator[tuple
         if part == "vision_tower":
             if ".q_proj." in rest:
                 joined = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
-                yield f"vision_model.{_renamed(rest.replace('attention.q_proj', 'attn.qkv'), tower)}", torch.cat(joined)
+                yield f"vision_model.{renamed(rest.replace('attention.q_proj', 'attn.qkv'), tower)}", torch.cat(joined)
             elif ".k_proj." not in rest and ".v_proj." not in rest:
-                yield f"vision_model.{_renamed(rest, tower)}", tensor.clone()
+                yield f"vision_model.{renamed(rest, tower)}", tensor.clone()
         elif part == "multi_modal_projector":
-            yield f"mlp1.{_renamed(rest, ends)}", tensor.clone()
+            yield f"mlp1.{renamed(rest, ends)}", tensor.clone()
         else:
             yield f"language_model.{'lm_head.weight' if part == 'lm_head' else f'model.{rest}'}", tensor.clone()
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """A name with parts of it replaced."""
     return re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], name)
 
 

@@ -17,7 +17,9 @@ from tests import fp8_checkpoints, quantised_checkpoints
 from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
-_ENCODERS = "(visual|vision_tower|vision_adapter|audio_tower|multi_modal_projector|embed_vision|embed_audio)"
+_ENCODERS = (
+    "(visual|vision_tower|vision_adapter|vision_model|audio_tower|multi_modal_projector|mlp1|embed_vision|embed_audio)"
+)
 KEPT = (
     r"(^|\.)(lm_head|embed_tokens|embed_tokens_per_layer|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|"
     r"in_proj_(a|b|ba)|router\.proj|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|vision_projection|"

@@ -70,7 +70,8 @@ PLAIN = "16 bits"
 class Family(NamedTuple):
     """Models that see images, what their engines are told and asked; the side of what a token stands for, in pixels,
     where it is more than a patch; what writes a checkpoint; the dtype that it is served in; what gives a checkpoint
-    scales of the KV cache; and by what the names of layers end that keep 16 bits in a form.
+    scales of the KV cache; by what the names of layers end that keep 16 bits in a form; and folders that processes need
+    on their path.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
@@ -81,6 +82,7 @@ class Family(NamedTuple):
     dtype: str = "bfloat16"
     give_scales: Callable[[Path], Any] | None = None
     kept_of: Callable[[str], str] = lambda _: KEPT
+    path: Callable[[Path], list[str]] = lambda folder: []
 
     def source(self, folder: Path) -> Path:
         """A checkpoint in bf16 with a matrix for each expert."""
@@ -114,7 +116,7 @@ class Family(NamedTuple):
 
     def engine(self, folder: Path, path: Path, in_graphs: bool = False) -> Engine:
         """Of a checkpoint; ``path`` is a folder for what vLLM imports."""
-        paths = os.pathsep.join([*multimodal.python_path(path), PATHS])
+        paths = os.pathsep.join([*self.path(path), *multimodal.python_path(path), PATHS])
         eager = {} if in_graphs else EAGER_ON_GPU
         arguments = arguments_of(self.limits | OF_DEVICE | eager | {"dtype": self.dtype})
         return Engine(str(folder), arguments, "1", SETTINGS | UNTRIED_THERE | {"PYTHONPATH": paths}, patience=600)
@@ -129,9 +131,11 @@ def of_family(name: str) -> Family:
     """One of the further models."""
     family = test_image_families.FAMILIES[name]
     limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
-    return Family(family.config, limits, (family.targets, family.few, family.many[:8]), save=family.save)
+    requests = family.targets, family.few, family.many[:8]
+    return Family(family.config, limits, requests, save=family.save, path=family.path)
 
 
+NEMOTRON = "nemotron nano vl", "nemotron nano omni"
 OF_MISTRAL, IN_MISTRALS_FORM = ("mistral3", "mistral3 around ministral3"), "ministral3 as mistral has it"
 GEMMA4_LIMITS = test_gemma4_images.LIMITS | {"max_num_batched_tokens": test_gemma4_images.STEP}
 OF_GEMMA4 = test_gemma4_images.TARGETS, test_gemma4_images.FEW, test_gemma4_images.MANY[:8]
@@ -174,6 +178,7 @@ FAMILIES = {
     "gemma4": of_gemma4("31B"),
     **{", ".join(("gemma4", *of)): of_gemma4(*of) for of in GEMMA4},
     **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer")},
+    **{name: of_family(name) for name in NEMOTRON},
 }
 for _name in ("qwen3.5", "qwen3.5 with experts"):
     FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
@@ -191,6 +196,7 @@ CASES = [
     (IN_MISTRALS_FORM, mistral_form.FP8),
     *(("internvl3", form) for form in (ROWS, "awq")),
     *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
+    *((name, form) for name in NEMOTRON for form in (MODELOPT, NVFP4[1])),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
     *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),

@@ -50,7 +50,9 @@ def found(**changes: Any) -> list[str]:
     names = [
         name
         for name in ROWS
-        if any(part in name for part in ("ultimodal", "mages and videos", "Images whose", "s, videos and"))
+        if any(
+            part in name for part in ("ultimodal", "mages and videos", "Images whose", "s, videos and", "of an encoder")
+        )
     ]
     assert len(names) == 9
     return [what for name in names if (what := ROWS[name].found(config))]
@@ -185,6 +187,27 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     around_experts = found(**internvl, hf_text_config=SimpleNamespace(model_type="qwen3_moe"))
     assert around_experts == [f"the model {internvl['architecture']} around one of the type 'qwen3_moe'"]
     assert found(architecture="NVLM_D", limits={"image": 1}) == ["the model NVLM_D"]
+
+
+def test_a_nemotron_that_sees_runs_in_bf16_without_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    omni = {
+        "architecture": "NemotronH_Nano_Omni_Reasoning_V3",
+        "hf_text_config": SimpleNamespace(model_type="nemotron_h"),
+    }
+    row = ROWS["Nemotron Nano VL and Omni in fp32 and fp16"]
+
+    def config(dtype: str, name: str) -> SimpleNamespace:
+        model = SimpleNamespace(is_multimodal_model=True, architecture=name, dtype=dtype)
+        return SimpleNamespace(model_config=model)
+
+    for name in ("NemotronH_Nano_VL_V2", omni["architecture"]):
+        assert row.used(config("bfloat16", name)) is None
+        assert row.used(config("float32", name)) == f"{name} in float32"
+    assert row.used(config("float32", "Gemma3ForConditionalGeneration")) is None
+    for sound, limit, said in ((None, 8, []), (object(), 0, []), (object(), 8, ["audio inputs"])):
+        of_model = omni | {"hf_config": SimpleNamespace(sound_config=sound), "dtype": "bfloat16"}
+        assert [one for one in found(**of_model, limits={"image": 8, "audio": limit}) if "audio" in one] == said
 
 
 def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,11 +383,11 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR, images of Kimi-VL and Muse Glimmer, and videos of GLM, on a GPU"],
+        ROWS["DeepSeek-OCR, images of Kimi-VL, Muse Glimmer, Nemotron Nano VL and Omni, and videos of GLM, on a GPU"],
         ROWS[
-            "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with "
-            "experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as "
-            "text"
+            "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
+            "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+            "Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
@@ -454,6 +477,40 @@ def test_drafts_beside_images_are_those_of_one_worker_that_have_run(
         monkeypatch.setenv(UNTRIED.name, "1")
         assert on_a_gpu() == []
         monkeypatch.delenv(UNTRIED.name)
+
+
+def test_a_decoder_of_its_own_serves_text_by_one_worker_unquantised() -> None:
+    [row] = [row for name, row in ROWS.items() if name.startswith("Muse Glimmer as text")]
+
+    def as_text(**changes: Any) -> str | None:
+        parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+        parallel = {name: changes.pop(name, size) for name, size in parallel.items()}
+        cache = SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto"))
+        items = SimpleNamespace(get_limit_per_prompt=lambda _: changes.get("images", 0))
+        model = SimpleNamespace(
+            architecture=changes.pop("architecture", "MuseGlimmerForConditionalGeneration"),
+            quantization=changes.pop("quantization", None),
+            is_multimodal_model=True,
+            multimodal_config=items,
+        )
+        others = {"speculative_config": None, "lora_config": None, "quant_config": None} | changes
+        return row.found(
+            SimpleNamespace(
+                device_config=SimpleNamespace(device_type="cpu"),
+                parallel_config=SimpleNamespace(**parallel),
+                cache_config=cache,
+                model_config=model,
+                **others,
+            )
+        )
+
+    assert as_text() is as_text(quantization="fp8", images=1) is None
+    said = "MuseGlimmerForConditionalGeneration as text with"
+    assert as_text(tensor_parallel_size=2) == f"{said} tensor parallelism 2"
+    assert as_text(quantization="fp8") == f"{said} quantisation fp8"
+    assert as_text(cache_dtype="fp8") == f"{said} a KV cache in fp8"
+    assert as_text(speculative_config=object()) == f"{said} speculative decoding"
+    assert as_text(quantization="fp8", architecture="Qwen3VLForConditionalGeneration") is None
 
 
 def test_images_in_exact_arithmetic_and_by_flex_attention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -939,17 +996,22 @@ def test_experts_that_no_gpu_has_run_start_there_only_if_asked_for(monkeypatch: 
     [row] = [row for name, row in ROWS.items() if name.startswith("Step-3.5 on a GPU")]
     assert row.devices == ("cuda",)
 
-    def found(architecture: str, of_class: str = "", workers: int = 1) -> str | None:
+    def found(architecture: str, of_class: str = "", workers: int = 1, engines: int = 1) -> str | None:
         info = SimpleNamespace(architecture=of_class or architecture)
         model = SimpleNamespace(is_moe=True, architecture=architecture, _model_info=info)
         of_gpus = {"device_config": SimpleNamespace(device_type="cuda"), "model_config": model}
-        return row.found(SimpleNamespace(**of_gpus, parallel_config=SimpleNamespace(world_size=workers)))
+        parallel = SimpleNamespace(world_size=workers, data_parallel_size=engines)
+        return row.found(SimpleNamespace(**of_gpus, parallel_config=parallel))
 
     assert found("AfmoeForCausalLM") is found("AfmoeForCausalLM", workers=2) is None
     assert found("Step3p5ForCausalLM") == found("Step3p5ForCausalLM", workers=2) == "Step3p5ForCausalLM on a GPU"
     for name in ("MiniMaxM2ForCausalLM", "TransformersMoEForCausalLM"):
         assert found(name) is found("MellumForCausalLM", name) is None
-        assert found("MellumForCausalLM", name, workers=2) == "MellumForCausalLM on several GPUs"
+        said = "MellumForCausalLM on several GPUs"
+        assert found("MellumForCausalLM", name, workers=2) == found("MellumForCausalLM", name, engines=2) == said
+        with monkeypatch.context() as by_a_tree:
+            by_a_tree.setenv(TP_TREE.name, "2")
+            assert found("MellumForCausalLM", name) == said
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found("Step3p5ForCausalLM") is found("MiniMaxM2ForCausalLM", workers=2) is None
 
@@ -1466,6 +1528,15 @@ def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_we
     by[:] = [ran[0]]
     on_gpus = partial(two_head_sizes, "cuda", "0.33.0", quantization="a method", cache_dtype="fp8")
     assert on_gpus() is two_head_sizes("cuda", "0.33.0", cache_dtype="fp8") is None
+    shared = SimpleNamespace(num_kv_shared_layers=2)
+    scheme = SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False})
+    unquantised = partial(two_head_sizes, "cuda", "0.33.0", cache_dtype="fp8")
+    assert unquantised(is_moe=True) == f"{said} with experts in 16 bits on a GPU"
+    assert unquantised(text=shared) == f"{said} that layers share, of weights in 16 bits on a GPU"
+    assert on_gpus(text=shared) is on_gpus(quant_config=scheme) is None
+    assert on_gpus(text=shared, quant_config=scheme).endswith(
+        "that layers share, with scales of the checkpoint on a GPU"
+    )
     unified = "Gemma4UnifiedForConditionalGeneration"
     of_unified = two_head_sizes("cuda", "0.33.0", cache_dtype="fp8", architecture=unified)
     assert of_unified == f"{said} of {unified} on a GPU"
@@ -1599,7 +1670,7 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({}, None),
         ({"is_moe": True}, None),
         ({"version": "0.31.0"}, "attention in chunks with vLLM 0.31.0"),
-        ({"device": "cuda", "version": "0.33.0"}, None),
+        ({"device": "cuda", "version": "0.33.0"}, "attention in chunks on a GPU"),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "attention in chunks with tensor parallelism 4"),
         ({"is_moe": True, "enable_expert_parallel": True}, "attention in chunks with expert parallelism"),
@@ -1615,9 +1686,6 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     monkeypatch.setenv(UNTRIED.name, "1")
     llama = {"of": "Attention in chunks", "architecture": "Llama4ForConditionalGeneration"}
     assert two_head_sizes(**llama | changes) == said
-    monkeypatch.delenv(UNTRIED.name)
-    on_a_gpu = {"device": "cuda", "version": "0.33.0"}
-    assert two_head_sizes(**llama | changes | on_a_gpu) == "attention in chunks on a GPU"
 
 
 def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **changes: Any) -> str | None:

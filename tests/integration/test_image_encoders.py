@@ -2,12 +2,14 @@
 
 import ast
 import importlib.util
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,6 +19,7 @@ pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
 
 from tests.assertions import assert_near, assert_same_bits
+from tests.fakes import torchvision
 from tests.integration.test_layers import named
 from vllm_batch_invariant.envs import ATTENTION, UNTRIED
 from vllm_batch_invariant.errors import NotCovered
@@ -277,3 +280,44 @@ def test_a_square_of_zeros_is_encoded_and_a_tower_that_attends_under_a_mask_is_r
     assert called[0]["remove_padding"] is False
     assert encoders.problem_of_tower(SimpleNamespace(apply_encoder_attention_mask=False)) is None
     assert encoders.problem_of_tower(SimpleNamespace(apply_encoder_attention_mask=True)) == "its attention has a mask"
+
+
+def test_an_image_of_nemotron_is_scaled_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM scales images that it has not seen down together, until they fit."""
+    before = {*sys.modules}
+    for path in torchvision.where_missing(tmp_path):  # which vLLM's module of InternVL asks for
+        monkeypatch.syspath_prepend(path)
+
+    from vllm.transformers_utils.processors import nano_nemotron_vl as processor
+
+    for name in {*sys.modules} - before:
+        if name.partition(".")[0] == "torchvision":
+            del sys.modules[name]
+    compiled, kind = processor._bicubic_resize_and_normalize, processor.DynamicResolutionImageTiler
+    for owner, name in ((processor, compiled.__name__), (kind, "_images_to_pixel_values_lst")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    sizes = {"max_model_len": 64, "patch_size": 16, "min_num_patches": 4, "max_num_patches": 0, "downsample_ratio": 0.5}
+    tiler = kind(**sizes, norm_mean=(0.5, 0.4, 0.3), norm_std=(0.2, 0.3, 0.4))
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 256, (*side, 3), dtype=np.uint8)) for side in ((192, 224), (160, 96))]
+
+    def alone() -> list[torch.Tensor]:
+        return [tiler._images_to_pixel_values_lst(0, [one])[0][0] for one in pictures]
+
+    monkeypatch.setattr(processor, compiled.__name__, compiled._torchdynamo_orig_callable)
+    assert [one.shape for one in tiler._images_to_pixel_values_lst(9, pictures)[0]] != [one.shape for one in alone()]
+    monkeypatch.setattr(processor, compiled.__name__, compiled)
+    for _ in range(2):
+        items.of_own_pixels()
+    assert processor._bicubic_resize_and_normalize is compiled._torchdynamo_orig_callable
+    together, tokens = tiler._images_to_pixel_values_lst(9, pictures)
+    assert all(map(torch.equal, together, alone()))
+    assert tokens == [one.shape[1] * one.shape[2] // 32**2 for one in together]
+
+
+@pytest.mark.parametrize(("asked", "of_engine", "hears"), [({}, {}, False), ({}, True, True), (True, {}, True)])
+def test_sound_of_videos_is_found(asked: Any, of_engine: Any, hears: bool) -> None:
+    said = {"use_audio_in_video": True}
+    settings = SimpleNamespace(merge_mm_processor_kwargs=lambda given: (of_engine and said) | given)
+    info = SimpleNamespace(ctx=SimpleNamespace(model_config=SimpleNamespace(get_multimodal_config=lambda: settings)))
+    assert items._hears_videos(info, asked and said) is hears

@@ -748,7 +748,9 @@ def _has_latent_experts(model: Any) -> bool:
 
 
 def _is_nemotron(config: Config) -> bool:
-    return getattr(config.model_config, "architecture", "") == "NemotronHForCausalLM"
+    """Whether a model's text is a Nemotron-H."""
+    named = "NemotronHForCausalLM", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3"
+    return getattr(config.model_config, "architecture", "") in named
 
 
 def _keeps(config: Config, kept: _Kept) -> bool:
@@ -1007,20 +1009,40 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
         **together,
     }
     by_one = model.architecture in RAN.large_heads_on_cpus_alone
-    seen = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get("cuda", ())) is None
+    other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get("cuda", ()))
+    seen = bool(_encoded(config)) and other is None
     beside = {
         f"{what} of {model.architecture} on a GPU": is_so and by_one and not (what == quantised and seen)
         for what, is_so in asked.items()
     }
     beside |= {f"{what} in {dtype} on a GPU": is_so and dtype != "bfloat16" for what, is_so in asked.items()}
     beside |= {f"{quantised} and {what} on a GPU": asked[quantised] and is_so for what, is_so in together.items()}
-    first = _first(beside)
+    first = _first(beside) or _fp8_of_two_head_sizes_elsewhere(config)
     return _when(first, f"{named} with {first}")
+
+
+def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
+    """What GPUs have not run of such a cache beside heads of two sizes."""
+    model, scheme = config.model_config, getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
+    if _cache_dtype(config) not in FP8_CACHES:
+        return None
+    sizes = getattr(model, "hf_text_config", None)
+    shares = getattr(sizes, "num_kv_shared_layers", 0)
+    found = {
+        "with experts in 16 bits": schemes.has_experts(model) and not model.quantization,
+        "that layers share, of weights in 16 bits": shares and not model.quantization,
+        "that layers share, with scales of the checkpoint": shares and scheme,
+    }
+    first = _first(found)
+    return _when(first, f"a KV cache in {_cache_dtype(config)} {first} on a GPU")
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
     of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers
+    ops, architecture = devices.of_config(config).ops, getattr(config.model_config, "architecture", "")
+    if architecture in RAN.chunked_models and ops.type not in RAN.chunks:
+        return f"attention in chunks on {ops.name}"  # whose plans are of one reduction: the first step ends the engine
     if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees):
         return found
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
@@ -1113,6 +1135,13 @@ def _unknown_multimodal(config: Config) -> str | None:
     return _when(found, f"the model {model.architecture} around one of the type {text!r}")
 
 
+def _rounded_to_bf16(config: Config) -> str | None:
+    """Models whose encoder gives bf16 by vLLM's source, and whose projector has the dtype of the model."""
+    model, dtype = config.model_config, _dtype_of(config.model_config)
+    rounded = model.is_multimodal_model and model.architecture in RAN.encoded_in_bf16
+    return _when(rounded and dtype != "bfloat16", f"{model.architecture} in {dtype}")
+
+
 def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     if not model.is_multimodal_model or envs.starts_untried():
@@ -1121,6 +1150,25 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     if model.architecture not in RAN.text_on_cpus_alone:  # and may be served without these
         kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))
     return _when(kinds, f"{' and '.join(kinds)} inputs of {model.architecture} on a GPU")
+
+
+def _text_of_a_decoder_of_its_own(config: Config) -> str | None:
+    """What has not been run with multimodal models as text whose decoder no text model has."""
+    model = config.model_config
+    if getattr(model, "architecture", "") not in RAN.text_by_one_worker or _encoded(config):
+        return None
+    slices = tensor_tree.k_slices()
+    found = {
+        **_several(config),
+        f"{envs.TP_TREE.name}={slices}": slices > 1,
+        "speculative decoding": config.speculative_config is not None,
+        f"quantisation {model.quantization}": model.quantization,
+        f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
+        "LoRA adapters": config.lora_config is not None,
+        "exact arithmetic": devices.of_config(config).is_exact,
+    }
+    first = _first(found)
+    return _when(first, f"{model.architecture} as text with {first}")
 
 
 def _text_of_what_sees(config: Config) -> str | None:
@@ -1324,9 +1372,10 @@ def _experts_by_another_version(config: Config) -> str | None:
 def _experts_not_run_on_gpus(config: Config) -> str | None:
     model = config.model_config
     of_class = getattr(getattr(model, "_model_info", None), "architecture", "")  # which may serve other names, too
-    names, several = {model.architecture, of_class}, config.parallel_config.world_size > 1
+    names, parallel = {model.architecture, of_class}, config.parallel_config
     if not model.is_moe or envs.starts_untried():
         return None
+    several = max(parallel.world_size * parallel.data_parallel_size, tensor_tree.k_slices()) > 1
     by_several = several and names & {*RAN.experts_by_one_gpu}
     found = {"a GPU": names & {*RAN.experts_on_cpus_alone}, "several GPUs": by_several}
     first = _first(found)
@@ -1469,14 +1518,14 @@ COVERED = (
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4 and Kimi-VL, by one worker of DeepSeek-OCR and, with videos, Muse Glimmer, and videos of GLM-4.1V, "
-        "4.5V and GLM-OCR: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer and, in bf16, of "
+        "Nemotron Nano VL and 3 Nano Omni, and videos of GLM-4.1V, 4.5V and GLM-OCR: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "on a GPU with vLLM 0.33: FP8 in blocks and INT4 of Qwen3-VL, Qwen3.5, with experts, too, AWQ, rows of VLs, "
-        "GPTQ, NVFP4 of Qwen3.5, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of Gemma 3, 4, INT4, FP8 of this, FP8 of "
-        "Mistral 3, Ministral 3; on a CPU with 0.32 these, more, InternVL, Muse Glimmer",
+        "of encoders in 16 bits, on a GPU with vLLM 0.33: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
+        "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of "
+        "Gemma 3, 4, INT4, FP8 of 4, FP8 of Ministral 3; on a CPU with 0.32 these and more",
     ),
     Feature(
         "Audio",
@@ -1987,18 +2036,32 @@ REFUSED = (
         _unknown_multimodal,
     ),
     Feature(
-        "DeepSeek-OCR, images of Kimi-VL and Muse Glimmer, and videos of GLM, on a GPU",
+        "Nemotron Nano VL and Omni in fp32 and fp16",
+        "vLLM gives their projector bf16, whatever its weights are",
+        "pass --dtype bfloat16",
+        _rounded_to_bf16,
+    ),
+    Feature(
+        "DeepSeek-OCR, images of Kimi-VL, Muse Glimmer, Nemotron Nano VL and Omni, and videos of GLM, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU, or pass --limit-mm-per-prompt 0 for GLM's video",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
     Feature(
-        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Intern-S2 Preview, Qwen3-VL with experts, "
-        "InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, Voxtral and Whisper as text",
+        "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
+        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
+        "Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
+    ),
+    Feature(
+        "Muse Glimmer as text, by several workers, quantised, with drafts, FP8 caches, LoRA or exact arithmetic",
+        "its decoder is a class of its own, and these have not been run",
+        "leave them out; with images its text model may be quantised",
+        _text_of_a_decoder_of_its_own,
+        arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, ADAPTERS, envs.TP_TREE.name),
     ),
     Feature(
         "Embeddings as inputs of multimodal models",
@@ -2049,9 +2112,9 @@ REFUSED = (
     ),
     Feature(
         "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "
-        "cpu; images and videos of Qwen2.5-VL in fp16",
+        "cpu",
         "these have not been run, or items that share a call decide each other's bits",
-        "leave them out, pass --dtype bfloat16, or serve text only, with --language-model-only",
+        "leave them out, or serve text only, with --language-model-only",
         _encoder,
     ),
     Feature(

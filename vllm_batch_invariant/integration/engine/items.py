@@ -4,8 +4,9 @@ An engine finds an embedding, and the pages that hold it, by the item's identifi
 takes one of the user's (``multi_modal_uuids``, or an image's EXIF ImageID) as it is: under it a request would be
 answered about the image that another request has brought before. A processor of sound may add noise (``dither``), which
 it draws of a generator that all requests share. And it may fill a request's sounds to the longest of them before it
-multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests. Of a
-request's videos one processor (GLM-4.6V's) samples frames of all or of none, as the last of them says.
+multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests. One of
+images (Nemotron Nano Omni's) may scale down those of a request that it does not find among these, until they fit. And
+one of videos (GLM-4.6V's) samples frames of all of a request's or of none, as the last of them says.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from ..reviews import patch_points
 def install() -> None:
     """Refuse requests that name an item by an identifier of their own, whose sound gets noise, or whose videos would
     be sampled as one of them says; take no identifier out of an image, and make what is made of a sound of its own
-    samples.
+    samples, and of an image of its own pixels.
     """
     renderer = patch_points.RENDERER.get() if patch_points.RENDERER.is_there() else None
     process = getattr(renderer, "_process_mm_uuids", None)
@@ -68,6 +69,14 @@ def _without_noise(process: Any) -> Any:
             )
         if "audio" in mm_data:
             of_own_samples(getattr(self.get_mm_processor().info.get_hf_processor(), "feature_extractor", None))
+        info = self.get_mm_processor().info
+        if type(info).__name__ == "NanoNemotronVLProcessingInfo":
+            if _hears_videos(info, mm_processor_kwargs or {}):
+                raise patch_points.VALIDATION_ERROR.get()(
+                    "batch-invariant mode does not cover the sound of videos: leave use_audio_in_video out of "
+                    "mm_processor_kwargs"
+                )
+            of_own_pixels()
         return process(self, prompt, mm_data, mm_uuids, mm_processor_kwargs, *args, **kwargs)
 
     return _process_multimodal
@@ -100,6 +109,35 @@ def of_own_samples(extractor: Any) -> None:
         return np.pad(made, ((0, behind), (0, 0))), np.pad(seen, (0, behind))
 
     kind._extract_spectrogram = _extract_spectrogram
+
+
+def of_own_pixels() -> None:
+    """Have vLLM's processor of Nemotron Nano VL scale each image as if there was no other and no text: what is too much
+    for the model's context is refused then. And have it compute as it is written: compiled code follows from the sizes
+    that came before.
+    """
+    module: Any = patch_points.NEMOTRON_TILER.module()
+    tiler = patch_points.NEMOTRON_TILER.get()
+    scale, several = module._bicubic_resize_and_normalize, tiler._images_to_pixel_values_lst
+    module._bicubic_resize_and_normalize = getattr(scale, "_torchdynamo_orig_callable", scale)
+    if hasattr(several, "__wrapped__"):
+        return
+
+    @wraps(several)
+    def _images_to_pixel_values_lst(self: Any, text_prompt_length: int, images: Any, **named: Any) -> Any:
+        """Pixels [3, height, width] of each image, and its tokens."""
+        made = [several(self, 0, [image], **named) for image in images]
+        return [one for pixels, _ in made for one in pixels], [count for _, counts in made for count in counts]
+
+    tiler._images_to_pixel_values_lst = _images_to_pixel_values_lst
+
+
+def _hears_videos(info: Any, asked: Mapping[str, Any]) -> bool:
+    """Whether a model encodes the sound of videos, too, past its limit of audio: by a request's settings, or an
+    engine's.
+    """
+    settings = info.ctx.model_config.get_multimodal_config()
+    return bool(settings.merge_mm_processor_kwargs(asked).get("use_audio_in_video"))
 
 
 def _dither(renderer: Any, asked: Mapping[str, Any]) -> Any:

@@ -266,8 +266,17 @@ def towers(model: Any) -> dict[str, Any]:
     """What a loaded multimodal model encodes with, by its names: what vLLM notes when it builds that, of which it keeps
     the last alone where a model has one for images and one for audio (Gemma 4), and classes of Transformers'.
     """
-    noted = {name: model.get_submodule(name) for name in getattr(model, "_tower_model_names", ())}
+    names = [name for name in getattr(model, "_tower_model_names", ()) if name not in unused(model)]
+    noted = {name: model.get_submodule(name) for name in names}
     return noted | {name: part for name, part in model.named_children() if _is_in_transformers(part)} if noted else {}
+
+
+def unused(model: Any) -> tuple[str, ...]:
+    """Names of a loaded model's parts that no request reaches: vLLM builds an encoder of sound for Nemotron Nano Omni
+    also where its limit of audio is 0, and audio of it is refused.
+    """
+    kinds = encoding.encoded_by(type(model))
+    return ("sound_encoder",) if kinds and "audio" not in kinds else ()
 
 
 def prepare(model: Any) -> None:

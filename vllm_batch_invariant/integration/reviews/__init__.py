@@ -222,6 +222,8 @@ class Ran:
         experts_by_one_gpu: those that several GPUs have not shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
         text_on_cpus_alone: those that no GPU has run so.
+        text_by_one_worker: those whose text, a decoder of their own, has run by one worker, not quantised.
+        encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those of them that no GPU has run.
         encoders: models whose tokens see those after them that have pooled.
@@ -332,6 +334,8 @@ class Ran:
     experts_by_one_gpu: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
     text_on_cpus_alone: tuple[str, ...]
+    text_by_one_worker: tuple[str, ...]
+    encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
     encoders: tuple[str, ...]

@@ -19,8 +19,13 @@ def taken(model: Any) -> list[str]:
 
 
 def _has(model: Any, kind: str) -> bool:
-    """Whether a checkpoint takes what others of its architecture do: of Gemma 4, some have no encoder of audio."""
-    return getattr(getattr(model, "hf_config", None), f"{kind}_config", kind) is not None
+    """Whether a checkpoint takes what others of its architecture do: of Gemma 4 and of Nemotron Nano Omni, some have no
+    encoder of audio.
+    """
+    config = getattr(model, "hf_config", None)
+    if kind == "audio" and model.architecture.startswith("NemotronH_"):
+        return getattr(config, "sound_config", None) is not None
+    return getattr(config, f"{kind}_config", kind) is not None
 
 
 def encoded(model: Any) -> tuple[str, ...]:

@@ -178,6 +178,8 @@ RENDERER = PatchPoint(("vllm.renderers.base",), "BaseRenderer")
 """Makes what the engine gets of prompts with images and the like, in the front end."""
 IMAGE_ID = PatchPoint(("vllm.multimodal.hasher",), "_get_image_id_bytes")
 """Takes the identifier of an image out of its file, where it has one, instead of its pixels."""
+NEMOTRON_TILER = PatchPoint(("vllm.transformers_utils.processors.nano_nemotron_vl",), "DynamicResolutionImageTiler")
+"""Scales images of Nemotron Nano VL, beside a function that is compiled."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
 """Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
 LLAMA_MLP = PatchPoint(("vllm.model_executor.models.llama",), "LlamaMLP")

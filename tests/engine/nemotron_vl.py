@@ -1,0 +1,215 @@
+"""A small Nemotron Nano VL of random weights, and one like Nemotron 3 Nano Omni. vLLM has a table of the sizes of their
+encoder, which a hook changes where vLLM's module is imported: the classes are vLLM's.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.engine import configurations, images, kept_states, multimodal, test_mamba
+
+PATCH = 16
+SIDE = 64
+"""Pixels of a patch, and of a square, of which an image of Nemotron Nano VL has up to twelve and one of all of it."""
+_NAME = "vit_small_patch16_224"
+_LAYERS, _HEADS, _SIZE, _INNER = 3, 2, 160, 320
+_CLASSES, _REGISTERS, _MOST = 3, 5, 128
+_HOOK = f"""
+import importlib.util
+import sys
+
+NAME = "vllm.transformers_utils.configs.radio"
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(Finder)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, Finder)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            module.VIT_TIMM_DIM_BY_NAME["{_NAME}"] = {_SIZE}, {_LAYERS}, {_HEADS}, {_INNER}
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+"""
+_TEXT = kept_states.NEMOTRON_H | test_mamba.SMALL_STATES["Nemotron-H"] | {"vocab_size": multimodal.TEXT["vocab_size"]}
+_SOUND = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "projection_hidden_size"), 64),
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_mel_bins": 80,
+    "subsampling_factor": 8,
+    "subsampling_conv_kernel_size": 3,
+    "subsampling_conv_stride": 2,
+    "subsampling_conv_channels": 16,
+    "projection_bias": False,
+    "sampling_rate": 16000,
+    "convolution_bias": False,
+}
+"""Of an encoder that Nemotron 3 Nano Omni has, whose audio is refused."""
+_WORDS = {images.IMAGE: "<image>", images.VIDEO: "<video>", images.START: "<img>", images.END: "</img>"}
+
+
+def python_path(folder: Path) -> list[str]:
+    """A folder that has a process make the encoder smaller."""
+    (folder / "radio").mkdir(exist_ok=True)
+    (folder / "radio" / "sitecustomize.py").write_text(_HOOK)
+    return [str(folder / "radio")]
+
+
+def nano_vl() -> transformers.PretrainedConfig:
+    """RADIO with two heads of 80, positions interpolated between those of 8 x 8 patches, and eight rows in front of
+    those of a square of 4 x 4 patches, of which four are a token; and a decoder with state spaces.
+    """
+    return _config("NemotronH_Nano_VL_V2", _TEXT)
+
+
+def omni() -> transformers.PretrainedConfig:
+    """The same encoder, for images of any size and pairs of frames, and a decoder that has experts, too."""
+    return _config("NemotronH_Nano_Omni_Reasoning_V3", _TEXT | test_mamba.EXPERTS["Nemotron-H"])
+
+
+def _config(architecture: str, text: dict[str, Any]) -> transformers.PretrainedConfig:
+    vision = {"hidden_size": _SIZE, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "image_size": SIDE}
+    vision |= {"mlp_ratio": _INNER / _SIZE, "max_img_size": _MOST, "num_cls_tokens": _CLASSES, "patch_size": PATCH}
+    vision |= {"num_registers": _REGISTERS, "video_temporal_patch_size": 2}
+    return transformers.NemotronH_Omni_Reasoning_V3_Config(
+        architectures=[architecture],
+        vision_config=vision,
+        text_config=text,
+        force_image_size=SIDE,
+        projector_hidden_size=320,
+        vision_hidden_size=_SIZE,
+        image_token_id=images.IMAGE,
+        video_token_id=images.VIDEO,
+        tie_word_embeddings=False,
+    )
+
+
+class Reference(transformers.NemotronH_Omni_Reasoning_V3):
+    """Transformers' model. What the encoder gives is rounded to bf16, as vLLM does for any dtype."""
+
+    def forward(self, input_ids: torch.Tensor, items: list[torch.Tensor] = [], **named: Any) -> Any:  # noqa: B006
+        """Of tokens, and of the pictures that stand in them, of one size each: [pictures, channels, height, width]."""
+        embedded = self.get_input_embeddings()(input_ids)
+        if items:
+            rows = torch.cat([self.rows(one) for one in items])
+            embedded = embedded.masked_scatter((input_ids == images.IMAGE)[..., None], rows.to(embedded.dtype))
+        return self.language_model(inputs_embeds=embedded)
+
+    def rows(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[tokens, size] of [pictures, channels, height, width]: of a picture, or of as many as a tubelet has."""
+        grid = [side // PATCH for side in pixels.shape[2:]]
+        features = self.vision_model(pixels).features
+        rounded = features.to(torch.bfloat16).to(features.dtype)
+        return self.project_vision_features(rounded, *grid).flatten(0, 1)
+
+
+def in_squares(pictures: list[np.ndarray]) -> dict[str, Any]:
+    """Squares of pictures, row by row, and behind those of one that has several a square of all of it; pictures of a
+    film have one each.
+    """
+    found = []
+    for one in pictures:
+        pixels = torch.from_numpy(one).permute(0, 3, 1, 2)
+        rows, columns = (size // SIDE for size in pixels.shape[2:])
+        cut = pixels.unflatten(3, (columns, SIDE)).unflatten(2, (rows, SIDE)).permute(0, 2, 4, 1, 3, 5)
+        found.append(_scaled(cut.flatten(0, 2)))
+        if rows * columns > 1:
+            least = F.interpolate(pixels.double(), size=(SIDE, SIDE), mode="bicubic", antialias=True)
+            found.append(_scaled(least))
+    return {"items": found}
+
+
+def whole(pictures: list[np.ndarray]) -> dict[str, Any]:
+    """Pictures as they are; those of a film by two."""
+    found = [_scaled(torch.from_numpy(one).permute(0, 3, 1, 2)) for one in pictures]
+    return {"items": [one.unflatten(0, (-1, 2)).flatten(1, 2) if len(one) > 1 else one for one in found]}
+
+
+def _scaled(pixels: torch.Tensor) -> torch.Tensor:
+    """In the checkpoint's dtype, as vLLM's processor has them."""
+    mean, std = (torch.tensor(one).double()[:, None, None] for one in images.NORM.values())
+    return ((pixels.double() / 255 - mean) / std).bfloat16().double()
+
+
+def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A checkpoint with a tokenizer of words. Returns the model that it is of."""
+    torch.manual_seed(0)
+    [architecture], made = config.architectures, Reference(config)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith("A_log"):  # gates near 1: a state lasts
+                weight.uniform_(0.002, 0.05).log_()
+            elif name.endswith("dt_bias"):
+                weight.zero_()
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.1)
+            elif name.endswith(("position_embedding", "cls_register_token")):
+                weight.normal_(0, 0.3)
+            elif weight.dim() > 1:
+                of_text = 0.3 if "conv1d" in name else 0.16 if "q_proj" in name or "k_proj" in name else 0.08
+                weight.normal_(0, of_text if "language_model" in name else weight[0].numel() ** -0.5)
+        for name, bias in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # which two are chosen: else rounding decides near a tie
+                bias.copy_(torch.arange(len(bias)))
+    made = made.to(dtype)
+    made.save_pretrained(folder)
+    file, projector = folder / "model.safetensors", "multi_modal_projector."
+    names = {f"{projector}layer_norm": "mlp1.0", f"{projector}linear_1": "mlp1.1", f"{projector}linear_2": "mlp1.3"}
+    tensors = {images.renamed(name, names): tensor for name, tensor in load_file(file).items()}  # as published
+    save_file(tensors, file, metadata={"format": "pt"})
+    text = config.text_config.to_dict()
+    teachers = [{"name": name, "use_summary": True} for name in ("siglip2", "dino", "sam")]
+    args = {"model": _NAME, "cpe_max_size": _MOST, "register_multiple": 8, "teachers": teachers}
+    args["cls_token_per_teacher"] = True
+    vision: dict[str, Any] = {"args": args, "preferred_resolution": [SIDE, SIDE], "patch_size": PATCH}
+    if "Omni" in architecture:
+        args |= {"min_num_patches": 4, "max_num_patches": 1024}
+        vision |= {"video_temporal_patch_size": 2, "separate_video_embedder": True}
+    file = configurations.__name__.rpartition(".")[2]
+    mean, std = images.NORM.values()
+    written = {
+        "architectures": [architecture],
+        "model_type": configurations.NemotronHNanoVLConfig.model_type,
+        "auto_map": {"AutoConfig": f"{file}.NemotronHNanoVLConfig"},
+        "dtype": str(dtype).removeprefix("torch."),
+        "llm_config": text | {"architectures": ["NemotronHForCausalLM"], "dtype": str(dtype).removeprefix("torch.")},
+        "vision_config": vision,
+        "force_image_size": SIDE,
+        "patch_size": PATCH,
+        "downsample_ratio": 0.5,
+        "ps_version": "v2",
+        "template": "none",
+        "image_tag_type": "internal",
+        "use_thumbnail": True,
+        "norm_mean": mean,
+        "norm_std": std,
+        "vit_hidden_size": _SIZE,
+        "projector_hidden_size": config.projector_hidden_size,
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    if "Omni" in architecture:
+        written["sound_config"] = _SOUND
+    (folder / "config.json").write_text(json.dumps(written))
+    shutil.copy(configurations.__file__, folder)
+    words = {_WORDS.get(number, f"w{number}"): number for number in range(text["vocab_size"])}
+    template = images.chat_template(image=_WORDS[images.IMAGE], video=_WORDS[images.VIDEO])
+    images.save_tokenizer(folder, words, list(_WORDS.values()), {"chat_template": template})
+    return made
