@@ -327,7 +327,8 @@ OF_INT4 = {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group
     ("architecture", "config", "of_text", "of_images"),
     [
         ("", {}, True, True),
-        ("", NVFP4, True, False),
+        ("", NVFP4, True, True),
+        ("", {"quant_method": "compressed-tensors", "config_groups": {"group_0": OF_INT4}}, True, False),
         ("Gemma4", {}, True, True),
         ("Gemma4", NVFP4, True, True),
         ("Gemma4", {"quant_method": "compressed-tensors", "config_groups": {"group_0": OF_GROUPS}}, True, True),
