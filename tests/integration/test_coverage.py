@@ -38,6 +38,7 @@ def found(**changes: Any) -> list[str]:
         "architecture": "Qwen3VLForConditionalGeneration",
         "multimodal_config": multimodal,
         "enable_prompt_embeds": False,
+        "is_moe": False,
         "is_mm_prefix_lm": False,
     }
     config = SimpleNamespace(
@@ -1386,6 +1387,11 @@ def test_a_cache_in_fp8_beside_states_on_a_gpu_has_run_with_its_model_drafts_wei
     assert of_latent() is found_of_spaces(**cache, quantization="modelopt_fp4") is None
     for name in ("Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"):
         assert found_of_rules(**cache, quantization="modelopt_fp4", architecture=name) is None
+    by[:] = [by[0], "modelopt with float8 weights (one scale a tensor) and float8 static tensor activations"]
+    assert of_latent(quantization="modelopt_mixed") is None
+    assert found_of_rules(**cache, quantization="modelopt_mixed") is None
+    assert str(of_latent()).endswith("with a KV cache in fp8"), "not of layers in FP8 alone"
+    del by[1]
     by[0] = "compressed-tensors with int4 weights"
     assert found_of_spaces(device="cuda", quantization="compressed-tensors") is None
     assert str(found_of_spaces(**cache, quantization="compressed-tensors")).endswith("with a KV cache in fp8")
@@ -1537,6 +1543,10 @@ def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_we
     assert on_gpus(text=shared, quant_config=scheme).endswith(
         "that layers share, with scales of the checkpoint on a GPU"
     )
+    by[:] = [kind for kind in ran if kind.startswith("compressed-tensors with float4")]
+    assert on_gpus(is_moe=True) is None, "26B-A4B has run so"
+    assert on_gpus() == f"heads of two sizes with quantisation {by[0]}"
+    by[:] = [ran[0]]
     unified = "Gemma4UnifiedForConditionalGeneration"
     of_unified = two_head_sizes("cuda", "0.33.0", cache_dtype="fp8", architecture=unified)
     assert of_unified == f"{said} of {unified} on a GPU"

@@ -346,8 +346,11 @@ def _is_fp8_elsewhere(config: Config, beside: str, ran_on: str) -> bool:
 
 def _is_fp8_with_other_weights(config: Config, beside: str, ran_on: str) -> bool:
     """Whether it is beside quantised weights of kinds that have not been run with it, beside what these are beside."""
-    kinds = RAN.fp8_kv_cache_quantised.get(beside, {}).get(ran_on, ())
-    return _cache_dtype(config) in FP8_CACHES and bool(_other_quantisation(config, kinds))
+    if _cache_dtype(config) not in FP8_CACHES:
+        return False
+    named = (beside, f"{beside} with experts") if schemes.has_experts(config.model_config) else (beside,)
+    kinds = (kind for one in named for kind in RAN.fp8_kv_cache_quantised.get(one, {}).get(ran_on, ()))
+    return bool(_other_quantisation(config, tuple(kinds)))
 
 
 def _is_fp8_with_these_weights(config: Config, beside: str, ran_on: str) -> bool:
@@ -365,7 +368,10 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     of_experts = _is_nemotron(config) and schemes.has_experts(model)
     named = model.architecture + " with latent experts" * _has_latent_experts(model)
     named += " with experts" * (of_experts and not _has_latent_experts(model))
-    other = _other_quantisation(config, RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ()))
+    kinds = RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ())
+    if model.quantization == "modelopt_mixed":
+        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(f"{named} in mixed precision", ())
+    other = _other_quantisation(config, kinds)
     has_run = not other if model.quantization else drafters is not None and not of_experts
     return not has_run or method not in (None, *(drafters or ())) or _dtype_of(model) != "bfloat16"
 
@@ -1087,7 +1093,8 @@ def _beside_layers(
     ran_on = _ran_on(ops.type)
     slices, of_trees = tensor_tree.k_slices(), trees.get(ran_on, ())
     has_tree = slices in of_trees
-    other = _other_quantisation(config, quantised.get(ran_on, ()))
+    in_fp8 = _is_fp8_with_these_weights(config, named, ran_on)
+    other = None if in_fp8 else _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
     shares_quantised = has_tree or workers <= 2
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):

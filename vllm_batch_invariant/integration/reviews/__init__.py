@@ -239,7 +239,8 @@ class Ran:
         large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
         quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
         fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
-        fp8_kv_cache_quantised_of_states_on_gpus: kinds of their quantised weights, by model and its experts.
+        fp8_kv_cache_quantised_of_states_on_gpus: kinds of their quantised weights, by model, its experts and whether
+            it mixes these.
         encoded_by_two_gpus: models of which two have shared images ("data"), or the encoder by a tree ("tree").
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
@@ -274,7 +275,8 @@ class Ran:
         fp8_kv_cache_head_workers: numbers of workers above 1 that have shared heads with a scale each, by device.
         fp8_kv_cache_beside: states, heads of two sizes and models that take images, beside which one scale a tensor
             has, by device.
-        fp8_kv_cache_quantised: kinds of quantised weights beside which it has with two sizes and images, by device.
+        fp8_kv_cache_quantised: kinds of quantised weights beside which it has with two sizes and images, by device;
+            some with experts alone.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
