@@ -1145,8 +1145,9 @@ def _unknown_multimodal(config: Config) -> str | None:
 def _rounded_to_bf16(config: Config) -> str | None:
     """Models whose encoder gives bf16 by vLLM's source, and whose projector has the dtype of the model."""
     model, dtype = config.model_config, _dtype_of(config.model_config)
-    rounded = model.is_multimodal_model and model.architecture in RAN.encoded_in_bf16
-    return _when(rounded and dtype != "bfloat16", f"{model.architecture} in {dtype}")
+    architecture = getattr(model, "architecture", "")
+    rounded = model.is_multimodal_model and architecture in RAN.encoded_in_bf16
+    return _when(rounded and dtype != "bfloat16", f"{architecture} in {dtype}")
 
 
 def _multimodal_not_run_on_gpus(config: Config) -> str | None:
@@ -1377,11 +1378,11 @@ def _experts_by_another_version(config: Config) -> str | None:
 
 
 def _experts_not_run_on_gpus(config: Config) -> str | None:
-    model = config.model_config
-    of_class = getattr(getattr(model, "_model_info", None), "architecture", "")  # which may serve other names, too
-    names, parallel = {model.architecture, of_class}, config.parallel_config
+    model, parallel = config.model_config, config.parallel_config
     if not model.is_moe or envs.starts_untried():
         return None
+    of_class = getattr(getattr(model, "_model_info", None), "architecture", "")  # which may serve other names, too
+    names = {model.architecture, of_class}
     several = max(parallel.world_size * parallel.data_parallel_size, tensor_tree.k_slices()) > 1
     by_several = several and names & {*RAN.experts_by_one_gpu}
     found = {"a GPU": names & {*RAN.experts_on_cpus_alone}, "several GPUs": by_several}
