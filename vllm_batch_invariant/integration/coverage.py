@@ -322,12 +322,6 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
-def _starts_untried_on_gpus(config: Config) -> bool:
-    """Whether a GPU, by a version of vLLM that has run on one, starts what only a CPU has run."""
-    is_on_gpus = devices.of_config(config).ops.type == "cuda"
-    return is_on_gpus and envs.starts_untried() and patch_points.installed_version().startswith(RAN.on_gpus)
-
-
 def _by_gpus_alone(config: Config) -> bool:
     """Whether it is a GPU's that must have run, and not a CPU's."""
     return _ran_on(devices.of_config(config).ops.type) == "cuda"
@@ -366,10 +360,10 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
     of_experts = _is_nemotron(config) and schemes.has_experts(model)
-    named = model.architecture + " with latent experts" * _has_latent_experts(model)
-    named += " with experts" * (of_experts and not _has_latent_experts(model))
+    experts = " with latent experts" if _has_latent_experts(model) else " with experts" * of_experts
+    named = f"{model.architecture}{experts}"
     kinds = RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ())
-    if model.quantization == "modelopt_mixed":
+    if model.quantization == schemes.MIXED:
         kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(f"{named} in mixed precision", ())
     other = _other_quantisation(config, kinds)
     has_run = not other if model.quantization else drafters is not None and not of_experts
@@ -809,7 +803,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    untried = _starts_untried_on_gpus(config)
+    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
     if ops.type not in kept.ran and not untried:
         return f"{kept.name} on {ops.name}"
     if not untried and not version.startswith(kept.ran[ops.type]):
@@ -1046,9 +1040,6 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
     of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers
-    ops, architecture = devices.of_config(config).ops, getattr(config.model_config, "architecture", "")
-    if architecture in RAN.chunked_models and ops.type not in RAN.chunks:
-        return f"attention in chunks on {ops.name}"  # whose plans are of one reduction: the first step ends the engine
     if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees):
         return found
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
@@ -1083,10 +1074,9 @@ def _beside_layers(
         return _when(getattr(draft_model, "architecture", "") in models, f"a draft model with {named}")
     device, version = devices.of_config(config), patch_points.installed_version()
     ops = device.ops
-    untried = _starts_untried_on_gpus(config)
-    if ops.type not in ran and not untried:
+    if ops.type not in ran:
         return f"{named} on {ops.name}"
-    if not untried and not version.startswith(ran[ops.type]):
+    if not version.startswith(ran[ops.type]):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, getattr(config.speculative_config, "method", None)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
