@@ -29,38 +29,17 @@ _SAM = {"encoder_embed_dim": 128, "encoder_depth": 3, "encoder_num_heads": 2, "e
 _CLIP = {"num_hidden_layers": 2, "intermediate_size": 512}
 _ROWS_OF_CLIP = 1024
 """Elements of a row of CLIP's, and of what SAM gives for it."""
-_HOOK = f"""
-import importlib.util
-import sys
+_HOOK = multimodal.changing(
+    "vllm.model_executor.models.deepseek_ocr",
+    f"""\
+module.BASE_SIZE, module.IMAGE_SIZE = {WHOLE}, {SQUARE}
+config = module.CLIPVisionConfig
+module.CLIPVisionConfig = lambda **given: config(**(given | {_CLIP}))
+from vllm.model_executor.models import deepencoder
 
-NAME = "vllm.model_executor.models.deepseek_ocr"
-
-
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(Finder)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, Finder)
-        run = spec.loader.exec_module
-
-        def exec_module(module):
-            run(module)
-            module.BASE_SIZE, module.IMAGE_SIZE = {WHOLE}, {SQUARE}
-            config = module.CLIPVisionConfig
-            module.CLIPVisionConfig = lambda **given: config(**(given | {_CLIP}))
-            from vllm.model_executor.models import deepencoder
-
-            module.build_sam_vit_b = lambda: deepencoder._build_sam(**{_SAM})
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder)
-"""
+module.build_sam_vit_b = lambda: deepencoder._build_sam(**{_SAM})
+""",
+)
 
 
 def python_path(folder: Path) -> list[str]:

@@ -608,6 +608,16 @@ def _save_as_kimi_vl(made: Any, folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(image | {"auto_map": places}))
 
 
+def squares_of(picture: np.ndarray, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of pictures [pictures, height, width, 3] pixels [pictures, 3, height, width], and their squares [squares, 3,
+    side, side], row by row.
+    """
+    pixels = torch.from_numpy(picture).permute(0, 3, 1, 2)
+    rows, columns = (size // side for size in pixels.shape[2:])
+    cut = pixels.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
+    return pixels, cut.flatten(0, 2)
+
+
 def patch_of(config: transformers.PretrainedConfig) -> int:
     """Pixels of the side of a patch."""
     size = config.vision_config.patch_size

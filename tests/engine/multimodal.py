@@ -1,6 +1,7 @@
 """Tiny multimodal models of random weights."""
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,38 @@ def assert_a_check_finds_the_faulty_tower(checked: dict[str, CheckResults]) -> N
     assert outcomes[PROCESSOR][PROCESSED[1]] is Outcome.BREAKS
     [case] = [case for case in checked[PROCESSOR].cases if case.name == PROCESSED[1]]
     assert re.match(r"tensor \d+, \w+ of [\dx]+ as \d of \d: \w+ \[", case.difference), case.difference
+
+
+def changing(module: str, changes: str) -> str:
+    """The text of a ``sitecustomize.py`` that changes a module of vLLM's behind its import.
+
+    Args:
+        changes: lines of Python, of which ``module`` is the module.
+    """
+    return f"""
+import importlib.util
+import sys
+
+NAME = "{module}"
+
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(Finder)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, Finder)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+{textwrap.indent(changes, " " * 12)}
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
+"""

@@ -21,33 +21,12 @@ SIDE = 64
 _NAME = "vit_small_patch16_224"
 _LAYERS, _HEADS, _SIZE, _INNER = 3, 2, 160, 320
 _CLASSES, _REGISTERS, _MOST = 3, 5, 128
-_HOOK = f"""
-import importlib.util
-import sys
-
-NAME = "vllm.transformers_utils.configs.radio"
-
-
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(Finder)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, Finder)
-        run = spec.loader.exec_module
-
-        def exec_module(module):
-            run(module)
-            module.VIT_TIMM_DIM_BY_NAME["{_NAME}"] = {_SIZE}, {_LAYERS}, {_HEADS}, {_INNER}
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder)
-"""
+_HOOK = multimodal.changing(
+    "vllm.transformers_utils.configs.radio",
+    f"""\
+module.VIT_TIMM_DIM_BY_NAME["{_NAME}"] = {_SIZE}, {_LAYERS}, {_HEADS}, {_INNER}
+""",
+)
 _TEXT = kept_states.NEMOTRON_H | test_mamba.SMALL_STATES["Nemotron-H"] | {"vocab_size": multimodal.TEXT["vocab_size"]}
 _SOUND = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "projection_hidden_size"), 64),
@@ -127,11 +106,9 @@ def in_squares(pictures: list[np.ndarray]) -> dict[str, Any]:
     """
     found = []
     for one in pictures:
-        pixels = torch.from_numpy(one).permute(0, 3, 1, 2)
-        rows, columns = (size // SIDE for size in pixels.shape[2:])
-        cut = pixels.unflatten(3, (columns, SIDE)).unflatten(2, (rows, SIDE)).permute(0, 2, 4, 1, 3, 5)
-        found.append(_scaled(cut.flatten(0, 2)))
-        if rows * columns > 1:
+        pixels, squares = images.squares_of(one, SIDE)
+        found.append(_scaled(squares))
+        if len(squares) > len(pixels):
             least = F.interpolate(pixels.double(), size=(SIDE, SIDE), mode="bicubic", antialias=True)
             found.append(_scaled(least))
     return {"items": found}

@@ -134,11 +134,9 @@ def in_squares(pictures: list[np.ndarray], side: int = 56) -> dict[str, torch.Te
     """
     found = []
     for one in pictures:
-        pixels = torch.from_numpy(one).permute(0, 3, 1, 2)
-        rows, columns = (size // side for size in pixels.shape[2:])
-        cut = pixels.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
-        found.append(scaled(cut.flatten(0, 2)))
-        if rows * columns > 1:
+        pixels, squares = images.squares_of(one, side)
+        found.append(scaled(squares))
+        if len(squares) > len(pixels):
             least = F.interpolate(pixels.float(), size=(side, side), mode="bicubic", antialias=True)
             found.append(scaled(least.round().clamp(0, 255)))
     return {"pixel_values": torch.cat(found)}
