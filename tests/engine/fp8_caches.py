@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, cache_of
+from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, cache_of, reads_another_cache
 
 SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 CONFIG = {
@@ -48,7 +48,7 @@ def _replace(model: torch.nn.Module, rounds: bool) -> list[tuple[list[float], li
     for layer in layers.values():
         impl = layer.impl
         impl.kv_cache_dtype = "auto"
-        if impl.reads_another_cache:
+        if reads_another_cache(layer):
             layer.kv_cache = layers[layer.kv_sharing_target_layer_name].kv_cache
             continue
         for name in ("do_kv_cache_update", "slots_of_step"):

@@ -104,6 +104,39 @@ def written(name: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def written_drafter(name: str, folder: Path, centroids: int = 0) -> Path:
+    """A checkpoint of what is published to draft for a model: layers with queries alone, which read its KV caches.
+
+    Args:
+        name: of :data:`CONFIGS`.
+        folder: a new one.
+        centroids: of tokens, of whose logits a step computes those of a few; 0 for all.
+    """
+    of_target = CONFIGS[name]
+    dropped = ("num_kv_shared_layers", "vocab_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block")
+    sizes = {size: value for size, value in of_target.items() if size not in dropped}
+    sizes |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size_per_layer_input": 0}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**sizes).to_dict(),
+        backbone_hidden_size=of_target["hidden_size"],
+        use_ordered_embeddings=centroids > 0,
+        num_centroids=centroids or 16,
+        centroid_intermediate_top_k=2,
+    )
+    model = transformers.Gemma4AssistantForCausalLM(config)
+    generator = torch.Generator().manual_seed(2)
+    draw_text(model.model, generator)
+    with torch.no_grad():
+        for projection in (model.pre_projection, model.post_projection):
+            projection.weight.normal_(0, projection.in_features**-0.5, generator=generator)
+        if centroids:
+            model.masked_embedding.centroids.weight.normal_(0, 0.1, generator=generator)
+            model.masked_embedding.token_ordering.copy_(torch.randperm(of_target["vocab_size"], generator=generator))
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
 def config_around(name: str) -> transformers.PretrainedConfig:
     """Of a model as it is published, with what encodes images."""
     of_text, kind = AROUND[name]
@@ -277,9 +310,9 @@ def _widen(model: torch.nn.Module) -> bool:
 
 
 def _read_another(model: torch.nn.Module) -> bool:
-    from vllm_batch_invariant.integration.layers.attention import cache_of
+    from vllm_batch_invariant.integration.layers.attention import cache_of, reads_another_cache
 
-    layers = [layer for layer in _attention(model) if layer.impl.reads_another_cache]
+    layers = [layer for layer in _attention(model) if reads_another_cache(layer)]
     for layer in layers:
         held = vars(layer).pop("held", None)
         if held is None:

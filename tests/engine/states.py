@@ -37,12 +37,12 @@ def poison_keys(llm: Any) -> list[tuple[str, int, bool]]:
 
 
 def _fill_keys(model: torch.nn.Module) -> list[tuple[str, int, bool]]:
-    from vllm_batch_invariant.integration.layers.attention import cache_of
+    from vllm_batch_invariant.integration.layers.attention import cache_of, reads_another_cache
 
     layers = [layer for layer in model.modules() if hasattr(layer, "impl")]
     for layer in layers:
         cache_of(layer).view(torch.uint8).fill_(255)
-    return [(type(layer).__name__, layer.head_size, layer.impl.reads_another_cache) for layer in layers]
+    return [(type(layer).__name__, layer.head_size, reads_another_cache(layer)) for layer in layers]
 
 
 def _fill(model: torch.nn.Module) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.engine.engines import (
     differing_answers,
     untried_on_gpu,
 )
-from tests.engine.quantised_layers import BLOCKS, FORMS, with_each_expert, write
+from tests.engine.quantised_layers import BLOCKS, FORMS, KEPT, NVFP4, with_each_expert, write
 from tests.engine.test_delta_rule import PAGE, SMALL_STATES
 from tests.engine.test_images import FILM, LARGE, LEAST, LIMITS, OBLONG, SMALL, STRIP, TALL, asked, text
 from vllm_batch_invariant.integration.coverage import RAN
@@ -34,7 +35,7 @@ from vllm_batch_invariant.verify.harness.requests import NGRAMS
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
 
 IN_PAGES, OF_EXPERTS = "qwen3.5 in small pages", "qwen3.5 with experts in small pages"
-IN_BLOCKS = tuple(f"{name}, {BLOCKS}" for name in (IN_PAGES, OF_EXPERTS))
+IN_CODES = {f"{name}, {form}": form for form in (BLOCKS, "gptq", NVFP4[1]) for name in (IN_PAGES, OF_EXPERTS)}
 WHOLE_BLOCKS = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_key_value_heads"), 4)
 """Each part of what a delta rule reads, of heads of 32, has whole blocks of 128; a page of keys is larger, too."""
 MODELS = {
@@ -46,7 +47,7 @@ MODELS = {
 }
 MODELS |= {
     name: partial(images.qwen3_5, sizes | SMALL_STATES | WHOLE_BLOCKS)
-    for name, sizes in zip(IN_BLOCKS, (kept_states.QWEN3_5, kept_states.QWEN3_5_MOE), strict=True)
+    for name, sizes in zip(IN_CODES, cycle((kept_states.QWEN3_5, kept_states.QWEN3_5_MOE)), strict=False)
 }
 METHODS: dict[str, dict[str, Any]] = {
     "known answers": kept_states.KNOWN_ANSWERS,
@@ -57,16 +58,16 @@ CASES = [
     *((IN_PAGES, method) for method in ("mtp", "n-grams")),
     *(("qwen3.5", method) for method in ("n-grams", "known answers", "mtp")),
     *((name, method) for name in ("qwen3-vl", "qwen2.5-vl") for method in ("known answers", "n-grams")),
-    *((name, "mtp") for name in (OF_EXPERTS, *IN_BLOCKS)),
+    *((name, "mtp") for name in (OF_EXPERTS, *IN_CODES)),
 ]
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
-    **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, *IN_BLOCKS)},
+    **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, *IN_CODES)},
 }
 """A model with states has one of each request, or one at the end of each page."""
 BUDGET = 128
 """Tokens of a step: fewer than a target has, so that its chunks end inside its images."""
-SOFTENED, MOVED, KEPT = (
+SOFTENED, MOVED, KEEPING = (
     "tests.engine.images_drafts:soften_verify_steps",
     "tests.engine.images_drafts:move_drafts",
     "tests.engine.states:keep_drafts",
@@ -128,9 +129,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if "3.5" not in name:
             return folder
         remember(add_mtp(folder))
-        if name not in IN_BLOCKS:
+        if name not in IN_CODES:
             return folder
-        return write(with_each_expert(folder), FORMS[BLOCKS], tmp_path_factory.mktemp("blocks") / "packed")
+        form, packed = IN_CODES[name], tmp_path_factory.mktemp("codes") / "packed"
+        kept = rf"^mtp\.|{KEPT}" if form == "gptq" else KEPT  # as published
+        return write(with_each_expert(folder), FORMS[form], packed, kept=kept)
 
     return made
 
@@ -181,8 +184,8 @@ def test_a_request_with_images_has_the_bits_of_plain_decoding_in_any_company(
     if not kept_states.ON_GPU and "3.5" not in name:
         faults.append(MOVED)
     elif not kept_states.ON_GPU and method != "n-grams":  # which are few; a GPU's kernels read them from the ring
-        faults.append(KEPT)
-    elif name in IN_BLOCKS:
+        faults.append(KEEPING)
+    elif name in IN_CODES:
         faults.clear()  # which take an engine of their own on a GPU
     drafts = json.dumps(METHODS[method] | {"num_speculative_tokens": 4})
     drafting = partial(engine, name, variables={ANSWERS: str(known)}, speculative_config=drafts)

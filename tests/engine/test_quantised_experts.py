@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive
+from tests.engine import kept_states
+from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, Result, differing_answers, run, some_exhaustive
 from tests.engine.plans import GREEDY, SEEDED, alone_and_among, moved
 from tests.engine.quantised_experts import INTEGERS, NVFP4, WITH_CACHE, int8_of, mxfp4_of, nvfp4_of, qwen_of
 from tests.engine.reloads import EXTENSION, TRANSFER
 from tests.engine.test_experts import LIMITS, OF_TWO_WORKERS, SHAPE, engine_of
 from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.demo_model import make_checkpoint
+from vllm_batch_invariant.verify.harness.requests import NGRAMS
 from vllm_batch_invariant.verify.harness.worker import Engine
 
 pytestmark = pytest.mark.engine
@@ -147,6 +149,19 @@ def test_every_form_of_a_checkpoint_in_nvfp4_has_the_same_bits(both: Callable[..
     """Of which gate and up have different scales of their matrices; activations that a form names are left."""
     first, *others = (both(kind)[0].steps for kind in NVFP4)
     assert [differing(other, first) for other in others] == [[]] * 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", NVFP4)
+def test_drafts_beside_experts_in_nvfp4_leave_answers_alone(
+    folders: Callable[[str, int], tuple[Path, Path]], kind: str
+) -> None:
+    settings = {"variables": UNTRIED_THERE, "dtype": "bfloat16"} | kept_states.IN_GRAPHS
+    folder, _ = folders(kind, 0)
+    started, asked = kept_states.started, kept_states.REPEATING
+    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, asked, settings)
+    assert differing == []
+    assert 0 < counted["accepted"] < counted["drafts"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs 2 GPUs")

@@ -9,9 +9,8 @@ import torch
 
 from tests.ops.attention.cases import Chunk, Heads, Request, attend, by_tokens, call_of, exact, paged
 from vllm_batch_invariant.errors import NotCovered
-from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata
+from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata, MetadataBuilder
 from vllm_batch_invariant.integration.layers.attention_cpu import CpuFixedSplitAttention
-from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.attention import PagedAttention, PagedCache
 from vllm_batch_invariant.ops.attention import attend as attend_call
 from vllm_batch_invariant.ops.attention.certificate import _by_kind
@@ -230,20 +229,20 @@ def test_a_layer_that_reads_the_cache_of_another_is_given_no_keys() -> None:
     """It has the bits of a layer with the same cache, and has nothing written."""
     chunks = [Chunk(Request(HEADS, 300, 1), 290, 300), Chunk(Request(HEADS, 9, 2), 0, 9)]
     sharing = layer(None, kv_sharing_target_layer_name="model.layers.0.self_attn.attn")
-    assert sharing.reads_another_cache
-    assert not layer(None).reads_another_cache
     assert torch.equal(rows(sharing, chunks), rows(layer(None), chunks))
 
 
-def test_a_layer_that_reads_codes_of_another_reads_them_by_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_reads_codes_of_another_reads_them_by_its_scales() -> None:
     """Also when new weights bring others. Its own are those of no checkpoint."""
     name = "model.layers.0.self_attn.attn"
     writer = SimpleNamespace(impl=layer(None, kv_cache_dtype="fp8"))
     writer._k_scale, writer._v_scale = torch.tensor(0.5), torch.tensor(2.0)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={name: writer}))
-    monkeypatch.setattr(patch_points, "CURRENT_CONFIG", SimpleNamespace(get=lambda: lambda: config))
-    reader = layer(None, kv_cache_dtype="fp8", kv_sharing_target_layer_name=name)
-    own = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    reader = layer(None, kv_cache_dtype="fp8")
+    own = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0), kv_sharing_target_layer_name=name)
+    own.impl = reader
+    layers = {name: writer, "own": own}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    MetadataBuilder(None, ["own"], config, torch.device("cpu"))
     held = reader.scales_of(own)
     assert [scale.item() for scale in held] == [0.5, 2.0]
     writer._k_scale = torch.tensor(0.25)

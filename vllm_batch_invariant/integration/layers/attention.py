@@ -3,6 +3,7 @@ Layers of encoders have no cache: all tokens of a sequence come in one step, and
 attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from ...ops.attention import (
 )
 from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES, SIZES
-from ..reviews import claims, patch_points
+from ..reviews import claims
 from ..reviews.schemes import FP8_CACHES, OF_HEADS, OF_TOKENS, ONE_SCALE, TOKEN_CACHE
 
 _CUTS = "mm_prefix_clamp_sliding_window"
@@ -61,7 +62,11 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
-        self._sees_images, self._window = _of_images(layer_names, vllm_config)
+        layers = _layers_of(vllm_config)
+        self._sees_images, self._window = _of_images(layer_names, layers)
+        for layer in (layers[name] for name in layer_names if name in layers):
+            if reads_another_cache(layer):
+                layer.impl.writer = layers[layer.kv_sharing_target_layer_name]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         if common_attn_metadata.causal is not True and not (self._sees_all and common_attn_metadata.causal is False):
@@ -79,17 +84,20 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
 
-def _of_images(layer_names: list[str], vllm_config: Any) -> tuple[bool, int | None]:
+def _layers_of(vllm_config: Any) -> Mapping[str, Any]:
+    """Layers by their names, also those of a drafter."""
+    return getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+
+
+def _of_images(layer_names: list[str], layers: Mapping[str, Any]) -> tuple[bool, int | None]:
     """Whether tokens of an image see all of it in some layers, and how many keys behind which they see nothing of it.
-    Layers of a model with a window that images are cut by (Gemma 4's) do, its others do not; in other models all do,
-    whatever their windows.
+    Layers of a model with a window that images are cut by (Gemma 4's) do, its others do not, nor do those of a drafter
+    that read their caches; in other models all do, whatever their windows.
     """
-    config = getattr(vllm_config, "compilation_config", None)
-    layers = getattr(config, "static_forward_context", {})
     if not any(getattr(layer, _CUTS, False) for layer in layers.values()):
         return True, None
-    [cuts] = {getattr(layers[name], _CUTS, False) for name in layer_names}
-    return cuts, layers[layer_names[0]].impl.spec.sliding_window
+    windows = [layers[name].impl.spec.sliding_window for name in layer_names if getattr(layers[name], _CUTS, False)]
+    return bool(windows), next(iter(windows), None)
 
 
 def ranges_of(batch: Any, window: int | None = None) -> torch.Tensor | None:
@@ -138,6 +146,13 @@ def cache_of(layer: torch.nn.Module) -> torch.Tensor:
     """What :func:`split_cache` takes, as an engine has given it to an attention layer of vLLM."""
     held = layer.kv_cache
     return held[0] if isinstance(held, list) else held
+
+
+def reads_another_cache(layer: torch.nn.Module) -> bool:
+    """Whether keys and values are those of another layer, which writes them: a drafter's are told so when they exist
+    already.
+    """
+    return getattr(layer, "kv_sharing_target_layer_name", None) is not None
 
 
 def key_cache_of(layer: torch.nn.Module) -> torch.Tensor:
@@ -199,8 +214,6 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
         """Whether all tokens of a sequence see each other, without a cache."""
         causal = attn_type == AttentionType.DECODER
-        self.reads_another_cache = kv_sharing_target_layer_name is not None
-        """Whether keys and values are those of an earlier layer, which writes them."""
         if head_size not in self.head_sizes:
             raise NotCovered(
                 f"attention heads of size {head_size}", f"the kernels have sizes {SIZES}", "serve another model"
@@ -229,10 +242,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
                 "leave --kv-cache-dtype out",
             )
         self.kv_cache_dtype = kv_cache_dtype
-        self._writer: Any = None
-        if kv_sharing_target_layer_name is not None and self.holds_codes:
-            layers = patch_points.CURRENT_CONFIG.get()().compilation_config.static_forward_context
-            self._writer = layers.get(kv_sharing_target_layer_name)
+        self.writer: Any = None
+        """The layer that writes the cache that this one reads, if it is another's."""
         self.implementation = envs.ATTENTION.read()
         if not causal and self.implementation not in ("auto", *self.serves_encoders):
             raise NotCovered(
@@ -281,8 +292,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         """
         if not self.holds_codes or self.scales_tokens:
             return None, None
-        if self._writer is not None:
-            return self._writer.impl.scales_of(self._writer)
+        if self.writer is not None:
+            return self.writer.impl.scales_of(self.writer)
         if self._scales is None:
             self._scales = layer._k_scale, layer._v_scale
         for name, held in zip(("_k_scale", "_v_scale"), self._scales, strict=True):

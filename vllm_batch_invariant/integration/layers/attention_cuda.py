@@ -19,6 +19,7 @@ from .attention import (
     Metadata,
     MetadataBuilder,
     cache_of,
+    reads_another_cache,
     split_cache,
 )
 from .code_fusion import codes_of
@@ -186,7 +187,7 @@ class CudaFixedSplitAttention(FixedSplitAttention):
         paged_attention(self._call(query, cache, batch), out, batch.plans[self.planned_as], codes)
 
     def slots_of_step(self, layer: torch.nn.Module) -> CacheSlots | None:
-        if self.is_of_encoder or self.reads_another_cache or self.scales_tokens:  # which no operation fuses
+        if self.is_of_encoder or reads_another_cache(layer) or self.scales_tokens:  # which no operation fuses
             return None
         _, _, kv_cache, slots = patch_points.ATTENTION_CONTEXT.get()(layer.layer_name)
         return None if slots is None else self._slots(layer, kv_cache, slots)
