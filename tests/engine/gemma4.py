@@ -104,27 +104,32 @@ def written(name: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def written_drafter(name: str, folder: Path, centroids: int = 0) -> Path:
+CENTROIDS = {"E2B": 32} if torch.cuda.is_available() else {}
+"""Groups of tokens of what is published to draft, of which a step computes the logits of a few, in a CUDA graph."""
+
+
+def written_drafter(name: str, folder: Path, **of_tokens: int) -> Path:
     """A checkpoint of what is published to draft for a model: layers with queries alone, which read its KV caches.
 
     Args:
-        name: of :data:`CONFIGS`.
+        name: of the model.
         folder: a new one.
-        centroids: of tokens, of whose logits a step computes those of a few; 0 for all.
+        of_tokens: other sizes of the target.
     """
-    of_target = CONFIGS[name]
+    centroids, of_target = CENTROIDS.get(name, 0), CONFIGS["31B" if name == "12B" else name] | of_tokens
     dropped = ("num_kv_shared_layers", "vocab_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block")
     sizes = {size: value for size, value in of_target.items() if size not in dropped}
     sizes |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size_per_layer_input": 0}
     sizes |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
-    config = transformers.Gemma4AssistantConfig(
+    kind = "Gemma4UnifiedAssistant" if name == "12B" else "Gemma4Assistant"
+    config = getattr(transformers, f"{kind}Config")(
         text_config=transformers.Gemma4TextConfig(**sizes).to_dict(),
         backbone_hidden_size=of_target["hidden_size"],
         use_ordered_embeddings=centroids > 0,
         num_centroids=centroids or 16,
         centroid_intermediate_top_k=2,
     )
-    model = transformers.Gemma4AssistantForCausalLM(config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(2)
     draw_text(model.model, generator)
     with torch.no_grad():
@@ -134,6 +139,16 @@ def written_drafter(name: str, folder: Path, centroids: int = 0) -> Path:
             model.masked_embedding.centroids.weight.normal_(0, 0.1, generator=generator)
             model.masked_embedding.token_ordering.copy_(torch.randperm(of_target["vocab_size"], generator=generator))
     model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def prefer_few(folder: Path) -> Path:
+    """Have a model or a drafter give few tokens, some of which the other foretells."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    [name] = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    tensors[name][8:] *= 0.02
+    save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 

@@ -452,27 +452,36 @@ def with_drafts(
     drafts: Mapping[str, Any],
     asked: list[dict[str, Any]],
     settings: Mapping[str, Any],
+    fault: str = "",
     **of_drafting: Any,
-) -> tuple[list[Any], dict[str, int]]:
-    """Which answers are others with three drafts by a method, and what became of these.
+) -> tuple[Any, ...]:
+    """Which answers are others with three drafts by a method, what became of these, and which are others with a fault.
 
     Args:
         started: gives what an engine answers.
         drafts: the method, as vLLM's configuration names it.
         asked: the requests.
         settings: of both engines.
+        fault: the function of :mod:`.states` that plants it, if any.
         of_drafting: what the engine with drafts is given beside them.
     """
 
     def plain(engine: Engine) -> list[dict[str, Any]]:
         return engine.step("plain", asked).requests
 
-    def drafted(engine: Engine) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        return engine.step("drafted", asked).requests, engine.call("tests.engine.drafters:counts")
+    def drafted(engine: Engine) -> tuple[Any, ...]:
+        found = engine.step("drafted", asked).requests, engine.call("tests.engine.drafters:counts")
+        if not fault:
+            return found
+        engine.call(f"{IN_ENGINE}:{fault}")
+        return *found, engine.step("fault", asked).requests
 
     config = json.dumps({**drafts, "num_speculative_tokens": 3})
-    answers, counted = started(checkpoint, afterwards=drafted, speculative_config=config, **{**settings, **of_drafting})
-    return differing_answers(answers, started(checkpoint, afterwards=plain, **settings)), counted
+    answers, counted, *faulty = started(
+        checkpoint, afterwards=drafted, speculative_config=config, **{**settings, **of_drafting}
+    )
+    expected = started(checkpoint, afterwards=plain, **settings)
+    return differing_answers(answers, expected), counted, *(differing_answers(one, expected) for one in faulty)
 
 
 def cores_of(workers: int) -> dict[str, str]:

@@ -33,6 +33,7 @@ WAYS = ("by_reload_weights", "by_transfer", "by_buckets", "by_name")
 EXTENSION = "tests.engine.reloads.Extension"
 NEAR = 1e-4
 """Of logprobs in fp32; in bf16 a token may get other experts."""
+in_graphs = pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
 started = partial(kept_states.started, variables=UNTRIED_THERE)
 
 
@@ -131,6 +132,23 @@ def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path
     assert counted["accepted"] > 0
 
 
+@untried_on_gpu
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=in_graphs)], ids=["eager", "in graphs"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_drafter_that_reads_its_caches_leaves_answers_alone(name: str, graphs: bool, tmp_path: Path) -> None:
+    """Beside a prefix cache, which plain decoding has not. And not where verify steps scale scores otherwise."""
+    folder = gemma4.prefer_few(gemma4.written(name, tmp_path / "model"))
+    drafter = gemma4.prefer_few(gemma4.written_drafter(name, tmp_path / "drafter"))
+    asked, drafts = kept_states.drafted_requests()[::3], {"method": "mtp", "model": str(drafter)}
+    cached = {"enable_prefix_caching": True} | (kept_states.IN_GRAPHS if graphs else {})
+    differing, counted, *faulty = kept_states.with_drafts(
+        started, folder, drafts, asked, UNCACHED, fault="" if graphs else "soften_verify_steps", **cached
+    )
+    assert differing == []
+    assert 0 < counted["accepted"] < counted["drafts"]
+    assert [] not in faulty
+
+
 @kept_states.needs_two_gpus
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_gpus_in_graphs_leave_a_request_its_bits(name: str, checkpoint: Callable[[str], Path]) -> None:
@@ -175,7 +193,7 @@ def test_the_text_of_a_published_model_has_the_bits_of_the_text_model(
     assert as_text["alone"] == as_text["among others"] == found(AROUND[name][0])["alone"]
 
 
-@pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
+@in_graphs
 @pytest.mark.parametrize("settings", [DEFAULT, UNCACHED], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_in_cuda_graphs_have_the_same_bits(
