@@ -233,7 +233,7 @@ def test_layers_that_predict_more_tokens_leave_answers_alone(tmp_path: Path, exp
     folder = add_nemotron_mtp(FAMILIES["Nemotron-H"].checkpoint(tmp_path, **experts))
     few = kept_states.drafted_requests()[::3]
     differing, counted = kept_states.with_drafts(
-        started, folder, {"method": "mtp"}, few, UNCACHED, variables=UNTRIED_THERE
+        started, folder, {"method": "mtp"}, few, UNCACHED, variables=UNTRIED_THERE, **kept_states.IN_GRAPHS
     )
     assert differing == []
     assert counted["drafts"] > 0
@@ -242,7 +242,7 @@ def test_layers_that_predict_more_tokens_leave_answers_alone(tmp_path: Path, exp
 def test_layers_that_predict_more_tokens_beside_a_prefix_cache_leave_answers_alone(tmp_path: Path) -> None:
     sizes = LATENT | SMALL_STATES["Nemotron-H"]
     folder = add_nemotron_mtp(FAMILIES["Nemotron-H"].checkpoint(tmp_path / "small", **sizes))
-    ways = [kept_states.WAYS_TO_KEEP_PAGES[0] | {"variables": UNTRIED_THERE}]
+    ways = [kept_states.WAYS_TO_KEEP_PAGES[0] | {"variables": UNTRIED_THERE} | kept_states.IN_GRAPHS]
     [found] = kept_states.in_kept_pages(kept_states.started, folder, tmp_path, PAGE, ways, {"method": "mtp"})
     assert differing_answers(found["answers"], found["expected"]) == []
     assert found["counts"]["drafts"] > 0

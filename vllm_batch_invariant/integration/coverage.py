@@ -275,9 +275,6 @@ def _quantisation_elsewhere(config: Config) -> str | None:
     found = {
         f"of {min(unshared, default='')} by several GPUs": unshared and several and not _keeps(config, _DELTA_RULES),
         "in stages": parallel.pipeline_parallel_size > 1,
-        "of experts in NVFP4 beside speculative decoding": getattr(config, "speculative_config", None)
-        and schemes.has_experts(model)
-        and {*kinds} & {*RAN.quantised_experts_undrafted_on_gpus},
         "of experts by several engines": model.is_moe and parallel.data_parallel_size > 1,
         "in exact arithmetic": devices.of_config(config).is_exact,
     }
@@ -292,7 +289,7 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
-    of_experts = RAN.quantised_experts_undrafted_on_gpus if schemes.has_experts(draft) else ()
+    of_experts = RAN.quantised_experts_draft_on_cpus_alone if schemes.has_experts(draft) else ()
     untried = {name, *schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone, *of_experts}
     return _when(untried, f"drafts of quantisation {name} on a GPU")
 
@@ -837,9 +834,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and (kept is not _DELTA_RULES or {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}),
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
-        and _other_quantisation(
-            config, RAN.encoded_quantised_drafted.get(model.architecture, {}).get(ran_on, {}).get(str(method), ())
-        ),
+        and _other_quantisation(config, _kinds_beside_drafts(config)),
         "speculative decoding and experts on a GPU": method
         and ran_on == "cuda"
         and kept is _STATE_SPACES
@@ -986,23 +981,23 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     model, workers = config.model_config, config.parallel_config.tensor_parallel_size
     if not _has_heads_of_two_sizes(config):
         return None
+    drafts, several = config.speculative_config is not None, max(workers, tensor_tree.k_slices()) > 1
+    drafted = _kinds_beside_drafts(config)
     kind = next((kind for kind in _kinds(config) if kind in RAN.large_head_quantised_by_one), "")
-    if kind and (config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1):
+    if kind and (several or (drafts and kind not in drafted)):
         return f"{named} with quantisation {kind} by several workers or beside drafts"
     of_cache = f"{named} with a KV cache in {_cache_dtype(config)}"
     if _is_fp8_with_other_weights(config, named, _ran_on(devices.of_config(config).ops.type)):
         return f"{of_cache} beside quantisation {' and '.join(_kinds(config))}"
-    if _cache_dtype(config) in FP8_CACHES and (
-        config.speculative_config is not None or max(workers, tensor_tree.k_slices()) > 1
-    ):
+    if _cache_dtype(config) in FP8_CACHES and (several or _drafts_beside_other_caches(config)):
         return f"{of_cache} by several workers or beside drafts"
     if not _by_gpus_alone(config):
         return None
     dtype, quantised = _dtype_of(model), "quantised weights"
-    together = {
-        "speculative decoding": config.speculative_config is not None,
-        f"tensor parallelism {workers}": workers > 1,
-    }
+    by_mtp = bool(_encoded(config)) and _method(config) in RAN.encoded_drafters.get(model.architecture, {}).get(
+        "cuda", ()
+    )
+    together = {"speculative decoding": drafts, f"tensor parallelism {workers}": workers > 1}
     asked = {
         quantised: bool(model.quantization),
         f"a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES,
@@ -1010,15 +1005,35 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     }
     by_one = model.architecture in RAN.large_heads_on_cpus_alone
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get("cuda", ()))
-    seen = bool(_encoded(config)) and other is None
+    seen = {quantised: bool(_encoded(config)) and other is None, "speculative decoding": by_mtp}
     beside = {
-        f"{what} of {model.architecture} on a GPU": is_so and by_one and not (what == quantised and seen)
+        f"{what} of {model.architecture} on a GPU": is_so and by_one and not seen.get(what)
         for what, is_so in asked.items()
     }
     beside |= {f"{what} in {dtype} on a GPU": is_so and dtype != "bfloat16" for what, is_so in asked.items()}
+    if drafts and _other_quantisation(config, drafted) is None:
+        del together["speculative decoding"]
     beside |= {f"{quantised} and {what} on a GPU": asked[quantised] and is_so for what, is_so in together.items()}
     first = _first(beside) or _fp8_of_two_head_sizes_elsewhere(config)
     return _when(first, f"{named} with {first}")
+
+
+def _method(config: Config) -> str | None:
+    return getattr(config.speculative_config, "method", None)
+
+
+def _kinds_beside_drafts(config: Config) -> tuple[str, ...]:
+    """Kinds of quantised weights of such a model that takes images, with which its method of drafting has run."""
+    ran_on = _ran_on(devices.of_config(config).ops.type)
+    of_model = RAN.encoded_quantised_drafted.get(config.model_config.architecture, {})
+    return of_model.get(ran_on, {}).get(str(_method(config)), ())
+
+
+def _drafts_beside_other_caches(config: Config) -> bool:
+    """Whether a method drafts that has not run beside a KV cache in FP8 of such a model that takes images."""
+    ran_on, method = _ran_on(devices.of_config(config).ops.type), _method(config)
+    of_model = RAN.encoded_drafters_beside_fp8_caches.get(config.model_config.architecture, {})
+    return method is not None and method not in of_model.get(ran_on, ())
 
 
 def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
@@ -1254,17 +1269,16 @@ def _beside_encoded(config: Config) -> str | None:
     in_fp8 = _is_fp8_with_these_weights(config, model.architecture, ran_on)
     of_experts = RAN.encoded_quantised_experts.get(model.architecture, {}).get(ran_on, ())
     drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
-    quantised = RAN.encoded_quantised_drafted.get(model.architecture, {}).get(ran_on, {})
-    method = getattr(config.speculative_config, "method", None)
+    method = _method(config)
     most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
     found = {
         **{what: is_so for what, is_so in _several(config).items() if not what.startswith("tensor")},
         f"speculative decoding with {method}": config.speculative_config is not None and method not in drafters,
         f"speculative decoding by {most} workers": method and most > 1,
         f"speculative decoding with {method} beside quantised weights": method
-        and _other_quantisation(config, quantised.get(method, ())),
-        f"speculative decoding beside a KV cache in {_cache_dtype(config)}": method
-        and _cache_dtype(config) in FP8_CACHES,
+        and _other_quantisation(config, _kinds_beside_drafts(config)),
+        f"speculative decoding beside a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES
+        and _drafts_beside_other_caches(config),
         f"quantisation {other}": other and not in_fp8,
         f"quantised experts of {model.architecture}": model.quantization
         and _has_heads_of_two_sizes(config)
@@ -1407,7 +1421,10 @@ def _drafter(config: Config) -> str | None:
         where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in RAN.drafters else ""
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
-        kind = speculation.draft_model_config.hf_config.model_type
+        drafter = speculation.draft_model_config.hf_config
+        kind = drafter.model_type
+        if on == "cpu" and getattr(drafter, "use_ordered_embeddings", False):  # vLLM captures a CUDA graph
+            return f"speculative decoding with mtp of {kind} with centroids on a CPU"
         untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
         where = " on a GPU" if untried else ""
         return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")

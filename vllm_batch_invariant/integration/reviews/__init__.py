@@ -234,7 +234,7 @@ class Ran:
         delta_rule_quantised_undrafted_on_gpus: kinds with which a GPU has run no drafts.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
-        quantised_experts_undrafted_on_gpus: kinds of mixtures of experts beside which GPUs have run no drafts.
+        quantised_experts_draft_on_cpus_alone: kinds of mixtures of experts that have drafted on no GPU.
         quantised_drafts_on_cpus_alone: kinds, and names of methods, in which GPUs have served models, none that draft.
         large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
         quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
@@ -261,6 +261,7 @@ class Ran:
         chunks: versions whose engines have served these, by device.
         encoded_drafters: methods of speculative decoding that one worker has run beside images, by model and device.
         encoded_quantised_drafted: kinds of quantised weights beside which they have, by model, device and method.
+        encoded_drafters_beside_fp8_caches: methods that have run beside a KV cache in FP8, by model and device.
         grammars_behind_thoughts: versions whose engines have had them beside drafts, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
         chunk_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
@@ -348,7 +349,7 @@ class Ran:
     delta_rule_quantised_undrafted_on_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
-    quantised_experts_undrafted_on_gpus: tuple[str, ...]
+    quantised_experts_draft_on_cpus_alone: tuple[str, ...]
     quantised_drafts_on_cpus_alone: tuple[str, ...]
     large_head_quantised_by_one: tuple[str, ...]
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -434,6 +435,7 @@ class Ran:
     drafters: Mapping[str, tuple[str, ...]]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
     encoded_quantised_drafted: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
+    encoded_drafters_beside_fp8_caches: Mapping[str, Mapping[str, tuple[str, ...]]]
     grammars_behind_thoughts: Mapping[str, str]
 
 
