@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.engine import kept_states, multimodal, test_quantised_hybrids
+from tests.engine.drafters import add_nemotron_mtp
 from tests.engine.engines import EngineFailed, untried_on_gpu
 from tests.engine.reloads import EXTENSION
 from tests.engine.test_mamba import DEFAULT, PAGES
@@ -237,14 +238,21 @@ def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3 with experts", NANO, SUPER])
-def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*((name, "ngram") for name in ("Qwen3", "Qwen3 with experts", NANO, SUPER)), (SUPER, "mtp")],
+)
+def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path, name: str, method: str) -> None:
+    """Also those of layers for more tokens."""
     family = FAMILIES[name]
-    folder = write(family.source(tmp_path / "source"), family.mixture, tmp_path / "packed")
+    source = family.source(tmp_path / "source")
+    folder = write(add_nemotron_mtp(source) if method == "mtp" else source, family.mixture, tmp_path / "packed")
     settings = family.settings | {"enable_prefix_caching": False, "num_gpu_blocks_override": 18}
-    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, kept_states.REPEATING, settings)
+    drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
+    asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
+    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings, **kept_states.IN_GRAPHS)
     assert differing == []
-    assert counted["accepted"] > 0
+    assert counted["accepted" if method == "ngram" else "drafts"] > 0
 
 
 def shared(started: Callable[..., Any], folder: Path, family: Family, **more: Any) -> dict[str, Any]:

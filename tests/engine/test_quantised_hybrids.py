@@ -256,7 +256,7 @@ def test_drafts_leave_answers_alone(
     asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     settings = UNCACHED | {"variables": UNTRIED_THERE}
-    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings)
+    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings, **kept_states.IN_GRAPHS)
     assert differing == []
     assert counted["drafts"] > 0
 
