@@ -26,7 +26,7 @@ from tests.engine.engines import (
     differing_answers,
     untried_on_gpu,
 )
-from tests.engine.quantised_layers import BLOCKS, FORMS, KEPT, NVFP4, with_each_expert, write
+from tests.engine.quantised_layers import BLOCKS, FORMS, KEPT, NVFP4, with_each_expert, with_scales_of_cache, write
 from tests.engine.test_delta_rule import PAGE, SMALL_STATES
 from tests.engine.test_images import FILM, LARGE, LEAST, LIMITS, OBLONG, SMALL, STRIP, TALL, asked, text
 from vllm_batch_invariant.integration.coverage import RAN
@@ -36,6 +36,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
 
 IN_PAGES, OF_EXPERTS = "qwen3.5 in small pages", "qwen3.5 with experts in small pages"
 IN_CODES = {f"{name}, {form}": form for form in (BLOCKS, "gptq", NVFP4[1]) for name in (IN_PAGES, OF_EXPERTS)}
+CODED = {f"{name}, {NVFP4[1]}, KV cache in FP8": NVFP4[1] for name in (IN_PAGES, OF_EXPERTS)}
+"""Whose checkpoints have scales of it, as published."""
+IN_CODES |= CODED
 WHOLE_BLOCKS = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_key_value_heads"), 4)
 """Each part of what a delta rule reads, of heads of 32, has whole blocks of 128; a page of keys is larger, too."""
 MODELS = {
@@ -64,6 +67,7 @@ SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
     **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, *IN_CODES)},
 }
+SETTINGS_OF |= {name: SETTINGS_OF[name] | {"block_size": 2 * PAGE} for name in CODED}
 """A model with states has one of each request, or one at the end of each page."""
 BUDGET = 128
 """Tokens of a step: fewer than a target has, so that its chunks end inside its images."""
@@ -133,7 +137,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             return folder
         form, packed = IN_CODES[name], tmp_path_factory.mktemp("codes") / "packed"
         kept = rf"^mtp\.|{KEPT}" if form == "gptq" else KEPT  # as published
-        return write(with_each_expert(folder), FORMS[form], packed, kept=kept)
+        write(with_each_expert(folder), FORMS[form], packed, kept=kept)
+        if name in CODED:
+            with_scales_of_cache(packed)
+        return packed
 
     return made
 
