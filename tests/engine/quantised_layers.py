@@ -63,7 +63,8 @@ def config_of(form: Form | Stored, kept: Sequence[str]) -> dict[str, Any]:
     match config["quant_method"]:
         case "compressed-tensors":
             group = config["config_groups"]["group_0"] | {"targets": ["Linear"]}
-            return config | {"ignore": list(kept), "config_groups": {"group_0": group}}
+            of_glm = (f"{one}_proj" for one in kept if one.endswith(".attn.qkv"))  # by which vLLM asks for it
+            return config | {"ignore": [*kept, *of_glm], "config_groups": {"group_0": group}}
         case "gptq":
             return config | {"dynamic": {rf"-:.*\.(in_proj_ba|gate|{'|'.join(re.escape(one) for one in kept)})$": {}}}
         case "modelopt":

@@ -177,7 +177,7 @@ FAMILIES = {
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
     "gemma4": of_gemma4("31B"),
     **{", ".join(("gemma4", *of)): of_gemma4(*of) for of in GEMMA4},
-    **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer")},
+    **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer", "glm4.5v", "llama4")},
     **{name: of_family(name) for name in NEMOTRON},
 }
 for _name in ("qwen3.5", "qwen3.5 with experts"):
@@ -197,6 +197,8 @@ CASES = [
     *(("internvl3", form) for form in (ROWS, "awq")),
     *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *((name, form) for name in NEMOTRON for form in (MODELOPT, NVFP4[1])),
+    ("glm4.5v", ROWS),
+    *(("llama4", form) for form in (MODELOPT, NVFP4[1])),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
     *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),
