@@ -1040,8 +1040,13 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
     of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers
-    if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees):
+    if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees, RAN.chunk_quantised):
         return found
+    model, most = config.model_config, max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
+    if getattr(model, "architecture", "") in RAN.chunked_models and model.quantization:
+        beside = {f"by {most} workers": most > 1, f"of {model.architecture}": not model.is_multimodal_model}
+        if first := _first(beside):
+            return f"attention in chunks with quantised weights {first}"
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
     # vLLM, which makes a request of each chunk, ends at the first one

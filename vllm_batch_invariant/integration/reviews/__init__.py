@@ -264,6 +264,7 @@ class Ran:
         grammars_behind_thoughts: versions whose engines have had them beside drafts, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
         chunk_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
+        chunk_quantised: kinds of quantised weights that one worker has run with them, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         large_heads: versions whose engines have served heads of 512, by device.
@@ -373,6 +374,7 @@ class Ran:
     chunks: Mapping[str, str]
     chunk_workers: Mapping[str, tuple[int, ...]]
     chunk_trees: Mapping[str, tuple[int, ...]]
+    chunk_quantised: Mapping[str, tuple[str, ...]]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     large_heads: Mapping[str, str]
