@@ -1223,15 +1223,16 @@ def _encoded_by_several(config: Config) -> str | None:
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
+    data_of_one = not several and model.architecture in RAN.encoded_data_by_one.get(ran_on, ())
     data_elsewhere, tree_elsewhere = (
         by_gpus and model.architecture not in RAN.encoded_by_two_gpus[way] for way in ("data", "tree")
     )
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": shares_images and not shared,
+        f"{SHARED_IMAGES} data": shares_images and not (shared or data_of_one),
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
-        f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere,
+        f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere and not data_of_one,
         f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images
         and by_gpus
         and model.quantization

@@ -241,6 +241,7 @@ class Ran:
         fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
         fp8_kv_cache_quantised_of_states_on_gpus: kinds of their quantised weights, by model, its experts and whether
             it mixes these.
+        encoded_data_by_one: models of which one worker has encoded as several would that share images, by device.
         encoded_by_two_gpus: models of which two have shared images ("data"), or the encoder by a tree ("tree").
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
@@ -355,6 +356,7 @@ class Ran:
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
     fp8_kv_cache_of_states_on_gpus: Mapping[str, tuple[str, ...]]
     fp8_kv_cache_quantised_of_states_on_gpus: Mapping[str, tuple[str, ...]]
+    encoded_data_by_one: Mapping[str, tuple[str, ...]]
     encoded_by_two_gpus: Mapping[str, tuple[str, ...]]
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]

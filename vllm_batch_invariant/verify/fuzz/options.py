@@ -702,6 +702,12 @@ def _has_cache_beside(settings: Any, place: Place) -> bool:
     return all(_are_quantised_as(place, ran) for ran in kinds)
 
 
+def _encodes_as_several(place: Place) -> bool:
+    """Whether one worker has encoded as several do that share images."""
+    architecture = next(iter(place.model.get("architectures") or ()), "")
+    return architecture in coverage.RAN.encoded_data_by_one.get(place.device, ())
+
+
 def _scales_tokens(place: Place) -> bool:
     """Whether one with a scale a token and head has run on such a device."""
     return OF_TOKENS in coverage.RAN.fp8_kv_cache_scales.get(place.device, ())
@@ -733,7 +739,7 @@ OPTIONS = (
         {"data": (coverage.SHARED_IMAGES, "data")},
         (NONE, "data"),
         lambda place: place.encodes,
-        lambda settings, _: not settings.text and settings.workers > 1,
+        lambda settings, place: not settings.text and (settings.workers > 1 or _encodes_as_several(place)),
     ),
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
