@@ -52,6 +52,8 @@ from tests.engine.quantised_layers import (
 )
 from tests.engine.test_audio import GEMMA_4
 from tests.engine.test_quantised_gemma4 import kept_of
+from tests.mixed_checkpoints import Mixture
+from tests.mixed_checkpoints import write as write_mixed
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -65,6 +67,9 @@ pytestmark = [
 Requests = list[dict[str, Any]]
 PLAIN = "16 bits"
 """A format of weights that are not quantised."""
+MIXED = "ModelOpt's mixed precision"
+_MIXTURE = Mixture(r"\.mlp\.(gate|up|down)_proj$", r"linear_attn\.(in_proj_(qkv|z)|out_proj)$", cached=False)
+"""Of Qwen3.5 that."""
 
 
 class Family(NamedTuple):
@@ -99,6 +104,8 @@ class Family(NamedTuple):
         source = self.source(packed if form == PLAIN else root / "source")
         if form == mistral_form.FP8:
             mistral_form.quantise(source, packed)
+        elif form == MIXED:
+            write_mixed(source, _MIXTURE, packed)
         elif form != PLAIN:
             write(source, FORMS[form], packed, root / "unpacked", self.kept_of(form))
         if self.give_scales:
@@ -202,9 +209,10 @@ CASES = [
     *((name, form) for name in NEMOTRON for form in (MODELOPT, NVFP4[1])),
     ("glm4.5v", ROWS),
     *((name, form) for name in ("llama4", f"llama4, {SCALED}") for form in (MODELOPT, NVFP4[1])),
-    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
+    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", MODELOPT, NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
     *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),
+    *((f"qwen3.5, {SCALED}", form) for form in (MODELOPT, MIXED)),
     *((f"gemma4, {name}", OF_32) for name in ("E2B", "12B")),
     *(("gemma4, 26B-A4B", form) for form in (ROWS, *NVFP4)),
     *((f"gemma4, 31B, {IN_FP8}", form) for form in (PLAIN, ROWS)),

@@ -20,7 +20,7 @@ from .reviews.schemes import FP8_CACHES
 EAGER = "--enforce-eager"
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
-SHARED_IMAGES = "--mm-encoder-tp-mode"
+SHARED_IMAGES, PRUNING = "--mm-encoder-tp-mode", "--video-pruning-rate"
 KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
 _SMALLER = tuple(range(64, 257, 16))
 HEAD_SIZES = (*_SMALLER, 512)
@@ -1295,10 +1295,13 @@ def _encoder(config: Config) -> str | None:
     if not named:
         return None
     items, compilation = model.multimodal_config, config.compilation_config
+    pruned = RAN.pruned_videos.get(_ran_on(devices.of_config(config).ops.type), ())
+    method = getattr(items, "video_pruning_method", "evs")
     found = {
         "--mm-encoder-attn-backend": items.mm_encoder_attn_backend is not None,
         "--mm-encoder-attn-dtype": items.mm_encoder_attn_dtype is not None,
-        "--video-pruning-rate": items.video_pruning_rate,
+        PRUNING: items.video_pruning_rate and model.architecture not in pruned,
+        f"--video-pruning-method {method}": items.video_pruning_rate and method != "evs",
         "--mm-processor-device": items.get_mm_processor_device_type() not in (None, "cpu"),
         "compile_mm_encoder": getattr(compilation, "compile_mm_encoder", False),
         "cudagraph_mm_encoder": getattr(compilation, "cudagraph_mm_encoder", False),
@@ -1523,7 +1526,7 @@ COVERED = (
     Feature(
         "Images on a CPU",
         "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer and, in bf16, of "
-        "Nemotron Nano VL and 3 Nano Omni, and videos of GLM-4.1V, 4.5V and GLM-OCR: with vLLM 0.32",
+        "Nemotron Nano VL and 3 Nano Omni, also pruned (EVS), and videos of GLM-4.1V, 4.5V and GLM-OCR: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -2115,9 +2118,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
     Feature(
-        "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "
-        "cpu",
-        "these have not been run, or items that share a call decide each other's bits",
+        "Another backend, dtype, compilation or cache of an encoder, pruned videos but of Nemotron Nano VL and Omni on "
+        "a CPU, `--mm-processor-device` other than cpu",
+        "not run, or items that share a call decide each other's bits; positions behind pruned videos are made again",
         "leave them out, or serve text only, with --language-model-only",
         _encoder,
     ),
@@ -2282,10 +2285,10 @@ REFUSED = (
     ),
     Feature(
         "Attention in chunks (Llama 4) elsewhere, of no whole pages, by more than two workers, by engines, whole "
-        "experts without a tree, stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact "
-        "arithmetic, FlexAttention",
+        "experts without a tree, stages, drafts, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention, "
+        "quantised but by ModelOpt, FP8 caches alone",
         "these have not been run",
-        "serve Llama 4 by one worker or two on a CPU with vLLM 0.32, a chunk of whole pages",
+        "serve Llama 4 by one worker or two on a CPU with vLLM 0.32",
         _chunks_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, RUNNER),

@@ -317,6 +317,7 @@ class Ran:
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
+        pruned_videos: models whose videos have been pruned by EVS, by device.
         encoded_by_one: what of the inputs of these one worker alone has encoded.
         encoded_quantised_by_two: those of them whose text model was quantised, by device.
         encoded_kinds_by_two: kinds of its weights, by device.
@@ -425,6 +426,7 @@ class Ran:
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     encoded_by_two: Mapping[str, tuple[str, ...]]
+    pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
     encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
     encoded_kinds_by_two: Mapping[str, tuple[str, ...]]
