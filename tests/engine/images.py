@@ -1,6 +1,7 @@
 """Tiny models of random weights that see images, with their processors; and what an engine gives requests with some."""
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -868,6 +869,7 @@ FAULTS = ("attention over the whole call", "splits by the longest sequence", "an
 OF_NUMBER = "splits by the number of sequences"
 OF_ITEMS = "rows by the number of items"
 UNCUT = "a window does not cut images"
+OF_EARLIER = "tokens of a video are kept by how many videos came before"
 
 
 def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
@@ -877,6 +879,8 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             llm.apply_model(lambda model: _share_angles(model.visual, patch))
         elif fault == OF_ITEMS:
             llm.apply_model(partial(_scale_by_items, patch))
+        elif fault == OF_EARLIER:
+            _keep_by_earlier(patch)
         elif fault == UNCUT:
             ranges_of = attention.ranges_of
             patch.setattr(attention, "ranges_of", lambda batch, window: ranges_of(batch))
@@ -884,6 +888,19 @@ def with_fault(llm: Any, fault: str, method: str, *arguments: Any) -> Any:
             attending = {FAULTS[0]: _attend_over_all, FAULTS[1]: _attend_by_the_longest, OF_NUMBER: _attend_by_number}
             patch.setattr(encoders, "attend", attending[fault])
         return globals()[method](llm, *arguments)
+
+
+def _keep_by_earlier(patch: pytest.MonkeyPatch) -> None:
+    """Of every second pruned video other tokens are kept."""
+    from vllm.model_executor.models import nano_nemotron_vl
+
+    keep, numbers = nano_nemotron_vl.compute_retention_mask, itertools.count()
+
+    def compute_retention_mask(*given: Any, **named: Any) -> torch.Tensor:
+        mask = keep(*given, **named)
+        return mask.flip(0) if next(numbers) % 2 else mask
+
+    patch.setattr(nano_nemotron_vl, "compute_retention_mask", compute_retention_mask)
 
 
 def _scale_by_items(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:

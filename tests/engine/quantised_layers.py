@@ -22,12 +22,15 @@ _ENCODERS = (
 )
 KEPT = (
     r"(^|\.)(lm_head|embed_tokens|embed_tokens_per_layer|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|"
-    r"in_proj_(a|b|ba)|router\.proj|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|vision_projection|"
+    r"in_proj_(a|b|ba)|router\.proj|feed_forward\.router|mtp\.fc|eh_proj|shared_head\.head|fc[12]_latent_proj|"
+    r"vision_projection|"
     rf"{_ENCODERS}\..*)$"
 )
 """Layers whose names end so keep 16 bits, as in the published checkpoints of these models."""
 BLOCKS, INTEGERS, ROWS = "fp8 by blocks", "w4a16 of 128", "compressed-tensors by rows"
 OF_32 = "w4a16 of 32"
+_OF_ALL = ".feed_forward.experts.gate_up_proj", ".feed_forward.experts.down_proj"
+"""Llama 4's, of all experts of a layer."""
 OF_COMPRESSED = "compressed-tensors by blocks"
 MODELOPT = "ModelOpt's by tensors, given"
 NVFP4 = "nvfp4 with activations", "nvfp4 of ModelOpt with activations"
@@ -63,7 +66,8 @@ def config_of(form: Form | Stored, kept: Sequence[str]) -> dict[str, Any]:
     match config["quant_method"]:
         case "compressed-tensors":
             group = config["config_groups"]["group_0"] | {"targets": ["Linear"]}
-            return config | {"ignore": list(kept), "config_groups": {"group_0": group}}
+            of_glm = (f"{one}_proj" for one in kept if one.endswith(".attn.qkv"))  # by which vLLM asks for it
+            return config | {"ignore": [*kept, *of_glm], "config_groups": {"group_0": group}}
         case "gptq":
             return config | {"dynamic": {rf"-:.*\.(in_proj_ba|gate|{'|'.join(re.escape(one) for one in kept)})$": {}}}
         case "modelopt":
@@ -95,6 +99,18 @@ def with_each_expert(folder: Path, inputs_first: bool = False) -> Path:
     return folder
 
 
+def experts_of(form: Form | Stored, weights: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The same of all experts of a layer of Llama 4, [experts, K, N], as ModelOpt stores them: with one scale a tensor
+    for all.
+    """
+
+    def of_each(rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (len(weights), -1)).mT
+
+    parts, matrix = parts_of(form, weights.mT.flatten(0, 1))
+    return {name: of_each(part) if part.dim() > 1 else part for name, part in parts.items()}, of_each(matrix)
+
+
 def write(source: Path, form: Form | Stored, packed: Path, unpacked: Path | None = None, kept: str = KEPT) -> Path:
     """Write a checkpoint in bf16 with its linear layers as they are stored, and the matrices of that in bf16.
 
@@ -112,6 +128,10 @@ def write(source: Path, form: Form | Stored, packed: Path, unpacked: Path | None
     names = []
     for name, tensor in load_file(source / "model.safetensors").items():
         layer = name.removesuffix(".weight")
+        if tensor.dim() == 3 and layer.endswith(_OF_ALL):
+            parts, matrices[name] = experts_of(form, tensor)
+            made |= {layer if part == "weight" else f"{layer}_{part}": of_all for part, of_all in parts.items()}
+            continue
         if layer == name or tensor.dim() != 2 or re.search(kept, layer):
             made[name] = matrices[name] = tensor
             names += [layer] * (layer != name and tensor.dim() > 1)
@@ -135,6 +155,7 @@ def with_scales_of_cache(folder: Path) -> list[list[float]]:
     said["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
     config.write_text(json.dumps(said))
     layers = sorted(name.removesuffix("k_proj.weight") for name in tensors if name.endswith(".k_proj.weight"))
+    layers = [layer for layer in layers if not re.search(rf"{_ENCODERS}\.", layer)]
     scales = [[0.03125 * 2**number, 0.015625 * 2**number] for number in range(len(layers))]
     for layer, of_layer in zip(layers, scales, strict=True):
         for part, scale in zip("kv", of_layer, strict=True):

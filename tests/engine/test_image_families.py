@@ -341,6 +341,17 @@ FAMILIES = {
         images.internvl3_5, in_squares, SQUARES, (2, 4, 4), OF_SQUARES, before=110
     ),
 }
+PRUNED = {
+    f"{name}, pruned": replace(
+        FAMILIES[name],
+        film=(4, 4, 4),
+        faults=(images.OF_EARLIER,),
+        settings=OMNI.settings | {"video_pruning_rate": 0.5},
+    )
+    for name in ("nemotron nano vl", "nemotron nano omni")
+}
+"""Whose videos keep, of the tokens behind their first picture, those that differ most from what they had before."""
+FAMILIES |= PRUNED
 
 
 def asked(
@@ -382,6 +393,7 @@ DRAWN = (
         "muse-glimmer",
         "nemotron nano vl",
         "nemotron nano omni",
+        *PRUNED,
     ),
     *("paddleocr-vl", "pixtral", "smolvlm"),
 )
@@ -450,7 +462,8 @@ def served(started: Callable[..., tuple[Engine, Any, int]]) -> Callable[[str], S
                 run: engine.call("tests.engine.images:answers", requests, patch, reset)
                 for run, (requests, _, reset) in family.runs.items()
             }
-            company = [family.targets[2]], [family.few[0], family.targets[2]]
+            seen, others = (-1, 2) if name in PRUNED else (2, 0)  # those with videos
+            company = [family.targets[seen]], [family.few[others], family.targets[seen]]
             faulty = {fault: [by_faulty(fault, requests) for requests in company] for fault in family.faults}
             found = by_tools(engine) if name in DRAWN else ({}, {})
         return Served(family, runs, faulty, *found, model)
@@ -494,7 +507,7 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, fault: str, se
         for name in ("glm-ocr", "internvl3.5 in its own form")
         for dtype in ("bfloat16", "float16")
     ]
-    + [("nemotron nano vl", ONES), ("nemotron nano omni", ONES)],
+    + [(name, ONES) for name in ("nemotron nano vl", "nemotron nano omni", *PRUNED)],
     ids=str,
 )
 def test_other_dtypes_and_limits_of_1_keep_the_bits(
@@ -523,7 +536,7 @@ def test_a_check_finds_nothing_but_an_encoder_that_looks_at_its_call_and_a_fuzze
     multimodal.assert_a_check_finds_the_faulty_tower(found.checked)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in PRUNED])
 def test_logprobs_are_near_transformers_in_float64(name: str, served: Callable[[str], Served]) -> None:
     found = served(name)
     model, errors = exact(found.model), []

@@ -194,12 +194,20 @@ CASES["qwen3.5, odd widths"] = with_odd_widths("qwen3.5", 336)
 CASES["qwen2.5-vl, odd widths"] = with_odd_widths("qwen2.5-vl", 340)
 CASES["kimi-vl, odd widths"] = with_odd_widths("kimi-vl", 336)
 CASES["idefics3, odd widths"] = with_odd_widths("idefics3", 336)
+AS_SEVERAL = {
+    "qwen3-vl in FP8": CASES["qwen3-vl in FP8"],
+    "qwen3.5": CASES["qwen3.5"],
+    "qwen3-vl with experts": CASES["qwen3-vl with experts"],
+    "intern-s2": of_qwen(images.intern_s2, **test_images.FURTHER["intern-s2"]),
+    "glm4.5v with videos": of_family("glm4.5v", has_grids=True),
+}
+"""Of which one worker encodes as several would that share the images of a step: by vLLM's functions for these."""
 SHARED = [(name, mode) for name, case in CASES.items() for mode in case.modes]
 
 
 def in_16_bits(name: str) -> bool:
     """Whether a case is served in bf16, as quantised ones are, and all on GPUs."""
-    return bool(CASES[name].form) or ON_GPU
+    return bool((CASES | AS_SEVERAL)[name].form) or ON_GPU
 
 
 @dataclass
@@ -238,7 +246,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
 
     @cache
     def folder(name: str) -> tuple[str, int]:
-        case, made = CASES[name], tmp_path_factory.mktemp("model")
+        case, made = (CASES | AS_SEVERAL)[name], tmp_path_factory.mktemp("model")
         config = with_heads(case.config, case.heads)
         case.save(config, torch.bfloat16 if in_16_bits(name) else torch.float32, made)
         if case.form:
@@ -250,7 +258,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
     def served(name: str, workers: int, mode: str, tree: str) -> Served:
         if ON_GPU and workers > torch.cuda.device_count():
             pytest.skip(f"needs {workers} GPUs")
-        case, (checkpoint, patch) = CASES[name], folder(name)
+        case, (checkpoint, patch) = (CASES | AS_SEVERAL)[name], folder(name)
         settings = {"dtype": "bfloat16" if in_16_bits(name) else "float32", "mm_encoder_tp_mode": mode}
         settings["tensor_parallel_size"] = workers
         if workers > 1 < int(tree) and case.has_experts:
@@ -266,7 +274,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Served]:
             }
             encoded, faulty, made, probed = None, None, {}, {}
             faults = images.IN_WORKERS[mode], *((images.OTHER_ROWS,) if mode == "weights" else ())
-            for fault in ("", *faults) if workers > 1 else ():
+            if workers == 1:
+                faults = (images.IN_WORKERS["weights"],) if mode == "data" else ()
+            for fault in ("", *faults) if faults else ():
                 asked = "tests.engine.images:with_fault_in_workers", fault
                 made[fault] = [running.call(*asked, "made_by_workers", requests, patch) for requests in case.probe]
                 probed[fault] = [
@@ -309,10 +319,13 @@ def test_with_a_tree_two_workers_have_the_bits_of_one(name: str, mode: str, serv
     assert [run for run in one.names if differing_answers(one.given(run), two.given(run))] == []
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl in FP8", "qwen3.5"])
+@pytest.mark.parametrize("name", AS_SEVERAL)
 def test_one_worker_gives_the_same_however_several_would_share_images(name: str, serve: Callable[..., Served]) -> None:
     one, other = (serve(name, 1, mode) for mode in ("weights", "data"))
     assert [run for run in one.names if differing_answers(one.given(run), other.given(run))] == []
+    assert other.differing() == {}
+    assert differing_answers(*other.probed[""]) == []
+    assert differing_answers(*other.probed[images.IN_WORKERS["weights"]]) == [0], "the negative control"
 
 
 @pytest.mark.parametrize(("name", "mode"), SHARED)

@@ -12,6 +12,7 @@ import pytest
 from tests.engine import kept_states, llama4, multimodal
 from tests.engine.engines import untried_on_gpu
 from tests.engine.kept_states import ON_GPU, SAME, decodes_as_it_prefills, distance_from_float64, started
+from tests.engine.quantised_layers import FORMS, MODELOPT, NVFP4, with_scales_of_cache, write
 from vllm_batch_invariant.envs import TP_TREE
 from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -154,6 +155,25 @@ def test_the_text_of_a_published_model_has_the_bits_of_the_text_model(
     folder = llama4.written_around(tmp_path / "model")
     as_text = started(folder, kept_states.ask_briefly, path=path, language_model_only=True, **DEFAULT)
     assert as_text["alone"] == as_text["among others"] == found()["alone"]
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["cache in 16 bits", "cache in FP8"])
+@pytest.mark.parametrize("form", [MODELOPT, NVFP4[1]])
+def test_codes_of_weights_and_of_a_cache_keep_their_bits(form: str, in_fp8: bool, tmp_path: Path) -> None:
+    """Of a published model as text, as ModelOpt stores its experts."""
+    folder = write(llama4.written_around(tmp_path / "source"), FORMS[form], tmp_path / "packed")
+    if in_fp8:
+        with_scales_of_cache(folder)
+    settings = DEFAULT | {"dtype": "bfloat16", "language_model_only": True}
+    path = multimodal.python_path(tmp_path / "path")
+    answers = started(folder, partial(llama4.ask, faults=llama4.FAULTS), path=path, **settings)
+    assert answers["preemptions"] > 0
+    assert answers["cached"][0] >= 128
+    assert [where for where in SAME if answers[where] != answers["alone"]] == []
+    assert decodes_as_it_prefills(answers)
+    alone, together = answers["edges"]
+    assert alone == together
+    assert [fault for fault in llama4.FAULTS if answers[fault] == answers["alone"]] == [], "the negative control"
 
 
 def test_plain_vllm_fails_the_same_comparison(checkpoint: Path) -> None:

@@ -52,6 +52,8 @@ from tests.engine.quantised_layers import (
 )
 from tests.engine.test_audio import GEMMA_4
 from tests.engine.test_quantised_gemma4 import kept_of
+from tests.mixed_checkpoints import Mixture
+from tests.mixed_checkpoints import write as write_mixed
 from tests.quantised_checkpoints import Stored
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -65,6 +67,9 @@ pytestmark = [
 Requests = list[dict[str, Any]]
 PLAIN = "16 bits"
 """A format of weights that are not quantised."""
+MIXED = "ModelOpt's mixed precision"
+_MIXTURE = Mixture(r"\.mlp\.(gate|up|down)_proj$", r"linear_attn\.(in_proj_(qkv|z)|out_proj)$", cached=False)
+"""Of Qwen3.5 that."""
 
 
 class Family(NamedTuple):
@@ -89,7 +94,7 @@ class Family(NamedTuple):
         folder.mkdir()
         config = self.config()
         self.save(config, torch.bfloat16, folder)
-        if self.save is mistral_form.save:
+        if self.save is mistral_form.save or config.model_type == "llama4":  # of whose experts ModelOpt has one tensor
             return folder
         return with_each_expert(folder, inputs_first=config.model_type == "qwen3_vl_moe")
 
@@ -99,6 +104,8 @@ class Family(NamedTuple):
         source = self.source(packed if form == PLAIN else root / "source")
         if form == mistral_form.FP8:
             mistral_form.quantise(source, packed)
+        elif form == MIXED:
+            write_mixed(source, _MIXTURE, packed)
         elif form != PLAIN:
             write(source, FORMS[form], packed, root / "unpacked", self.kept_of(form))
         if self.give_scales:
@@ -177,10 +184,13 @@ FAMILIES = {
     "gemma3": Family(images.gemma3, test_image_ranges.LIMITS, OF_GEMMA),
     "gemma4": of_gemma4("31B"),
     **{", ".join(("gemma4", *of)): of_gemma4(*of) for of in GEMMA4},
-    **{name: of_family(name) for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer")},
+    **{
+        name: of_family(name)
+        for name in (*OF_MISTRAL, IN_MISTRALS_FORM, "internvl3", "muse-glimmer", "glm4.5v", "llama4")
+    },
     **{name: of_family(name) for name in NEMOTRON},
 }
-for _name in ("qwen3.5", "qwen3.5 with experts"):
+for _name in ("qwen3.5", "qwen3.5 with experts", "llama4"):
     FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
         limits=FAMILIES[_name].limits | FEW_PAGES, give_scales=with_scales_of_cache
     )
@@ -197,9 +207,12 @@ CASES = [
     *(("internvl3", form) for form in (ROWS, "awq")),
     *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *((name, form) for name in NEMOTRON for form in (MODELOPT, NVFP4[1])),
-    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", NVFP4[1])),
+    ("glm4.5v", ROWS),
+    *((name, form) for name in ("llama4", f"llama4, {SCALED}") for form in (MODELOPT, NVFP4[1])),
+    *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", MODELOPT, NVFP4[1])),
     *(("qwen3.5 with experts", form) for form in (BLOCKS, "gptq", NVFP4[1])),
     *((f"{name}, {SCALED}", NVFP4[1]) for name in ("qwen3.5", "qwen3.5 with experts")),
+    *((f"qwen3.5, {SCALED}", form) for form in (MODELOPT, MIXED)),
     *((f"gemma4, {name}", OF_32) for name in ("E2B", "12B")),
     *(("gemma4, 26B-A4B", form) for form in (ROWS, *NVFP4)),
     *((f"gemma4, 31B, {IN_FP8}", form) for form in (PLAIN, ROWS)),
@@ -317,7 +330,9 @@ def test_one_scale_of_all_rows_of_a_step_is_found(case: Case) -> None:
     assert differing_answers(*case.with_one_scale) == [0]
 
 
-@pytest.mark.parametrize(("name", "form"), [("qwen2.5-vl", MODELOPT), ("qwen3-vl with experts", BLOCKS)])
+@pytest.mark.parametrize(
+    ("name", "form"), [("qwen2.5-vl", MODELOPT), ("qwen3-vl with experts", BLOCKS), ("glm4.5v", ROWS)]
+)
 def test_codes_have_the_scales_of_the_checkpoint(name: str, form: str, tmp_path: Path) -> None:
     """Without them they would have the same bits in any company, too."""
     family = FAMILIES[name]

@@ -284,6 +284,38 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
     assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
 
 
+def test_one_worker_encodes_as_several_of_models_that_have_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    data = {"settings": {"mm_encoder_tp_mode": "data"}, "limits": {"image": 1, "video": 1}}
+    for name in ("Glm4vMoe", "Glm4v"):
+        architecture = f"{name}ForConditionalGeneration"
+        of_glm = {**IMAGES, "architecture": architecture, **data}
+        said = f"image and video inputs of {architecture} with"
+        alone = [] if name == "Glm4vMoe" else [f"{said} --mm-encoder-tp-mode data"]
+        assert found(**of_glm) == alone
+        assert found(**of_glm, tensor_parallel_size=2) == [f"{said} tensor parallelism 2"]
+
+
+def test_pruned_videos_pass_of_models_whose_positions_follow_from_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    [row] = [row for row in coverage.REFUSED if row.used is coverage._encoder]
+
+    def said(architecture: str, device: str = "cpu", method: str = "evs") -> str | None:
+        items = {"video_pruning_rate": 0.5, "video_pruning_method": method, "get_limit_per_prompt": lambda kind: 1}
+        items |= dict.fromkeys(("mm_encoder_attn_backend", "mm_encoder_attn_dtype"))
+        items |= {"get_mm_processor_device_type": lambda: None}
+        model = SimpleNamespace(architecture=architecture, is_multimodal_model=True, hf_config=None)
+        model.multimodal_config = SimpleNamespace(**items)
+        compilation, on = SimpleNamespace(), SimpleNamespace(device_type=device)
+        return row.used(SimpleNamespace(model_config=model, compilation_config=compilation, device_config=on))
+
+    nemotron, kinds = "NemotronH_Nano_VL_V2", "image and video inputs with"
+    assert said(nemotron) is None
+    assert said(nemotron, "cuda") == f"{kinds} --video-pruning-rate"
+    assert said(nemotron, method="vidcom2") == f"{kinds} --video-pruning-method vidcom2"
+    assert said("Qwen3VLForConditionalGeneration") == f"{kinds} --video-pruning-rate"
+
+
 def test_workers_that_share_the_images_of_a_llama_4_add_by_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     llama = {**IMAGES, "architecture": "Llama4ForConditionalGeneration", "tensor_parallel_size": 2}

@@ -297,6 +297,21 @@ def test_two_workers_are_drawn_beside_images_of_models_that_two_have_shared(monk
     assert of_odd_widths == {(1, 1, NONE), (2, 1, NONE), (2, 1, "data")}
 
 
+def test_what_one_worker_does_with_images_is_drawn_of_models_that_have_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    glm = drawn_beside_images(architectures=["Glm4vMoeForConditionalGeneration"])
+    assert glm == {(1, 1, NONE), (1, 1, "data")}
+
+    def pruned(architecture: str) -> set[str]:
+        place = Place("cpu", 4, model=SEEING | {"architectures": [architecture]}, encodes=True)
+        drawn = (draw_settings(0, number, CONTEXT, place) for number in range(40))
+        return {one.options.get("pruning", NONE) for one in drawn}
+
+    assert pruned("NemotronH_Nano_VL_V2") == {NONE, "half"}
+    assert pruned("Qwen3_5ForConditionalGeneration") == {NONE}
+
+
 def test_n_grams_are_drawn_beside_images_of_models_that_have_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one worker, of a cache and weights in 16 bits; on a GPU none has."""
     pytest.importorskip("vllm")
@@ -360,7 +375,8 @@ def test_two_workers_are_drawn_of_each_model_that_two_have_shared_on_a_cpu(
     config = {"architectures": [architecture], "text_config": DENSE | {"model_type": kind}}
     drawn = drawn_beside_images(**config, audio_config=None)
     if "video" in coverage.RAN.encoded_by_one.get(architecture, ()):
-        assert drawn == {(1, 1, NONE)}
+        as_several = architecture in coverage.RAN.encoded_data_by_one["cpu"]
+        assert drawn == {(1, 1, NONE), *[(1, 1, "data")] * as_several}
         return
     has_tree = architecture not in coverage.RAN.two_head_sizes
     assert {(workers, tree) for workers, tree, _ in drawn} == {(1, 1), (2, 1), *[(1, 2), (2, 2)] * has_tree}

@@ -20,7 +20,7 @@ from .reviews.schemes import FP8_CACHES
 EAGER = "--enforce-eager"
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
 EMBEDDINGS, SLEEP, RUNNER = "--enable-prompt-embeds", "--enable-sleep-mode", "VLLM_USE_V2_MODEL_RUNNER"
-SHARED_IMAGES = "--mm-encoder-tp-mode"
+SHARED_IMAGES, PRUNING = "--mm-encoder-tp-mode", "--video-pruning-rate"
 KV_CACHE, ADAPTERS, WHOLE_EXPERTS = "--kv-cache-dtype", "--enable-lora", "--enable-expert-parallel"
 _SMALLER = tuple(range(64, 257, 16))
 HEAD_SIZES = (*_SMALLER, 512)
@@ -1055,8 +1055,13 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
 def _chunks_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers see the keys of a token's own chunk alone."""
     of_models = RAN.chunked_models, RAN.chunks, RAN.chunk_workers
-    if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees):
+    if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees, RAN.chunk_quantised):
         return found
+    model, most = config.model_config, max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
+    if getattr(model, "architecture", "") in RAN.chunked_models and model.quantization:
+        beside = {f"by {most} workers": most > 1, f"of {model.architecture}": not model.is_multimodal_model}
+        if first := _first(beside):
+            return f"attention in chunks with quantised weights {first}"
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
     # vLLM, which makes a request of each chunk, ends at the first one
@@ -1233,15 +1238,16 @@ def _encoded_by_several(config: Config) -> str | None:
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
+    data_of_one = not several and model.architecture in RAN.encoded_data_by_one.get(ran_on, ())
     data_elsewhere, tree_elsewhere = (
         by_gpus and model.architecture not in RAN.encoded_by_two_gpus[way] for way in ("data", "tree")
     )
     found = {
         f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": shares_images and not shared,
+        f"{SHARED_IMAGES} data": shares_images and not (shared or data_of_one),
         tree: k_slices > 1 and not shared,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
-        f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere,
+        f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere and not data_of_one,
         f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images
         and by_gpus
         and model.quantization
@@ -1303,10 +1309,13 @@ def _encoder(config: Config) -> str | None:
     if not named:
         return None
     items, compilation = model.multimodal_config, config.compilation_config
+    pruned = RAN.pruned_videos.get(_ran_on(devices.of_config(config).ops.type), ())
+    method = getattr(items, "video_pruning_method", "evs")
     found = {
         "--mm-encoder-attn-backend": items.mm_encoder_attn_backend is not None,
         "--mm-encoder-attn-dtype": items.mm_encoder_attn_dtype is not None,
-        "--video-pruning-rate": items.video_pruning_rate,
+        PRUNING: items.video_pruning_rate and model.architecture not in pruned,
+        f"--video-pruning-method {method}": items.video_pruning_rate and method != "evs",
         "--mm-processor-device": items.get_mm_processor_device_type() not in (None, "cpu"),
         "compile_mm_encoder": getattr(compilation, "compile_mm_encoder", False),
         "cudagraph_mm_encoder": getattr(compilation, "cudagraph_mm_encoder", False),
@@ -1534,7 +1543,7 @@ COVERED = (
     Feature(
         "Images on a CPU",
         "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer and, in bf16, of "
-        "Nemotron Nano VL and 3 Nano Omni, and videos of GLM-4.1V, 4.5V and GLM-OCR: with vLLM 0.32",
+        "Nemotron Nano VL and 3 Nano Omni, also pruned (EVS), and videos of GLM-4.1V, 4.5V and GLM-OCR: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -2126,9 +2135,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
     Feature(
-        "Another backend, dtype, compilation or cache of an encoder, pruned videos, `--mm-processor-device` other than "
-        "cpu",
-        "these have not been run, or items that share a call decide each other's bits",
+        "Another backend, dtype, compilation or cache of an encoder, pruned videos but of Nemotron Nano VL and Omni on "
+        "a CPU, `--mm-processor-device` other than cpu",
+        "not run, or items that share a call decide each other's bits; positions behind pruned videos are made again",
         "leave them out, or serve text only, with --language-model-only",
         _encoder,
     ),
@@ -2293,10 +2302,10 @@ REFUSED = (
     ),
     Feature(
         "Attention in chunks (Llama 4) elsewhere, of no whole pages, by more than two workers, by engines, whole "
-        "experts without a tree, stages, drafts, quantisation, FP8 caches, LoRA, prompt embeddings, poolers, exact "
-        "arithmetic, FlexAttention",
+        "experts without a tree, stages, drafts, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention, "
+        "quantised but by ModelOpt, FP8 caches alone",
         "these have not been run",
-        "serve Llama 4 by one worker or two on a CPU with vLLM 0.32, a chunk of whole pages",
+        "serve Llama 4 by one worker or two on a CPU with vLLM 0.32",
         _chunks_elsewhere,
         arguments=(
             *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, RUNNER),

@@ -241,6 +241,7 @@ class Ran:
         fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
         fp8_kv_cache_quantised_of_states_on_gpus: kinds of their quantised weights, by model, its experts and whether
             it mixes these.
+        encoded_data_by_one: models of which one worker has encoded as several would that share images, by device.
         encoded_by_two_gpus: models of which two have shared images ("data"), or the encoder by a tree ("tree").
         mamba2_models: with state spaces of Mamba-2 beside attention.
         kda_models: with Kimi Delta Attention beside latent attention.
@@ -265,6 +266,7 @@ class Ran:
         grammars_behind_thoughts: versions whose engines have had them beside drafts, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
         chunk_trees: slices of a tree by which as many workers, with whole experts, have had one's bits, by device.
+        chunk_quantised: kinds of quantised weights that one worker has run with them, by device.
         pooling: versions whose engines have pooled, by device.
         quantised: versions whose engines have served quantised weights, by device.
         large_heads: versions whose engines have served heads of 512, by device.
@@ -316,6 +318,7 @@ class Ran:
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
+        pruned_videos: models whose videos have been pruned by EVS, by device.
         encoded_by_one: what of the inputs of these one worker alone has encoded.
         encoded_quantised_by_two: those of them whose text model was quantised, by device.
         encoded_kinds_by_two: kinds of its weights, by device.
@@ -355,6 +358,7 @@ class Ran:
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
     fp8_kv_cache_of_states_on_gpus: Mapping[str, tuple[str, ...]]
     fp8_kv_cache_quantised_of_states_on_gpus: Mapping[str, tuple[str, ...]]
+    encoded_data_by_one: Mapping[str, tuple[str, ...]]
     encoded_by_two_gpus: Mapping[str, tuple[str, ...]]
     mamba2_models: tuple[str, ...]
     kda_models: tuple[str, ...]
@@ -374,6 +378,7 @@ class Ran:
     chunks: Mapping[str, str]
     chunk_workers: Mapping[str, tuple[int, ...]]
     chunk_trees: Mapping[str, tuple[int, ...]]
+    chunk_quantised: Mapping[str, tuple[str, ...]]
     pooling: Mapping[str, str]
     quantised: Mapping[str, str]
     large_heads: Mapping[str, str]
@@ -422,6 +427,7 @@ class Ran:
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     encoded_by_two: Mapping[str, tuple[str, ...]]
+    pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
     encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
     encoded_kinds_by_two: Mapping[str, tuple[str, ...]]

@@ -66,6 +66,8 @@ def info(llm: Any) -> dict[str, Any]:
         of += " with whole experts"
     if (dtype := str(config.cache_config.cache_dtype)).startswith("fp8"):
         of += f" with a KV cache in {dtype}"
+    if rate := getattr(items, "video_pruning_rate", None):
+        of += f" with videos pruned by {rate}"
     if is_exact():  # where nothing of these decides bits
         of = " in exact arithmetic"
     return {"left_out": left_out, "runner": f"v{1 + second}{of}", "thought": thought}

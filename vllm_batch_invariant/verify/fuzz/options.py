@@ -6,7 +6,7 @@ model and a machine have, and what is not to be drawn.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -702,6 +702,11 @@ def _has_cache_beside(settings: Any, place: Place) -> bool:
     return all(_are_quantised_as(place, ran) for ran in kinds)
 
 
+def _is_among(ran: Mapping[str, Collection[str]], place: Place) -> bool:
+    """Whether a model is among those that have run so on a device."""
+    return next(iter(place.model.get("architectures") or ()), "") in ran.get(place.device, ())
+
+
 def _scales_tokens(place: Place) -> bool:
     """Whether one with a scale a token and head has run on such a device."""
     return OF_TOKENS in coverage.RAN.fp8_kv_cache_scales.get(place.device, ())
@@ -733,7 +738,16 @@ OPTIONS = (
         {"data": (coverage.SHARED_IMAGES, "data")},
         (NONE, "data"),
         lambda place: place.encodes,
-        lambda settings, _: not settings.text and settings.workers > 1,
+        lambda settings, place: (
+            not settings.text and (settings.workers > 1 or _is_among(coverage.RAN.encoded_data_by_one, place))
+        ),
+    ),
+    Option(
+        "pruning",
+        {"half": (coverage.PRUNING, "0.5")},
+        (NONE, "half"),
+        lambda place: _is_among(coverage.RAN.pruned_videos, place),
+        lambda settings, _: not settings.text,
     ),
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
