@@ -311,7 +311,7 @@ def test_pruned_videos_pass_of_models_whose_positions_follow_from_no_others(monk
 
     nemotron, kinds = "NemotronH_Nano_VL_V2", "image and video inputs with"
     assert said(nemotron) is None
-    assert said(nemotron, "cuda") == f"{kinds} --video-pruning-rate"
+    assert said(nemotron, "cuda") is None
     assert said(nemotron, method="vidcom2") == f"{kinds} --video-pruning-method vidcom2"
     assert said("Qwen3VLForConditionalGeneration") == f"{kinds} --video-pruning-rate"
 
@@ -416,7 +416,7 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR, images of Kimi-VL, Muse Glimmer, Nemotron Nano VL and Omni, and videos of GLM, on a GPU"],
+        ROWS["DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU"],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
             "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
@@ -434,8 +434,6 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     mistral, ocr = "Mistral3ForConditionalGeneration", "DeepseekOCRForCausalLM"
     assert on_gpus.used(config(ocr, 1)) == f"image inputs of {ocr} on a GPU"
     assert on_gpus.used(config(mistral, 1)) is None
-    glm = "Glm4vForConditionalGeneration"
-    assert [on_gpus.used(config(glm, most)) for most in (0, 1)] == [None, f"video inputs of {glm} on a GPU"]
     gemma = "Gemma4ForConditionalGeneration"
     assert on_gpus.used(config(gemma, 1)) is None
     ran = replace(coverage.RAN, encoded_on_cpus_alone={gemma: ("audio",)})
@@ -1253,11 +1251,14 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     for kind, found_of in kinds.items():
         assert found_of(**uncached) is None
         with_mtp = found_of(**cached | {"speculative_config": SimpleNamespace(method="mtp")})
-        assert with_mtp == (None if found_of is found_of_rules else f"{kind} with speculative decoding with mtp")
+        said = f"{kind} with speculative decoding with mtp"
+        assert with_mtp == (said if found_of is found_of_convolutions else None)
     assert found_of_convolutions(**cached) is found_of_spaces(**cached) is found_of_rules(**cached) is None
     said = "state spaces of Mamba-2 with speculative decoding and experts on a GPU"
     assert found_of_spaces(**cached, is_moe=True) == found_of_spaces(**uncached, is_moe=True) == said
     assert found_of_spaces(device="cuda", is_moe=True) is found_of_convolutions(**cached, is_moe=True) is None
+    by_mtp = cached | {"speculative_config": SimpleNamespace(method="mtp")}
+    assert found_of_spaces(**by_mtp, is_moe=True) is None
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_spaces(**cached, is_moe=True) is None
     for kind, found_of in kinds.items():
@@ -1566,6 +1567,8 @@ def test_a_drafter_that_reads_caches_of_two_head_sizes_has_run_with_images_some_
         assert drafting() is drafting(cache_dtype="fp8") is None
         assert drafting(tensor_parallel_size=2) == f"{said} speculative decoding by 2 workers"
         for by[0] in ran:
+            if device == "cuda" and by[0].startswith("compressed-tensors with float4"):
+                continue  # 26B-A4B alone, beside its cache
             assert drafting(quantization="a method") is None
             has_cache = by[0] in RAN.fp8_kv_cache_quantised[coverage.TWO_SIZES][device]
             assert (drafting(quantization="a method", cache_dtype="fp8") is None) == has_cache

@@ -286,11 +286,12 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     """A draft model in a format that no GPU has served: what a target is refused there for does not see it."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     name = getattr(draft, "quantization", None)
-    if not name or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
+    by_mtp = {*RAN.quantised_mtp_on_gpus} if _method(config) == "mtp" else set()
+    if not name or name in by_mtp or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
     of_experts = RAN.quantised_experts_draft_on_cpus_alone if schemes.has_experts(draft) else ()
-    untried = {name, *schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone, *of_experts}
+    untried = {name, *schemes.kinds(draft, read)} & {*RAN.quantised_drafts_on_cpus_alone, *of_experts} - by_mtp
     return _when(untried, f"drafts of quantisation {name} on a GPU")
 
 
@@ -820,6 +821,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
     caches_drafts = method is not None and cache.enable_prefix_caching
+    drafts_quantised = (
+        kept is _DELTA_RULES and not {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}
+    ) or (kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED)
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
@@ -831,11 +835,11 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         "speculative decoding and quantised weights on a GPU": method
         and model.quantization
         and ran_on == "cuda"
-        and (kept is not _DELTA_RULES or {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}),
+        and not drafts_quantised,
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
         and _other_quantisation(config, _kinds_beside_drafts(config)),
-        "speculative decoding and experts on a GPU": method
+        "speculative decoding and experts on a GPU": method not in (None, "mtp")
         and ran_on == "cuda"
         and kept is _STATE_SPACES
         and schemes.has_experts(model),
@@ -1019,7 +1023,7 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
 
 
 def _method(config: Config) -> str | None:
-    return getattr(config.speculative_config, "method", None)
+    return getattr(getattr(config, "speculative_config", None), "method", None)
 
 
 def _kinds_beside_drafts(config: Config) -> tuple[str, ...]:
@@ -1519,14 +1523,14 @@ COVERED = (
     Feature("Routers of experts", "softmax or sigmoid, with a bias, in groups; shared experts"),
     Feature(
         "Multimodal models, as text",
-        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and, on a CPU, Muse Glimmer "
+        "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and Muse Glimmer "
         "with --language-model-only, or with every --limit-mm-per-prompt at 0",
     ),
     Feature(
         "Images and videos",
         "of Qwen2.5-VL, Qwen3-VL, Qwen3.5, also with experts, InternVL 3, 3.5, Gemma 4, images of Gemma 3, Mistral 3, "
-        "GLM-4.1V and 4.5V, Idefics 3, SmolVLM: on a CPU with vLLM 0.32, a GPU with 0.33; there Qwen3.5 beside drafts, "
-        "MTP (in 16 bits, in FP8 by blocks) or n-grams (without experts), both VLs of n-grams on a CPU",
+        "Idefics 3, SmolVLM: on a CPU with vLLM 0.32, a GPU with 0.33; beside drafts there: MTP of Qwen3.5 (16 bits, "
+        "FP8 by blocks, GPTQ, NVFP4) and Gemma 4, n-grams of Qwen3.5 without experts and of both VLs",
     ),
     Feature(
         "Images by two workers",
@@ -1536,20 +1540,19 @@ COVERED = (
     ),
     Feature(
         "Images, by one GPU",
-        "of LFM2-VL, PaddleOCR-VL, GLM-OCR, of Pixtral, Mistral Small and Ministral 3 in Mistral's own form "
-        "(params.json), and, with videos, of Intern-S2 Preview and InternVL in its own form (InternVLChatModel): on a "
-        "CPU with vLLM 0.32, a GPU with 0.33",
+        "of LFM2-VL, PaddleOCR-VL, of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json), and, "
+        "with videos, of GLM-4.1V, 4.5V, GLM-OCR, Intern-S2 Preview, InternVL in its own form (InternVLChatModel) and, "
+        "in bf16, Nemotron Nano VL and 3 Nano Omni, also pruned (EVS): on a CPU with vLLM 0.32, a GPU with 0.33",
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer and, in bf16, of "
-        "Nemotron Nano VL and 3 Nano Omni, also pruned (EVS), and videos of GLM-4.1V, 4.5V and GLM-OCR: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
         "of encoders in 16 bits, on a GPU with vLLM 0.33: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
         "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of "
-        "Gemma 3, 4, INT4, FP8 of 4, FP8 of Ministral 3; on a CPU with 0.32 these and more",
+        "Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, FP8 of Ministral 3; on a CPU with 0.32 more",
     ),
     Feature(
         "Audio",
@@ -1630,8 +1633,8 @@ COVERED = (
     Feature(
         "Heads of two sizes, shared KV caches",
         "Gemma 4 (31B, 26B-A4B, 12B, E2B, E4B): heads of 256 and 512, keys that are the values, inputs of each layer, "
-        "experts: on a CPU with vLLM 0.32, audio, FP8 (blocks, rows, ModelOpt), INT4, NVFP4 or n-grams by one "
-        "worker, with images and videos by one or two, as text by four; on a GPU with 0.33, n-grams, as text two",
+        "experts: on a CPU with vLLM 0.32, a GPU with 0.33, by one worker with images, videos, audio, FP8, INT4, "
+        "NVFP4, n-grams, its drafter (gemma-4-*-assistant); as text by four, GPUs two",
     ),
     Feature(
         "Attention in chunks",
@@ -2066,9 +2069,9 @@ REFUSED = (
         _rounded_to_bf16,
     ),
     Feature(
-        "DeepSeek-OCR, images of Kimi-VL, Muse Glimmer, Nemotron Nano VL and Omni, and videos of GLM, on a GPU",
+        "DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU, or pass --limit-mm-per-prompt 0 for GLM's video",
+        "serve them on a CPU; the latter two as text, with --language-model-only",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -2126,8 +2129,8 @@ REFUSED = (
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
     ),
     Feature(
-        "Images, videos and audio with stages, engines, other quantisation, drafts but of Qwens, FP8 caches but of "
-        "Qwens and Gemma 4 by one worker, on GPUs of two Qwen-VLs, exact arithmetic, FlexAttention; on GPUs vLLM's "
+        "Images, videos and audio with stages, engines, other quantisation, drafts and FP8 caches but of Qwens "
+        "and Gemma 4 by one worker, on GPUs of two Qwen-VLs, exact arithmetic, FlexAttention; on GPUs vLLM's "
         "first model runner",
         "nobody ran them",
         f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts what a CPU has run",
@@ -2135,8 +2138,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
     Feature(
-        "Another backend, dtype, compilation or cache of an encoder, pruned videos but of Nemotron Nano VL and Omni on "
-        "a CPU, `--mm-processor-device` other than cpu",
+        "Another backend, dtype, compilation or cache of an encoder, pruned videos but of Nemotron Nano VL and Omni, "
+        "`--mm-processor-device` other than cpu",
         "not run, or items that share a call decide each other's bits; positions behind pruned videos are made again",
         "leave them out, or serve text only, with --language-model-only",
         _encoder,

@@ -235,6 +235,7 @@ class Ran:
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_experts_draft_on_cpus_alone: kinds of mixtures of experts that have drafted on no GPU.
+        quantised_mtp_on_gpus: those of them, and of drafts on CPUs alone, in which layers for more tokens have.
         quantised_drafts_on_cpus_alone: kinds, and names of methods, in which GPUs have served models, none that draft.
         large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
         quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
@@ -353,6 +354,7 @@ class Ran:
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_experts_draft_on_cpus_alone: tuple[str, ...]
+    quantised_mtp_on_gpus: tuple[str, ...]
     quantised_drafts_on_cpus_alone: tuple[str, ...]
     large_head_quantised_by_one: tuple[str, ...]
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
