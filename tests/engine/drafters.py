@@ -99,6 +99,40 @@ def make_head(target: Path, folder: Path, method: str) -> Path:
     return folder
 
 
+def make_dflash(target: Path, folder: Path, layers: int = 2, **more: Any) -> Path:
+    """Write a draft model of DFlash's shape with random weights, for the target in a folder: layers whose tokens see
+    each other, over keys and values made of what layers of the target gave.
+
+    Args:
+        more: of its configuration, such as ``layer_types``.
+    """
+    of_target = json.loads((target / "config.json").read_text())
+    hidden, heads, kv_heads, size = of_target["hidden_size"], 8, 2, 64
+    read = [0, of_target["num_hidden_layers"] - 2]
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "vocab_size": of_target["vocab_size"],
+        "max_position_embeddings": of_target["max_position_embeddings"],
+        "torch_dtype": "bfloat16",
+        "dflash_config": {"mask_token_id": 1, "target_layer_ids": read},
+    }
+    shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, len(read) * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
+    for number in range(layers):
+        layer = f"layers.{number}."
+        shapes |= layer_shapes(layer, hidden, hidden, heads, kv_heads, size) | {layer + "input_layernorm": (hidden,)}
+        shapes |= {f"{layer}self_attn.{norm}_norm": (size,) for norm in "qk"}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    save_file(random_weights(shapes), folder / "model.safetensors")
+    return folder
+
+
 def layer_shapes(
     name: str, hidden: int, inputs: int, heads: int, kv_heads: int, size: int
 ) -> dict[str, tuple[int, ...]]:

@@ -81,6 +81,15 @@ def _attention_backend(config: Config) -> str | None:
     return f"attention backend {other[0]}" if other else None
 
 
+def _later_keys(config: Config) -> str | None:
+    """vLLM asks for them itself while it makes a draft model of DFlash, and the gate looks at that configuration, too.
+    A target whose layers see them is refused when it is loaded (``layers/review.py``).
+    """
+    asks = getattr(config.attention_config, "use_non_causal", False)
+    drafts = getattr(config.speculative_config, "method", None) == "dflash"
+    return _when(asks and not drafts, "attention_config.use_non_causal=True")
+
+
 def _attention_of_another_device(config: Config) -> str | None:
     chosen, own = envs.ATTENTION.read(), known()[config.device_config.device_type].attention
     others = {device.attention for device in known().values()} - {own}
@@ -1403,7 +1412,8 @@ def _drafter(config: Config) -> str | None:
     if not speculation or not device.has_speculation:  # where all are refused
         return None
     method, on = speculation.method, device.ops.type
-    if on not in RAN.drafters.get(method, ()):
+    untried = method == "dflash" and envs.starts_untried()
+    if on not in RAN.drafters.get(method, ()) and not untried:
         where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in RAN.drafters else ""
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
@@ -1411,9 +1421,18 @@ def _drafter(config: Config) -> str | None:
         untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
         where = " on a GPU" if untried else ""
         return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")
+    if method == "dflash":
+        return _dflash(config)
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
     return _when(getattr(speculation, "use_heterogeneous_vocab", False), "a draft model with another vocabulary")
+
+
+def _dflash(config: Config) -> str | None:
+    """A draft model of this method that has not run: of another class, or with layers of both directions."""
+    draft = config.speculative_config.draft_model_config
+    [kind] = draft.architectures
+    return _when(kind not in RAN.dflash_models, f"speculative decoding with dflash of {kind}")
 
 
 def _thinking_budgets(config: Config) -> str | None:
@@ -1753,6 +1772,12 @@ REFUSED = (
         _attention_backend,
     ),
     Feature(
+        "`use_non_causal` of `--attention-config`, but by DFlash of itself",
+        "a model's tokens would see those after them, which come in another step",
+        "leave it out",
+        _later_keys,
+    ),
+    Feature(
         f"`{envs.ATTENTION.name}` of another device",
         "numba's kernels are for CPUs, and Triton's for GPUs",
         f"leave {envs.ATTENTION.name} out, it picks the device's own",
@@ -1989,7 +2014,7 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa on a CPU, ngram_gpu on a GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa and dflash on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),

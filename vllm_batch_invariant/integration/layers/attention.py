@@ -1,6 +1,7 @@
 """Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits.
 Layers of encoders have no cache: all tokens of a sequence come in one step, and see each other. Those of cross
-attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on.
+attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on. Those of
+a draft model that drafts all tokens at once (DFlash) have a cache, and a step's tokens of a request see each other.
 """
 
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ class Metadata:
     """[tokens, 2] int32, the first and the last position that a token sees of the image that it belongs to, or
     NO_RANGE; None where no token sees what is behind it.
     """
+    causal: bool = True
+    """Whether a decoder's tokens see none after them, as the layers that are called with it must."""
 
     @property
     def num_decode_tokens(self) -> int:
@@ -62,21 +65,40 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
         self._sees_images, self._window = _of_images(layer_names, vllm_config)
+        layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+        self._of_drafts = any(getattr(layers.get(name), "impl", None) and layers[name].impl.is_of_block for name in layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        if common_attn_metadata.causal is not True and not (self._sees_all and common_attn_metadata.causal is False):
-            raise NotCovered(
-                "attention that is not causal over a KV cache",
-                "a row may see a key that is not there yet",
-                "serve a decoder-only text model, or an encoder",
-            )
+        causal = common_attn_metadata.causal
+        if causal is not True and not (causal is False and (self._sees_all or self._of_drafts)):
+            raise _not_causal()
         return Metadata(
             common_attn_metadata.num_actual_tokens,
             common_attn_metadata.query_start_loc,
             common_attn_metadata.seq_lens,
             common_attn_metadata.block_table_tensor,
             ranges=ranges_of(common_attn_metadata, self._window) if self._sees_images else None,
+            causal=causal,
         )
+
+
+def _not_causal() -> NotCovered:
+    return NotCovered(
+        "attention that is not causal over a KV cache",
+        "a row may see a key that is not there yet",
+        "serve a decoder-only text model, or an encoder",
+    )
+
+
+def _is_of_block() -> bool:
+    """Whether vLLM makes layers of a draft model whose tokens see those after them, which its configuration says then.
+    The gate refuses that of any other model (``use_non_causal`` in ``reviews/fields.toml``).
+    """
+    try:
+        config = patch_points.CURRENT_CONFIG.get()()
+    except AssertionError:  # none is at hand, so that vLLM makes no model
+        return False
+    return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
 
 
 def _of_images(layer_names: list[str], vllm_config: Any) -> tuple[bool, int | None]:
@@ -198,7 +220,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
         """Whether all tokens of a sequence see each other, without a cache."""
-        causal = attn_type == AttentionType.DECODER
+        self.is_of_block = attn_type == AttentionType.DECODER and _is_of_block()
+        """Whether a step's tokens of a request see each other, and all keys before them in a cache."""
+        causal = attn_type == AttentionType.DECODER and not self.is_of_block
+        self._orders = attn_type == AttentionType.DECODER
         self.reads_another_cache = kv_sharing_target_layer_name is not None
         """Whether keys and values are those of an earlier layer, which writes them."""
         if head_size not in self.head_sizes:
@@ -222,7 +247,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"a KV cache in {kv_cache_dtype}", "the kernels do not read it", "pass --kv-cache-dtype fp8 or auto"
             )
-        if not causal and kv_cache_dtype in FP8_CACHES:
+        if attn_type != AttentionType.DECODER and kv_cache_dtype in FP8_CACHES:
             raise NotCovered(
                 f"{attn_type} attention with a KV cache in {kv_cache_dtype}",
                 "an encoder has no KV cache, and of what it gave none has been run in fp8",
@@ -345,6 +370,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         refuse_quantised(output_scale, output_block_scale)
         if attn_metadata is None:
             return output
+        if self._orders and attn_metadata.causal is not self.spec.causal:
+            raise _not_causal()
         rows = attn_metadata.num_actual_tokens
         if self.is_of_encoder:
             cache: PagedCache = PackedKeys.of(key[:rows], value[:rows], attn_metadata.query_start_loc)
@@ -363,9 +390,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.planned_as))
 
     @property
-    def planned_as(self) -> tuple[int, int | None]:
+    def planned_as(self) -> tuple[int, int | None, bool]:
         """Which of a step's plans is this layer's."""
-        return self.num_heads, self.spec.sliding_window
+        return self.num_heads, self.spec.sliding_window, self.spec.causal
 
     def _call(self, query: torch.Tensor, cache: PagedCache, batch: Metadata) -> PagedAttention:
         self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
