@@ -1429,10 +1429,20 @@ def _drafter(config: Config) -> str | None:
 
 
 def _dflash(config: Config) -> str | None:
-    """A draft model of this method that has not run: of another class, or with layers of both directions."""
+    """A draft model of this method that has not run: of another class, quantised, or with layers of several kinds,
+    which vLLM's second model runner alone has.
+    """
     draft = config.speculative_config.draft_model_config
-    [kind] = draft.architectures
-    return _when(kind not in RAN.dflash_models, f"speculative decoding with dflash of {kind}")
+    found = {
+        f"speculative decoding with dflash of {draft.architectures[0]}": draft.architectures[0]
+        not in RAN.dflash_models,
+        f"drafts of dflash with quantisation {draft.quantization}": draft.quantization,
+        "drafts of dflash with sliding and full attention": len(
+            {*(getattr(draft.hf_config, "layer_types", None) or ())}
+        )
+        > 1,
+    }
+    return _first(found)
 
 
 def _thinking_budgets(config: Config) -> str | None:
@@ -2014,7 +2024,8 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa and dflash on a CPU, ngram_gpu on a GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa and dflash on a CPU, ngram_gpu "
+        "on a GPU",
         _drafter,
         arguments=(SPECULATION,),
     ),

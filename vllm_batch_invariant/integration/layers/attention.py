@@ -66,7 +66,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
         self._sees_images, self._window = _of_images(layer_names, vllm_config)
         layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
-        self._of_drafts = any(getattr(layers.get(name), "impl", None) and layers[name].impl.is_of_block for name in layer_names)
+        self._of_drafts = any(
+            getattr(layers.get(name), "impl", None) and layers[name].impl.is_of_block for name in layer_names
+        )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         causal = common_attn_metadata.causal
