@@ -379,7 +379,7 @@ def see_no_later_tokens(llm: Any) -> None:
     [worker] = llm.collective_rpc(lambda worker: worker)
     for layer in worker.model_runner.drafter.model.modules():
         if getattr(layer, "impl", None) is not None:
-            layer.impl._orders, layer.impl.spec = False, replace(layer.impl.spec, causal=True)
+            layer.impl.spec = replace(layer.impl.spec, causal=True)
 
 
 def accept_as_vllm_does(_llm: Any, runner: str) -> None:

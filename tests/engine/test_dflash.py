@@ -15,7 +15,7 @@ import transformers
 
 from tests.engine.drafters import limit, make_dflash
 from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, Result, differing_answers, run, tokens, untried_on_gpu
-from tests.engine.test_speculation import FEW, ON_GPU, RUNNERS, SMALL, requests
+from tests.engine.test_speculation import ON_GPU, RUNNERS, SMALL, requests
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
@@ -89,7 +89,7 @@ def long_requests() -> list[dict[str, Any]]:
     return [{"prompt": prompt, "params": greedy | {"max_tokens": CONTEXT - len(prompt)}} for prompt in prompts]
 
 
-ASKED = [*requests()[FEW], *long_requests()]
+ASKED = [*requests()[::4], *long_requests()]
 TOGETHER = {"name": "together", "reset_prefix_cache": True, "requests": ASKED}
 WARM = {"name": "warm", "requests": ASKED}
 IN_PARTS = [{"name": str(start), "requests": ASKED[start : start + 9]} for start in range(0, len(ASKED), 9)]

@@ -1429,18 +1429,18 @@ def _drafter(config: Config) -> str | None:
 
 
 def _dflash(config: Config) -> str | None:
-    """A draft model of this method that has not run: of another class, quantised, or with layers of several kinds,
-    which vLLM's second model runner alone has.
+    """What has not been run of it: versions, and draft models of other classes, quantised ones, and those with layers
+    of both kinds of attention, which vLLM's second model runner alone has.
     """
-    draft = config.speculative_config.draft_model_config
+    draft, version = config.speculative_config.draft_model_config, patch_points.installed_version()
+    kind, attentions = draft.architectures[0], {*(getattr(draft.hf_config, "layer_types", None) or ())}
     found = {
-        f"speculative decoding with dflash of {draft.architectures[0]}": draft.architectures[0]
-        not in RAN.dflash_models,
+        f"speculative decoding with dflash and vLLM {version}": not version.startswith(
+            RAN.dflash.get(devices.of_config(config).ops.type, RAN.on_gpus)
+        ),
+        f"speculative decoding with dflash of {kind}": kind not in RAN.dflash_models,
         f"drafts of dflash with quantisation {draft.quantization}": draft.quantization,
-        "drafts of dflash with sliding and full attention": len(
-            {*(getattr(draft.hf_config, "layer_types", None) or ())}
-        )
-        > 1,
+        f"drafts of dflash with {' and '.join(sorted(attentions))}": len(attentions) > 1,
     }
     return _first(found)
 
@@ -1725,8 +1725,9 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
-        "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa on a CPU: the answers and "
-        "logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, without budgets",
+        "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
+        "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, without "
+        "budgets",
     ),
     Feature(
         "Tensor parallelism on GPUs",

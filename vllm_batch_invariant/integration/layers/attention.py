@@ -65,14 +65,15 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
         self._sees_images, self._window = _of_images(layer_names, vllm_config)
-        layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
-        self._of_drafts = any(
-            getattr(layers.get(name), "impl", None) and layers[name].impl.is_of_block for name in layer_names
+        config = getattr(vllm_config, "compilation_config", None)
+        layers = getattr(config, "static_forward_context", {})
+        self._of_blocks = any(
+            getattr(getattr(layers.get(name), "impl", None), "is_of_block", False) for name in layer_names
         )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         causal = common_attn_metadata.causal
-        if causal is not True and not (causal is False and (self._sees_all or self._of_drafts)):
+        if causal is not True and not (causal is False and (self._sees_all or self._of_blocks)):
             raise _not_causal()
         return Metadata(
             common_attn_metadata.num_actual_tokens,
@@ -198,6 +199,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     supports_quant_query_input = False
     """Else vLLM would quantise queries beside a cache in fp8."""
     _scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    is_of_block = False
+    """Whether a step's tokens of a request see each other, and all keys before them in a cache."""
+    _takes_causal: bool | None = None
+    """:attr:`Metadata.causal` of the steps that it takes; None: any."""
 
     def __init__(
         self,
@@ -222,10 +227,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
         """Whether all tokens of a sequence see each other, without a cache."""
-        self.is_of_block = attn_type == AttentionType.DECODER and _is_of_block()
-        """Whether a step's tokens of a request see each other, and all keys before them in a cache."""
-        causal = attn_type == AttentionType.DECODER and not self.is_of_block
-        self._orders = attn_type == AttentionType.DECODER
+        is_decoder = attn_type == AttentionType.DECODER
+        self.is_of_block = is_decoder and _is_of_block()
+        causal = is_decoder and not self.is_of_block
+        self._takes_causal = causal if is_decoder else None
         self.reads_another_cache = kv_sharing_target_layer_name is not None
         """Whether keys and values are those of an earlier layer, which writes them."""
         if head_size not in self.head_sizes:
@@ -249,7 +254,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"a KV cache in {kv_cache_dtype}", "the kernels do not read it", "pass --kv-cache-dtype fp8 or auto"
             )
-        if attn_type != AttentionType.DECODER and kv_cache_dtype in FP8_CACHES:
+        if not is_decoder and kv_cache_dtype in FP8_CACHES:
             raise NotCovered(
                 f"{attn_type} attention with a KV cache in {kv_cache_dtype}",
                 "an encoder has no KV cache, and of what it gave none has been run in fp8",
@@ -372,7 +377,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         refuse_quantised(output_scale, output_block_scale)
         if attn_metadata is None:
             return output
-        if self._orders and attn_metadata.causal is not self.spec.causal:
+        if self._takes_causal not in (None, attn_metadata.causal):
             raise _not_causal()
         rows = attn_metadata.num_actual_tokens
         if self.is_of_encoder:

@@ -124,7 +124,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
         return {
             layers: planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, most, has_ranges)
             for layers, planner in self._planners.items()
-            if self._sees_all or layers[-1] is batch.causal  # a drafter's may be beside the model's
+            if layers[-1] is batch.causal or self._sees_all  # a drafter's may be beside the model's
         }
 
 

@@ -328,6 +328,7 @@ class Ran:
         text_of: multimodal models that are served as text, with what else they take.
         text_models: types of the text models that have been run in multimodal ones which may have others, too.
         drafters: methods of speculative decoding, with the devices.
+        dflash: versions whose engines have had drafts of dflash, by device.
     """
 
     on_gpus: str
@@ -434,6 +435,7 @@ class Ran:
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
+    dflash: Mapping[str, str]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
     encoded_quantised_drafted: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     grammars_behind_thoughts: Mapping[str, str]
