@@ -1726,8 +1726,8 @@ COVERED = (
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
         "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
-        "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, without "
-        "budgets",
+        "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, "
+        "without budgets",
     ),
     Feature(
         "Tensor parallelism on GPUs",
