@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
 
 LIKELY, CONTEXT = 5, 512
 """Tokens that targets give, so that a draft of random weights is right now and then."""
-WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 70}
+WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 70, "use_sliding_window": True}
 BOTH_WAYS = {"is_causal": False}
 SOFTENED = "tests.engine.images_drafts:soften_verify_steps"
 
@@ -67,6 +67,22 @@ def of_laguna(kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def as_speculators_write_it(folder: Path) -> None:
+    """Of vLLM's Speculators: what is read of the target is counted from the first layer's inputs on."""
+    config = json.loads((folder / "config.json").read_text())
+    of_drafts, few = config.pop("dflash_config"), config.pop("draft_vocab_size")
+    method = {"proposal_type": "greedy", "speculative_tokens": 3}
+    written = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "transformer_layer_config": config,
+        "draft_vocab_size": few, "mask_token_id": of_drafts["mask_token_id"],
+        "aux_hidden_state_layer_ids": [1 + number for number in of_drafts["target_layer_ids"]],
+        "speculators_config": {
+            "algorithm": "dflash", "proposal_methods": [method], "verifier": {"name_or_path": "a target"},
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(written))
+
+
 CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], dict[str, Any]]] = {
     "Qwen3": (make_qwen3, {}, {}),
     "Qwen3, two workers": (make_qwen3, {}, {"tensor_parallel_size": 2}),
@@ -75,7 +91,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], dict[str, Any]]] 
     "Qwen3, windows both ways": (make_qwen3, WINDOW | BOTH_WAYS, {}),
     "Qwen3 with experts": (partial(make_qwen3, experts=8, expert_intermediate=128), {}, {}),
     "Llama": (make_llama, {}, {}),
-    "Laguna": (make_laguna, {}, {}),
+    "Laguna, as Speculators write it": (make_laguna, {"draft_vocab_size": 1000}, {}),
     "Laguna, of its own class": (make_laguna, of_laguna("full_attention"), {}),
     "Laguna, of its own class, windows": (make_laguna, of_laguna("sliding_attention"), {}),
 }
@@ -111,6 +127,8 @@ def engine(checkpoint: Path, tmp_path: Path) -> Callable[..., Result]:
         settings = {"max_model_len": CONTEXT, "max_num_seqs": 64, "max_num_batched_tokens": 512, **OF_DEVICE} | others
         if drafter is not None:
             model = make_dflash(target, tmp_path / "drafter", **drafter)
+            if "draft_vocab_size" in drafter and "architectures" not in drafter:
+                as_speculators_write_it(limit(model, LIKELY))
             drafts = {"method": "dflash", "model": str(model), "num_speculative_tokens": 3}
             settings["speculative_config"] = json.dumps(drafts)
         environment = UNTRIED_THERE | ({"VLLM_USE_V2_MODEL_RUNNER": runner} if runner else {})
@@ -143,7 +161,10 @@ def test_an_answer_is_that_of_plain_decoding(
         running.call(SOFTENED)
         return counted, running.step(**TOGETHER).requests
 
-    done = engine(target, [TOGETHER, WARM], drafter, afterwards, runner=runner, **SMALL | settings)
+    small = SMALL
+    if "windows" in name or "Laguna" in name:  # of whose layers each kind has pages of its own
+        small = SMALL | {"num_gpu_blocks_override": 2 * SMALL["num_gpu_blocks_override"]}
+    done = engine(target, [TOGETHER, WARM], drafter, afterwards, runner=runner, **small | settings)
     counted, faulty = done.afterwards
     for step in ("together", "warm"):
         assert differing_answers(done.steps[step], plain) == []

@@ -46,7 +46,8 @@ def write(folder: Path, target: Mapping[str, Any], **more: Any) -> Path:
     Args:
         folder: to be written, with its parents.
         target: the configuration of the language model that it drafts for.
-        more: fields of the draft model's own configuration, in the place of what is made of the target's.
+        more: fields of the draft model's own configuration, in the place of what is made of the target's. With a
+            ``draft_vocab_size`` below the target's it has embeddings and logits of its own, of every second token.
 
     Returns:
         The folder.
@@ -82,6 +83,9 @@ def _weights(config: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
     read = len(config["dflash_config"]["target_layer_ids"])
     of_laguna = config["model_type"] == "laguna"
     shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, read * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
+    few = config.get("draft_vocab_size", config["vocab_size"])
+    if few < config["vocab_size"]:
+        shapes |= {"embed_tokens": (config["vocab_size"], hidden), "lm_head": (few, hidden)}
     if of_laguna:
         shapes |= {f"aux_hidden_norms.{number}": (hidden,) for number in range(read)}
     for number in range(config["num_hidden_layers"]):
@@ -106,4 +110,7 @@ def _weights(config: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=chance) / shape[1] ** 0.5
         for name, shape in shapes.items()
     }
-    return {f"{name}.weight": weight.bfloat16() for name, weight in weights.items()}
+    named = {f"{name}.weight": weight.bfloat16() for name, weight in weights.items()}
+    if few < config["vocab_size"]:
+        named["d2t"] = torch.arange(few)  # how much larger a token's number is in the target's vocabulary
+    return named
