@@ -95,7 +95,7 @@ def _not_causal() -> NotCovered:
 
 def _is_of_block() -> bool:
     """Whether vLLM makes layers of a draft model whose tokens see those after them, which its configuration says then.
-    The gate refuses that of any other model (``use_non_causal`` in ``reviews/fields.toml``).
+    The gate refuses that of any other model.
     """
     try:
         config = patch_points.CURRENT_CONFIG.get()()
