@@ -16,6 +16,7 @@ import transformers
 from tests.engine.drafters import limit, make_dflash
 from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, Result, differing_answers, run, tokens, untried_on_gpu
 from tests.engine.test_speculation import ON_GPU, RUNNERS, SMALL, requests
+from vllm_batch_invariant.envs import UNTRIED
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
@@ -137,6 +138,7 @@ def engine(checkpoint: Path, tmp_path: Path) -> Callable[..., Result]:
             settings["speculative_config"] = json.dumps(drafts)
         environment = UNTRIED_THERE | ({"VLLM_USE_V2_MODEL_RUNNER": runner} if runner else {})
         if settings.get("tensor_parallel_size", 1) > 1 and not ON_GPU:
+            environment[UNTRIED.name] = "1"
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["0", str((os.cpu_count() or 1) - 1)])
         settings |= {"model": str(target), "tokenizer": str(checkpoint)}
         return run(settings, steps, mode, afterwards=afterwards, **environment)
@@ -153,6 +155,8 @@ def test_an_answer_is_that_of_plain_decoding(
     make, drafter, settings = CASES[name]
     if ON_GPU and settings:
         pytest.skip("refused beside drafts on a GPU")
+    if ON_GPU and runner == "0" and "Laguna" in name:
+        pytest.skip("vLLM's first model runner has no drafts of several groups of pages")
     target = make(tmp_path / "target")
     one_worker = {key: value for key, value in settings.items() if key != "tensor_parallel_size"}
     done = engine(target, IN_PARTS, runner=runner, **one_worker)
@@ -165,8 +169,8 @@ def test_an_answer_is_that_of_plain_decoding(
         running.call(SOFTENED)
         return counted, running.step(**TOGETHER).requests
 
-    small = SMALL
-    if "windows" in name or "Laguna" in name:  # of whose layers each kind has pages of its own
+    small, has_windows = SMALL, "windows" in name or "Laguna" in name
+    if has_windows and (ON_GPU or settings is not ONE_GROUP):  # each kind of layers has pages of its own
         small = SMALL | {"num_gpu_blocks_override": 2 * SMALL["num_gpu_blocks_override"]}
     done = engine(target, [TOGETHER, WARM], drafter, afterwards, runner=runner, **small | settings)
     counted, faulty = done.afterwards

@@ -444,6 +444,7 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
         ({"device": "cuda", "untried": True, "version": "0.33.0"}, None),
         ({"version": "0.31.0"}, "speculative decoding with dflash and vLLM 0.31.0"),
         ({"architectures": ["DFlash2DraftModel"]}, "speculative decoding with dflash of DFlash2DraftModel"),
+        ({"workers": 2}, "speculative decoding with dflash by 2 workers"),
         ({"quantization": "fp8"}, "drafts of dflash with quantisation fp8"),
         (
             {"layer_types": ["sliding_attention", "full_attention"]},
@@ -456,7 +457,7 @@ def test_draft_models_of_dflash_that_have_not_run_are_refused_by_name(
 ) -> None:
     given = {
         "device": "cpu", "untried": False, "version": "0.32.0", "architectures": ["DFlashDraftModel"],
-        "quantization": None, "layer_types": None,
+        "quantization": None, "layer_types": None, "workers": 1,
     } | options  # fmt: skip
     monkeypatch.setattr(patch_points, "installed_version", lambda: given["version"])
     monkeypatch.setenv(UNTRIED.name, "1" if given["untried"] else "0")
@@ -467,6 +468,7 @@ def test_draft_models_of_dflash_that_have_not_run_are_refused_by_name(
     )
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(method="dflash", draft_model_config=draft, parallel_drafting=True),
+        parallel_config=SimpleNamespace(tensor_parallel_size=given["workers"]),
         device_config=SimpleNamespace(device_type=given["device"]),
     )
     [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]

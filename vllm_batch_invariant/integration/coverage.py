@@ -1429,15 +1429,17 @@ def _drafter(config: Config) -> str | None:
 
 
 def _dflash(config: Config) -> str | None:
-    """What has not been run of it: versions, and draft models of other classes, quantised ones, and those with layers
-    of both kinds of attention, which vLLM's second model runner alone has.
+    """What has not been run of it: versions, several workers, and draft models of other classes, quantised ones, and
+    those with layers of both kinds of attention, which vLLM's second model runner alone has.
     """
+    most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
     draft, version = config.speculative_config.draft_model_config, patch_points.installed_version()
     kind, attentions = draft.architectures[0], {*(getattr(draft.hf_config, "layer_types", None) or ())}
     found = {
         f"speculative decoding with dflash and vLLM {version}": not version.startswith(
             RAN.dflash.get(devices.of_config(config).ops.type, RAN.on_gpus)
         ),
+        f"speculative decoding with dflash by {most} workers": most > 1 and not envs.starts_untried(),
         f"speculative decoding with dflash of {kind}": kind not in RAN.dflash_models,
         f"drafts of dflash with quantisation {draft.quantization}": draft.quantization,
         f"drafts of dflash with {' and '.join(sorted(attentions))}": len(attentions) > 1,
@@ -2026,9 +2028,9 @@ REFUSED = (
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
         f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa and dflash on a CPU, ngram_gpu "
-        "on a GPU",
+        "on a GPU; of dflash one worker",
         _drafter,
-        arguments=(SPECULATION,),
+        arguments=(SPECULATION, TENSOR, envs.TP_TREE.name),
     ),
     Feature(
         "Thinking budgets and reasoning parsers on other devices than CPUs and GPUs",

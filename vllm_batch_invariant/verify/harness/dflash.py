@@ -60,6 +60,7 @@ def write(folder: Path, target: Mapping[str, Any], **more: Any) -> Path:
     config = {name: target[name] for name in _SHARED if name in target} | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
+        "hidden_act": "silu",
         "num_hidden_layers": _LAYERS,
         "intermediate_size": target.get("intermediate_size") or target["hidden_size"],
         "num_key_value_heads": target.get("num_key_value_heads") or heads,
