@@ -158,8 +158,7 @@ def test_an_answer_is_that_of_plain_decoding(
     if ON_GPU and runner == "0" and "Laguna" in name:
         pytest.skip("vLLM's first model runner has no drafts of several groups of pages")
     target = make(tmp_path / "target")
-    one_worker = {key: value for key, value in settings.items() if key != "tensor_parallel_size"}
-    done = engine(target, IN_PARTS, runner=runner, **one_worker)
+    done = engine(target, IN_PARTS, runner=runner, **settings)
     plain = [answer for step in IN_PARTS for answer in done.steps[step["name"]]]
 
     def afterwards(running: Any) -> tuple[dict[str, int], list[dict[str, Any]]]:
