@@ -554,6 +554,22 @@ CLASSES = {
 """Checkpoints of which nothing but the class of vLLM's is known here."""
 
 _EAGLE3 = {"draft_vocab_size": 32000, "eagle_config": {}}
+_OF_LAGUNA = {
+    "head_dim": 128, "vocab_size": 100352, "max_position_embeddings": 131072,
+    "dflash_config": {"mask_token_id": 12, "target_layer_ids": [0, 8, 16, 35, 38]},
+}  # fmt: skip
+
+
+def _dflash_of_laguna(hidden: int, heads: int) -> Model:
+    """All of whose layers have a window."""
+    layers = 6
+    return dense(
+        "DFlashLagunaForCausalLM", "laguna", hidden, heads, 8, layers, draft_vocab_size=100352, sliding_window=512,
+        layer_types=["sliding_attention"] * layers, num_attention_heads_per_layer=[heads] * layers,
+        mlp_layer_types=["dense"] * layers, **_OF_LAGUNA,
+    )  # fmt: skip
+
+
 DRAFTS: dict[str, Model] = {
     **{
         f"google/gemma-4-{size}-it-assistant": _of_transformers("Gemma4AssistantForCausalLM", "gemma4_assistant")
@@ -565,6 +581,11 @@ DRAFTS: dict[str, Model] = {
     "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": replace(
         _llama(4096, 32, 8, 1, **_EAGLE3), architecture="LlamaForCausalLMEagle3"
     ),
+    "poolside/Laguna-XS.2-speculator.dflash": dense(
+        "DFlashDraftModel", "qwen3", 2048, 32, 8, 5, draft_vocab_size=32000, **_OF_LAGUNA
+    ),
+    "poolside/Laguna-XS-2.1-DFlash": _dflash_of_laguna(2048, 48),
+    "poolside/Laguna-S-2.1-DFlash": _dflash_of_laguna(3072, 72),
     "nvidia/gpt-oss-120b-Eagle3-v3": replace(
         _llama(2880, 64, 8, 1, head_dim=64, vocab_size=201088, **_EAGLE3 | {"draft_vocab_size": 201088}),
         architecture="LlamaForCausalLMEagle3",

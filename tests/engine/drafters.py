@@ -5,6 +5,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
+from vllm_batch_invariant.verify.harness import dflash
 
 ANSWERS = "DRAFTED_ANSWERS"
 """The variable that names a file: a list of prompts with their answers, in token ids, as JSON."""
@@ -96,6 +98,27 @@ def make_head(target: Path, folder: Path, method: str) -> Path:
     shapes = own | {"fc": (hidden, states)} | layer_shapes(layer, hidden, inputs, heads, kv_heads, size)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_weights(shapes), folder / "model.safetensors")
+    return folder
+
+
+def make_dflash(target: Path, folder: Path, **more: Any) -> Path:
+    """Write a draft model of DFlash with random weights and heads of its own, for the target in a folder.
+
+    Args:
+        more: fields of its configuration.
+    """
+    of_target = json.loads((target / "config.json").read_text())
+    own = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512}
+    return dflash.write(folder, of_target, **own | more)
+
+
+def limit(folder: Path, likely: int) -> Path:
+    """Have a model give few tokens, so that guesses are right now and then; of one that shares no embeddings."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["lm_head.weight"].clone()
+    weights["lm_head.weight"][likely:] *= 0.02
+    save_file(weights, file, metadata={"format": "pt"})
     return folder
 
 
@@ -331,6 +354,32 @@ def proposals(llm: Any) -> list[list[int]]:
 
 RULES = {"first": ("vllm.v1.sample", "forward"), "second": ("vllm.v1.worker.gpu.spec_decode", "__call__")}
 """Of each model runner, the package whose module ``rejection_sampler`` has vLLM's rule, and its method."""
+
+
+def first_proposals(llm: Any) -> list[list[list[int]]]:
+    """What a drafter in the first model runner has proposed since the last call, [steps, requests, drafts]."""
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    drafter = worker.model_runner.drafter
+    if "proposed" not in vars(drafter):
+        drafter.proposed, propose = [], drafter.propose
+
+        def recorded(*args: Any, **named: Any) -> torch.Tensor:
+            drafts = propose(*args, **named)
+            drafter.proposed.append(drafts.tolist())
+            return drafts
+
+        drafter.propose = recorded
+    found = list(drafter.proposed)
+    drafter.proposed.clear()
+    return found
+
+
+def see_no_later_tokens(llm: Any) -> None:
+    """Have the tokens of a draft model of DFlash see none after them."""
+    [worker] = llm.collective_rpc(lambda worker: worker)
+    for layer in worker.model_runner.drafter.model.modules():
+        if getattr(layer, "impl", None) is not None:
+            layer.impl.spec = replace(layer.impl.spec, causal=True)
 
 
 def accept_as_vllm_does(_llm: Any, runner: str) -> None:

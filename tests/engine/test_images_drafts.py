@@ -67,7 +67,9 @@ SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
     **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, *IN_CODES)},
 }
-SETTINGS_OF |= {name: SETTINGS_OF[name] | {"block_size": 2 * PAGE} for name in CODED}
+SETTINGS_OF |= {
+    name: SETTINGS_OF[name] | dict.fromkeys(("block_size", "max_num_batched_tokens"), 2 * PAGE) for name in CODED
+}
 """A model with states has one of each request, or one at the end of each page."""
 BUDGET = 128
 """Tokens of a step: fewer than a target has, so that its chunks end inside its images."""

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.drafters import ANSWERS, KINDS, make_ernie, make_glm, make_head, make_medusa, make_mtp_model
+from tests.engine.drafters import (
+    ANSWERS,
+    KINDS,
+    make_dflash,
+    make_ernie,
+    make_glm,
+    make_head,
+    make_medusa,
+    make_mtp_model,
+)
 from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive, tokens
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.reviews.patch_points import installed_version
@@ -158,11 +167,12 @@ DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "the model itself": lambda target, folder: {"method": "draft_model", "model": str(target)},
     "EAGLE": lambda target, folder: {"method": "eagle", "model": str(make_head(target, folder, "eagle"))},
     "EAGLE-3": lambda target, folder: {"method": "eagle3", "model": str(make_head(target, folder, "eagle3"))},
+    "DFlash": lambda target, folder: {"method": "dflash", "model": str(make_dflash(target, folder))},
     "Medusa": lambda target, folder: {"method": "medusa", "model": str(make_medusa(target, folder, 3))},
     "suffixes": lambda target, folder: {"method": "suffix"},
     "n-grams on a GPU": lambda target, folder: NGRAMS | {"method": "ngram_gpu"},
 }
-HEADS = ("EAGLE", "EAGLE-3", "Medusa")
+HEADS = ("EAGLE", "EAGLE-3", "DFlash", "Medusa")
 """Of random weights, so they are never right."""
 FEW = slice(0, None, 2)
 """One of each kind."""
@@ -170,7 +180,7 @@ FEW = slice(0, None, 2)
 
 IN_THE_SECOND_RUNNER = {
     "n-grams": "ngram", "the model itself": "standalone_ar", "EAGLE": "eagle", "EAGLE-3": "eagle",
-    "n-grams on a GPU": "ngram",
+    "DFlash": "dflash", "n-grams on a GPU": "ngram",
 }  # fmt: skip
 """vLLM's package of each drafter that the second model runner has."""
 

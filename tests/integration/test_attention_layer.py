@@ -11,6 +11,7 @@ from tests.ops.attention.cases import Chunk, Heads, Request, attend, by_tokens, 
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.layers.attention import FixedSplitAttention, Metadata, MetadataBuilder
 from vllm_batch_invariant.integration.layers.attention_cpu import CpuFixedSplitAttention
+from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.attention import PagedAttention, PagedCache
 from vllm_batch_invariant.ops.attention import attend as attend_call
 from vllm_batch_invariant.ops.attention.certificate import _by_kind
@@ -67,6 +68,62 @@ def test_layers_of_a_step_share_a_plan_where_they_ask_alike_and_none_else() -> N
     assert len(plans) == 2
     other = [Chunk(Request(HEADS, 20, 1), 1, 20)]
     assert not torch.equal(run(plans, other), torch.cat(attend(other))), "the negative control: another step's plan"
+
+
+def of_drafter(monkeypatch: pytest.MonkeyPatch, **options: Any) -> CpuFixedSplitAttention:
+    """A layer that vLLM makes of a draft model whose tokens see each other."""
+    config = SimpleNamespace(attention_config=SimpleNamespace(use_non_causal=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(patch_points, "CURRENT_CONFIG", SimpleNamespace(get=lambda: lambda: config))
+        return CpuFixedSplitAttention(4, 64, 64**-0.5, 2, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 30}], ids=str)
+def test_tokens_of_a_block_see_each_other_and_all_keys_before_them(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [Chunk(Request(HEADS, 300, 1), 290, 300), Chunk(Request(HEADS, 9, 2), 0, 9)]
+    query, keys, values, table, lengths, starts = paged(chunks)
+    batch = Metadata(len(query), starts, lengths, table, causal=False)
+    out = torch.full_like(query, torch.nan)
+    one = of_drafter(monkeypatch, **options)
+    got = one.forward(SimpleNamespace(), query, None, None, torch.cat([keys, values], -1), batch, out)
+    assert one.is_of_block
+    torch.testing.assert_close(got.double(), exact(chunks, causal=False, **options), rtol=2e-6, atol=4e-6)
+    assert not torch.equal(got, torch.cat(attend(chunks, **options))), "the negative control: no key after a token"
+
+
+def test_steps_of_a_model_and_of_its_drafter_are_refused_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [Chunk(Request(HEADS, 9, 2), 0, 9)]
+    query, keys, values, table, lengths, starts = paged(chunks)
+    drafter, model = of_drafter(monkeypatch), CpuFixedSplitAttention(4, 64, 64**-0.5, 2)
+    for one, causal in ((drafter, True), (model, False)):
+        batch = Metadata(len(query), starts, lengths, table, causal=causal)
+        with pytest.raises(NotCovered, match="attention that is not causal over a KV cache"):
+            one.forward(SimpleNamespace(), query, None, None, torch.cat([keys, values], -1), batch, query.clone())
+
+
+@pytest.mark.parametrize("has_drafter", [True, False])
+def test_a_step_that_is_not_causal_is_made_beside_layers_of_a_drafter_alone(
+    has_drafter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {"model": SimpleNamespace(impl=CpuFixedSplitAttention(4, 64, 64**-0.5, 2))}
+    if has_drafter:
+        layers["drafter"] = SimpleNamespace(impl=of_drafter(monkeypatch))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    builder = MetadataBuilder(SimpleNamespace(), [*layers], config, torch.device("cpu"))
+    step = SimpleNamespace(
+        causal=False, num_actual_tokens=4, query_start_loc=torch.tensor([0, 4]), seq_lens=torch.tensor([9]),
+        block_table_tensor=torch.zeros(1, 1),
+    )  # fmt: skip
+    if not has_drafter:
+        with pytest.raises(NotCovered, match="attention that is not causal over a KV cache"):
+            builder.build(0, step)
+        return
+    assert builder.build(0, step).causal is False
+    step.causal = torch.tensor([True])
+    with pytest.raises(NotCovered, match="attention that is not causal over a KV cache"):
+        builder.build(0, step)
 
 
 def held(k_scale: float | list[float], v_scale: float | list[float]) -> SimpleNamespace:

@@ -378,13 +378,22 @@ def test_graphs_are_captured_with_padding_alone(drafter: type, monkeypatch: pyte
     assert self.planned == [(requests, tokens) for tokens, requests, _ in captured for _ in range(2)]
 
 
-def test_a_further_step_of_a_head_is_planned_by_what_its_graph_left_in_the_buffers() -> None:
-    """vLLM asks for it between the steps that one graph of an EAGLE head has."""
+@pytest.mark.parametrize(("tokens", "most", "causal"), [(3, 1, True), (15, 5, False), (15, 5, True)])
+def test_a_further_step_of_a_drafter_is_planned_by_what_its_graph_left_in_the_buffers(
+    tokens: int, most: int, causal: bool
+) -> None:
+    """vLLM asks for it between the steps that one graph of an EAGLE head has, and in that of DFlash, whose requests
+    have a block of tokens each; a target's layers, which may be beside the drafter's, are not in it.
+    """
     from vllm_batch_invariant.integration.layers.attention_cuda import PlannedMetadataBuilder
 
     planned = []
     builder = PlannedMetadataBuilder.__new__(PlannedMetadataBuilder)
-    builder._planners = {(8, None): SimpleNamespace(plan=lambda *of_step: planned.append(of_step))}
+    builder._sees_all = False
+    builder._planners = {
+        (8, None, of_step): SimpleNamespace(plan=lambda *given, of_step=of_step: planned.append((of_step, *given)))
+        for of_step in (True, False)
+    }
     starts, lengths = torch.arange(4), torch.tensor([5, 6, 0])
-    builder.update_draft_decode_metadata(Metadata(3, starts, lengths, torch.zeros(3, 1)))
-    assert planned == [(starts, lengths, 3, 1, False)]
+    builder.update_draft_decode_metadata(Metadata(tokens, starts, lengths, torch.zeros(3, 1), causal=causal))
+    assert planned == [(causal, starts, lengths, tokens, most, False)]

@@ -140,6 +140,9 @@ def test_attention_is_known_where_ours_serves_it() -> None:
         review.check(bare(attention, impl=SimpleNamespace(), head_size=64))
     with pytest.raises(NotCovered, match="its values have another size than its keys"):
         review.check(bare(attention, impl=ours, head_size=64, head_size_v=32))
+    ours.is_of_block = True
+    with pytest.raises(NotCovered, match="its tokens see those after them"):
+        review.check(bare(attention, impl=ours, head_size=64, head_size_v=64))
 
 
 def test_a_class_of_a_model_that_puts_known_layers_together_is_known(later: Callable[[str], ModuleType]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.envs import ATTENTION
+from vllm_batch_invariant.envs import ATTENTION, UNTRIED
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.engine import refusals, thoughts
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -300,7 +300,7 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
         ("eagle", "cuda", "auto", []),
         ("suffix", "cuda", "auto", []),
         ("mlp_speculator", "cpu", "auto", ["speculative decoding with mlp_speculator"]),
-        ("dflash", "cuda", "auto", ["speculative decoding with dflash"]),
+        ("dflash", "cuda", "auto", ["speculative decoding with dflash on a GPU"]),
         ("dspark", "cuda", "auto", ["speculative decoding with dspark"]),
         ("extract_hidden_states", "cuda", "auto", ["speculative decoding with extract_hidden_states"]),
         ("a later one", "cpu", "auto", ["speculative decoding with a later one"]),
@@ -402,7 +402,7 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
     from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
     aliases = set(get_args(MTPModelTypes)) - {"mtp"}  # vLLM makes mtp of them before it asks
-    refused = {"dflash", "dspark", "extract_hidden_states", "mlp_speculator"}
+    refused = {"dspark", "extract_hidden_states", "mlp_speculator"}
     assert set(get_args(SpeculativeMethod)) - aliases <= {*coverage.RAN.drafters, *refused}
     assert {*coverage.RAN.mtp_models} <= aliases
 
@@ -432,6 +432,59 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
     )
     [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]
     assert row.found(config) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, None),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, None),
+        ({"layer_types": ["sliding_attention"] * 2}, None),
+        ({"device": "cuda"}, "speculative decoding with dflash on a GPU"),
+        ({"device": "cuda", "untried": True, "version": "0.33.0"}, None),
+        ({"version": "0.31.0"}, "speculative decoding with dflash and vLLM 0.31.0"),
+        ({"architectures": ["DFlash2DraftModel"]}, "speculative decoding with dflash of DFlash2DraftModel"),
+        ({"workers": 2}, "speculative decoding with dflash by 2 workers"),
+        ({"quantization": "fp8"}, "drafts of dflash with quantisation fp8"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "drafts of dflash with full_attention and sliding_attention",
+        ),
+    ],
+)
+def test_draft_models_of_dflash_that_have_not_run_are_refused_by_name(
+    options: dict[str, Any], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "device": "cpu", "untried": False, "version": "0.32.0", "architectures": ["DFlashDraftModel"],
+        "quantization": None, "layer_types": None, "workers": 1,
+    } | options  # fmt: skip
+    monkeypatch.setattr(patch_points, "installed_version", lambda: given["version"])
+    monkeypatch.setenv(UNTRIED.name, "1" if given["untried"] else "0")
+    draft = SimpleNamespace(
+        architectures=given["architectures"],
+        quantization=given["quantization"],
+        hf_config=SimpleNamespace(layer_types=given["layer_types"]),
+    )
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="dflash", draft_model_config=draft, parallel_drafting=True),
+        parallel_config=SimpleNamespace(tensor_parallel_size=given["workers"]),
+        device_config=SimpleNamespace(device_type=given["device"]),
+    )
+    [row] = [feature for feature in coverage.REFUSED if feature.name == "Speculative decoding with another drafter"]
+    assert row.found(config) == found
+
+
+@pytest.mark.parametrize(
+    ("asks", "method", "is_refused"), [(True, "eagle3", True), (True, "dflash", False), (False, "ngram", False)]
+)
+def test_keys_after_a_token_are_refused_but_where_dflash_asks_for_them(
+    asks: bool, method: str, is_refused: bool
+) -> None:
+    [row] = [feature for feature in coverage.REFUSED if "use_non_causal" in feature.name]
+    speculation = SimpleNamespace(method=method)
+    config = SimpleNamespace(attention_config=SimpleNamespace(use_non_causal=asks), speculative_config=speculation)
+    assert (row.found(config) is not None) is is_refused
 
 
 class BadWords:

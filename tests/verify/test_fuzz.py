@@ -655,6 +655,22 @@ def test_the_mode_of_a_row_is_the_flags(engines, tmp_path: Path, monkeypatch: py
         assert [row["mode"] for row in csv.DictReader(table.open())] == [flag]
 
 
+def test_a_draft_model_of_dflash_is_written_once_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = make_checkpoint(tmp_path / "model", Shape(hidden=64, intermediate=64, layers=2, vocab=300))
+    settings = replace(draw_settings(0, 0, 300, Place("cpu")), drafts=3, drafter="dflash")
+    arguments = settings.arguments(str(model))
+    configured = json.loads(arguments[arguments.index("--speculative-config") + 1])
+    folder = Path(configured["model"])
+    assert configured == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dflash_config"] == {"mask_token_id": 299, "target_layer_ids": [0]}
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert settings.arguments(str(model)) == arguments
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert {one.name for one in tmp_path.iterdir()} == {"model", folder.name}
+
+
 def test_a_model_drafts_for_itself_in_some_engines_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [draw_settings(0, number, 300, Place("cuda")) for number in range(40)]
     found = {one.drafter: one for one in drawn if one.drafts}
@@ -674,5 +690,11 @@ def test_a_model_drafts_for_itself_in_some_engines_and_says_so(monkeypatch: pyte
     assert configured == {"method": "mtp", "num_speculative_tokens": drafting.drafts}
     for place in (Place("cuda", model=ernie), Place("cpu", model=ernie | {"num_nextn_predict_layers": 0})):
         assert "mtp" not in {draw_settings(0, number, 300, place).drafter for number in range(40)}
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"]}
+    found = {draw_settings(0, number, 300, Place("cpu", model=qwen3)).drafter for number in range(40)}
+    assert found == {"itself", "ngram", "dflash"}
+    for place in (Place("cuda", model=qwen3), Place("cpu", model={"architectures": ["GemmaForCausalLM"]})):
+        assert "dflash" not in {draw_settings(0, number, 300, place).drafter for number in range(40)}
     for place in (Place("cpu", has_draft_models=False), Place("cpu", model={"vision_config": {}})):
         assert {draw_settings(0, number, 300, place).drafter for number in range(40)} == {"ngram"}

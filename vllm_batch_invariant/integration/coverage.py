@@ -81,6 +81,15 @@ def _attention_backend(config: Config) -> str | None:
     return f"attention backend {other[0]}" if other else None
 
 
+def _later_keys(config: Config) -> str | None:
+    """vLLM asks for them itself while it makes a draft model of DFlash, and the gate looks at that configuration, too.
+    A target whose layers see them is refused when it is loaded (``layers/review.py``).
+    """
+    asks = getattr(config.attention_config, "use_non_causal", False)
+    drafts = getattr(config.speculative_config, "method", None) == "dflash"
+    return _when(asks and not drafts, "attention_config.use_non_causal=True")
+
+
 def _attention_of_another_device(config: Config) -> str | None:
     chosen, own = envs.ATTENTION.read(), known()[config.device_config.device_type].attention
     others = {device.attention for device in known().values()} - {own}
@@ -1430,7 +1439,8 @@ def _drafter(config: Config) -> str | None:
     if not speculation or not device.has_speculation:  # where all are refused
         return None
     method, on = speculation.method, device.ops.type
-    if on not in RAN.drafters.get(method, ()):
+    untried = method == "dflash" and envs.starts_untried()
+    if on not in RAN.drafters.get(method, ()) and not untried:
         where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in RAN.drafters else ""
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
@@ -1441,9 +1451,30 @@ def _drafter(config: Config) -> str | None:
         untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
         where = " on a GPU" if untried else ""
         return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")
+    if method == "dflash":
+        return _dflash(config)
     if getattr(speculation, "parallel_drafting", False):
         return f"parallel drafts of {method}"
     return _when(getattr(speculation, "use_heterogeneous_vocab", False), "a draft model with another vocabulary")
+
+
+def _dflash(config: Config) -> str | None:
+    """What has not been run of it: versions, several workers, and draft models of other classes, quantised ones, and
+    those with layers of both kinds of attention, which vLLM's second model runner alone has.
+    """
+    most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
+    draft, version = config.speculative_config.draft_model_config, patch_points.installed_version()
+    kind, attentions = draft.architectures[0], {*(getattr(draft.hf_config, "layer_types", None) or ())}
+    found = {
+        f"speculative decoding with dflash and vLLM {version}": not version.startswith(
+            RAN.dflash.get(devices.of_config(config).ops.type, RAN.on_gpus)
+        ),
+        f"speculative decoding with dflash by {most} workers": most > 1 and not envs.starts_untried(),
+        f"speculative decoding with dflash of {kind}": kind not in RAN.dflash_models,
+        f"drafts of dflash with quantisation {draft.quantization}": draft.quantization,
+        f"drafts of dflash with {' and '.join(sorted(attentions))}": len(attentions) > 1,
+    }
+    return _first(found)
 
 
 def _thinking_budgets(config: Config) -> str | None:
@@ -1725,8 +1756,9 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
-        "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa on a CPU: the answers and "
-        "logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, without budgets",
+        "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
+        "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, "
+        "without budgets",
     ),
     Feature(
         "Tensor parallelism on GPUs",
@@ -1780,6 +1812,12 @@ REFUSED = (
         "its splits follow the batch",
         "leave --attention-backend out, the mode brings its own",
         _attention_backend,
+    ),
+    Feature(
+        "`use_non_causal` of `--attention-config`, but by DFlash of itself",
+        "a model's tokens would see those after them, which come in another step",
+        "leave it out",
+        _later_keys,
     ),
     Feature(
         f"`{envs.ATTENTION.name}` of another device",
@@ -2018,9 +2056,10 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa on a CPU, ngram_gpu on a GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa and dflash on a CPU, ngram_gpu "
+        "on a GPU; of dflash one worker",
         _drafter,
-        arguments=(SPECULATION,),
+        arguments=(SPECULATION, TENSOR, envs.TP_TREE.name),
     ),
     Feature(
         "Thinking budgets and reasoning parsers on other devices than CPUs and GPUs",

@@ -1,6 +1,7 @@
 """Attention layers of vLLM: the KV cache is written first, then one path serves prefill and decode, in fixed splits.
 Layers of encoders have no cache: all tokens of a sequence come in one step, and see each other. Those of cross
-attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on.
+attention have a cache of what an encoder gave, which every token of the decoder sees from its first step on. Those of
+a draft model that drafts all tokens at once (DFlash) have a cache, and a step's tokens of a request see each other.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from ...ops.attention import (
 )
 from ...ops.common.kv_cache import E4M3, CacheSlots
 from ..coverage import DTYPES, ENCODER_HEAD_SIZES, HEAD_SIZES, SIZES
-from ..reviews import claims
+from ..reviews import claims, patch_points
 from ..reviews.schemes import FP8_CACHES, OF_HEADS, OF_TOKENS, ONE_SCALE, TOKEN_CACHE
 
 _CUTS = "mm_prefix_clamp_sliding_window"
@@ -48,6 +49,8 @@ class Metadata:
     """[tokens, 2] int32, the first and the last position that a token sees of the image that it belongs to, or
     NO_RANGE; None where no token sees what is behind it.
     """
+    causal: bool = True
+    """Whether a decoder's tokens see none after them, as the layers that are called with it must."""
 
     @property
     def num_decode_tokens(self) -> int:
@@ -62,31 +65,45 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._of_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self._sees_all = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec | CrossAttentionSpec)
-        layers = _layers_of(vllm_config)
+        layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
         self._sees_images, self._window = _of_images(layer_names, layers)
-        for layer in (layers[name] for name in layer_names if name in layers):
+        of_group = [layers[name] for name in layer_names if name in layers]
+        self._of_blocks = any(getattr(getattr(layer, "impl", None), "is_of_block", False) for layer in of_group)
+        for layer in of_group:
             if reads_another_cache(layer):
                 layer.impl.writer = layers[layer.kv_sharing_target_layer_name]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        if common_attn_metadata.causal is not True and not (self._sees_all and common_attn_metadata.causal is False):
-            raise NotCovered(
-                "attention that is not causal over a KV cache",
-                "a row may see a key that is not there yet",
-                "serve a decoder-only text model, or an encoder",
-            )
+        causal = common_attn_metadata.causal
+        if causal is not True and not (causal is False and (self._sees_all or self._of_blocks)):
+            raise _not_causal()
         return Metadata(
             common_attn_metadata.num_actual_tokens,
             common_attn_metadata.query_start_loc,
             common_attn_metadata.seq_lens,
             common_attn_metadata.block_table_tensor,
             ranges=ranges_of(common_attn_metadata, self._window) if self._sees_images else None,
+            causal=causal,
         )
 
 
-def _layers_of(vllm_config: Any) -> Mapping[str, Any]:
-    """Layers by their names, also those of a drafter."""
-    return getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+def _not_causal() -> NotCovered:
+    return NotCovered(
+        "attention that is not causal over a KV cache",
+        "a row may see a key that is not there yet",
+        "serve a decoder-only text model, or an encoder",
+    )
+
+
+def _is_of_block() -> bool:
+    """Whether vLLM makes layers of a draft model whose tokens see those after them, which its configuration says then.
+    The gate refuses that of any other model.
+    """
+    try:
+        config = patch_points.CURRENT_CONFIG.get()()
+    except AssertionError:  # none is at hand, so that vLLM makes no model
+        return False
+    return bool(getattr(getattr(config, "attention_config", None), "use_non_causal", False))
 
 
 def _of_images(layer_names: list[str], layers: Mapping[str, Any]) -> tuple[bool, int | None]:
@@ -189,6 +206,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
     supports_quant_query_input = False
     """Else vLLM would quantise queries beside a cache in fp8."""
     _scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    is_of_block = False
+    """Whether a step's tokens of a request see each other, and all keys before them in a cache."""
+    _takes_causal: bool | None = None
+    """:attr:`Metadata.causal` of the steps that it takes; None: any."""
 
     def __init__(
         self,
@@ -213,7 +234,10 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             )
         self.is_of_encoder = attn_type == AttentionType.ENCODER_ONLY
         """Whether all tokens of a sequence see each other, without a cache."""
-        causal = attn_type == AttentionType.DECODER
+        is_decoder = attn_type == AttentionType.DECODER
+        self.is_of_block = is_decoder and _is_of_block()
+        causal = is_decoder and not self.is_of_block
+        self._takes_causal = causal if is_decoder else None
         if head_size not in self.head_sizes:
             raise NotCovered(
                 f"attention heads of size {head_size}", f"the kernels have sizes {SIZES}", "serve another model"
@@ -235,7 +259,7 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
             raise NotCovered(
                 f"a KV cache in {kv_cache_dtype}", "the kernels do not read it", "pass --kv-cache-dtype fp8 or auto"
             )
-        if not causal and kv_cache_dtype in FP8_CACHES:
+        if not is_decoder and kv_cache_dtype in FP8_CACHES:
             raise NotCovered(
                 f"{attn_type} attention with a KV cache in {kv_cache_dtype}",
                 "an encoder has no KV cache, and of what it gave none has been run in fp8",
@@ -356,6 +380,8 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         refuse_quantised(output_scale, output_block_scale)
         if attn_metadata is None:
             return output
+        if self._takes_causal not in (None, attn_metadata.causal):
+            raise _not_causal()
         rows = attn_metadata.num_actual_tokens
         if self.is_of_encoder:
             cache: PagedCache = PackedKeys.of(key[:rows], value[:rows], attn_metadata.query_start_loc)
@@ -374,9 +400,9 @@ class FixedSplitAttention(AttentionImpl[Metadata]):
         attend(self._call(query, cache, batch), self.implementation, out, batch.plans.get(self.planned_as))
 
     @property
-    def planned_as(self) -> tuple[int, int | None]:
+    def planned_as(self) -> tuple[int, int | None, bool]:
         """Which of a step's plans is this layer's."""
-        return self.num_heads, self.spec.sliding_window
+        return self.num_heads, self.spec.sliding_window, self.spec.causal
 
     def _call(self, query: torch.Tensor, cache: PagedCache, batch: Metadata) -> PagedAttention:
         self.spec = self.spec.to(query.device)  # once: a CUDA graph cannot copy from the host
@@ -432,6 +458,11 @@ class FixedSplitBackendMixin:
         if spec.kv_quant_mode.name.lower() != TOKEN_CACHE:
             return spec
         return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * _SCALE_BYTES)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Of layers of a draft model: those of a target are refused when it is loaded."""
+        return True
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:

@@ -29,7 +29,7 @@ class CpuFixedSplitAttention(FixedSplitAttention):
             return
         from ...ops.attention.cpu import Plan, paged_attention
 
-        call, planned_as = self._call(query, cache, batch), (*self.planned_as, self.num_kv_heads, self.spec.causal)
+        call, planned_as = self._call(query, cache, batch), (*self.planned_as, self.num_kv_heads)
         plan = batch.plans.get(planned_as)
         call.check(values=plan is None)
         if plan is None:

@@ -38,7 +38,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update: ClassVar[bool] = True
-    """An EAGLE head has one graph for all drafts but the first."""
+    """An EAGLE head has one graph for all drafts but the first, and DFlash one for all."""
     _ranges: torch.Tensor | None = None
     """Where a CUDA graph of a model with images reads those of tokens: a graph is of steps with and without."""
 
@@ -70,7 +70,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
         kinds = tuple(dict.fromkeys(layer.spec for layer in layers))
         page, verify = self._spec.block_size, max(self.verify, default=1)
         certificate = certify(shape, self._device, page, kinds, verify, self._sees_ranges)
-        sizes, window = (requests, tokens, keys), kinds[0].sliding_window
+        sizes, window = (requests, tokens, keys), kinds[0].sliding_window if kinds[0].causal else None
         return Planner(shape, self._device, *sizes, kernels=certificate.kernels, window=window)
 
     def _sizes(self, layers: list[Any]) -> tuple[Any, int, int, int]:
@@ -116,8 +116,8 @@ class PlannedMetadataBuilder(MetadataBuilder):
         return kept.copy_(self._no_range if ranges is None else ranges.pin_memory(), non_blocking=True)
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Plan a drafter's next step of one token a request, within the CUDA graph of all its steps."""
-        self._plan(metadata, most=1)
+        """Plan a drafter's next step within its CUDA graph: every request has as many tokens, one or a block."""
+        self._plan(metadata, most=-(-metadata.num_actual_tokens // len(metadata.seq_lens)))
 
     def _plan(self, batch: Metadata, most: int) -> dict[tuple[int | None, ...], Any]:
         """The plans of a batch whose requests have ``most`` tokens or fewer, in the place of the last ones."""
@@ -125,6 +125,7 @@ class PlannedMetadataBuilder(MetadataBuilder):
         return {
             layers: planner.plan(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, most, has_ranges)
             for layers, planner in self._planners.items()
+            if layers[-1] is batch.causal or self._sees_all  # a drafter's may be beside the model's
         }
 
 

@@ -153,6 +153,8 @@ def _of_layer(layer: torch.nn.Module) -> str | None:
     if type(layer).__name__ in ("Attention", "EncoderOnlyAttention", "CrossAttention", "ChunkedLocalAttention"):
         if not any(_is_ours(kind) for kind in type(layer.impl).__mro__):
             return "its kernels are not ours"
+        if getattr(layer.impl, "is_of_block", False):
+            return "its tokens see those after them"
         if getattr(layer, "head_size_v", layer.head_size) != layer.head_size:
             return "its values have another size than its keys"
         if layer.impl.kv_cache_dtype.startswith("fp8"):

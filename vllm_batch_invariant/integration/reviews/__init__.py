@@ -226,6 +226,7 @@ class Ran:
         encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those of them that no GPU has run.
+        dflash_models: architectures of draft models of dflash that have run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
         delta_rule_models: with gated delta rules beside attention.
@@ -332,6 +333,7 @@ class Ran:
         text_of: multimodal models that are served as text, with what else they take.
         text_models: types of the text models that have been run in multimodal ones which may have others, too.
         drafters: methods of speculative decoding, with the devices.
+        dflash: versions whose engines have had drafts of dflash, by device.
     """
 
     on_gpus: str
@@ -345,6 +347,7 @@ class Ran:
     encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
+    dflash_models: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
     delta_rule_models: tuple[str, ...]
@@ -441,6 +444,7 @@ class Ran:
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
     drafters: Mapping[str, tuple[str, ...]]
+    dflash: Mapping[str, str]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
     encoded_quantised_drafted: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     encoded_drafters_beside_fp8_caches: Mapping[str, Mapping[str, tuple[str, ...]]]

@@ -18,7 +18,7 @@ from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
 from ...integration.reviews.schemes import OF_TOKENS, TOKEN_CACHE
 from ...ops.exact.definition import segments
-from ..harness import adapters
+from ..harness import adapters, dflash
 from ..harness.engine import argument_of, text_config
 from ..harness.requests import BUDGET
 
@@ -29,7 +29,7 @@ TEXT_ONLY = {
     "limits": ["--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'],
 }
 """Arguments by which vLLM takes nothing but text, by a name."""
-DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu", "mtp": "mtp"}
+DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu", "mtp": "mtp", "dflash": "dflash"}
 """vLLM's methods of what proposes tokens, by a name."""
 _MTP = {
     "DeepseekV3ForCausalLM": "deepseek_mtp",
@@ -436,7 +436,11 @@ def starts(settings: Any, place: Place, *names: str) -> bool:
         speculative_config=(
             SimpleNamespace(
                 method=DRAFTERS[settings.drafter],
-                draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=place.mtp)),
+                draft_model_config=SimpleNamespace(
+                    hf_config=SimpleNamespace(model_type=place.mtp),
+                    architectures=["DFlashDraftModel"],
+                    quantization=None,
+                ),
             )
             if settings.drafts
             else None
@@ -475,6 +479,7 @@ class Field:
 def _drafters(place: Place) -> list[str]:
     """What has run on a device, and has what it needs: a model that drafts for itself drafts text alone."""
     has = {"itself": place.has_draft_models and not place.is_multimodal, "mtp": bool(place.mtp)}
+    has["dflash"] = place.has_draft_models and bool({*dflash.MODELS} & {*(place.model.get("architectures") or ())})
     ran = [one for one, method in DRAFTERS.items() if place.device in coverage.RAN.drafters[method]]
     return [one for one in ran if has.get(one, True)]
 
