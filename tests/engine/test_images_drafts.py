@@ -39,6 +39,11 @@ IN_CODES = {f"{name}, {form}": form for form in (BLOCKS, "gptq", NVFP4[1]) for n
 CODED = {f"{name}, {NVFP4[1]}, KV cache in FP8": NVFP4[1] for name in (IN_PAGES, OF_EXPERTS)}
 """Whose checkpoints have scales of it, as published."""
 IN_CODES |= CODED
+OF_CODED = {
+    "head_dim": 128,
+    "rope_parameters": kept_states.QWEN3_5["rope_parameters"] | {"partial_rotary_factor": 0.125},
+}
+"""A page of codes is larger than a state, too."""
 WHOLE_BLOCKS = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_key_value_heads"), 4)
 """Each part of what a delta rule reads, of heads of 32, has whole blocks of 128; a page of keys is larger, too."""
 MODELS = {
@@ -49,7 +54,7 @@ MODELS = {
     OF_EXPERTS: partial(images.qwen3_5, kept_states.QWEN3_5_MOE | SMALL_STATES),
 }
 MODELS |= {
-    name: partial(images.qwen3_5, sizes | SMALL_STATES | WHOLE_BLOCKS)
+    name: partial(images.qwen3_5, sizes | SMALL_STATES | WHOLE_BLOCKS | (OF_CODED if name in CODED else {}))
     for name, sizes in zip(IN_CODES, cycle((kept_states.QWEN3_5, kept_states.QWEN3_5_MOE)), strict=False)
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -66,9 +71,6 @@ CASES = [
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
     **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, *IN_CODES)},
-}
-SETTINGS_OF |= {
-    name: SETTINGS_OF[name] | dict.fromkeys(("block_size", "max_num_batched_tokens"), 2 * PAGE) for name in CODED
 }
 """A model with states has one of each request, or one at the end of each page."""
 BUDGET = 128

@@ -671,6 +671,23 @@ def test_a_draft_model_of_dflash_is_written_once_for_a_model(tmp_path: Path, mon
     assert {one.name for one in tmp_path.iterdir()} == {"model", folder.name}
 
 
+def test_a_draft_model_of_gemma_4_is_written_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 64, "global_head_dim": 128, "vocab_size": 300}
+    model = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_kv_shared_layers": 2} | sizes
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    place = Place("cpu", model=model)
+    [drawn, *_] = [one for number in range(60) if (one := draw_settings(0, number, 300, place)).drafter == "mtp"]
+    arguments = drawn.arguments(str(tmp_path / "model"))
+    configured = json.loads(arguments[arguments.index("--speculative-config") + 1])
+    assert configured["method"] == "mtp"
+    config = json.loads((Path(configured["model"]) / "config.json").read_text())
+    assert (config["model_type"], config["backbone_hidden_size"]) == ("gemma4_assistant", 64)
+    assert "num_kv_shared_layers" not in config["text_config"]
+
+
 def test_a_model_drafts_for_itself_in_some_engines_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [draw_settings(0, number, 300, Place("cuda")) for number in range(40)]
     found = {one.drafter: one for one in drawn if one.drafts}
@@ -689,7 +706,8 @@ def test_a_model_drafts_for_itself_in_some_engines_and_says_so(monkeypatch: pyte
     configured = json.loads(drafting.arguments("MODEL")[drafting.arguments("MODEL").index("--speculative-config") + 1])
     assert configured == {"method": "mtp", "num_speculative_tokens": drafting.drafts}
     for place in (Place("cuda", model=ernie), Place("cpu", model=ernie | {"num_nextn_predict_layers": 0})):
-        assert "mtp" not in {draw_settings(0, number, 300, place).drafter for number in range(40)}
+        drawn_by = {draw_settings(0, number, 300, place).drafter for number in range(40)}
+        assert ("mtp" in drawn_by) == (place.device == "cuda")
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     qwen3 = {"architectures": ["Qwen3ForCausalLM"]}
     found = {draw_settings(0, number, 300, Place("cpu", model=qwen3)).drafter for number in range(40)}

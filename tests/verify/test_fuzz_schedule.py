@@ -362,7 +362,8 @@ def test_a_cache_in_fp8_is_drawn_beside_images_and_heads_of_two_sizes_with_the_w
         found = [one for one in drawn if bool(one.text) == text]
         assert ("fp8" in {one.options.get("cache", NONE) for one in found}) is expected
         if architecture:
-            assert all(one.workers == one.tree == 1 and not one.drafts for one in found if "cache" in one.options)
+            beside = [one for one in found if "cache" in one.options]
+            assert all(one.workers == one.tree == 1 and not (one.drafts and config) for one in beside)
 
 
 @pytest.mark.parametrize("architecture", coverage.RAN.encoded_by_two["cpu"])
@@ -714,8 +715,8 @@ def test_a_model_with_states_is_drawn_on_a_gpu_with_the_runner_that_serves_it(
     model = {"architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": "bfloat16", "layer_types": kinds}
     drawn = [draw_settings("states", number, 256, Place("cuda", 4, 2, model=model)) for number in range(40)]
     assert {(one.workers, one.stages, one.tree) for one in drawn} == {(1, 1, 1)}
-    assert {one.drafts > 0 for one in drawn if one.prefix_cache} == {False}
-    assert {one.drafts > 0 for one in drawn if not one.prefix_cache} == ({False, True} if ran else {False})
+    for cached in (False, True):
+        assert {one.drafts > 0 for one in drawn if one.prefix_cache == cached} == ({False, True} if ran else {False})
     assert {one.runner for one in drawn} == ({"", "1"} if ran else {""})
     assert {one.eager for one in drawn} == {one.prefix_cache for one in drawn} == {True, False}
     assert {one.options.get("sleep", NONE) for one in drawn} == ({NONE, "on"} if ran else {NONE})

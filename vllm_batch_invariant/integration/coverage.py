@@ -2056,8 +2056,8 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa and dflash on a CPU, ngram_gpu "
-        "on a GPU; of dflash one worker",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa, dflash on a CPU, ngram_gpu on a "
+        "GPU",
         _drafter,
         arguments=(SPECULATION, TENSOR, envs.TP_TREE.name),
     ),

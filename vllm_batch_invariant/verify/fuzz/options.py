@@ -34,6 +34,9 @@ DRAFTERS = {"itself": "draft_model", "ngram": "ngram", "ngram_gpu": "ngram_gpu",
 _MTP = {
     "DeepseekV3ForCausalLM": "deepseek_mtp",
     "Ernie4_5_MoeForCausalLM": "ernie_mtp",
+    "Gemma4ForCausalLM": "gemma4_mtp",
+    "Gemma4ForConditionalGeneration": "gemma4_mtp",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_mtp",
     "Glm4MoeForCausalLM": "glm4_moe_mtp",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite_mtp",
     "MiMoForCausalLM": "mimo_mtp",
@@ -42,7 +45,7 @@ _MTP = {
     "Qwen3_5ForCausalLM": "qwen3_5_mtp",
     "Qwen3_5MoeForCausalLM": "qwen3_5_mtp",
 }
-"""vLLM's type of the layers that models have for more tokens."""
+"""vLLM's type of the layers that models have for more tokens, or of what drafts for them by the same method."""
 _BACKENDS = {"xgrammar": "xgrammar", "guidance": "llguidance", "outlines": "outlines_core"}
 """Values of the backend of ``--structured-outputs-config``, and the module that each needs. With lm-format-enforcer
 0.11.3, which they are installed with, vLLM 0.32 and 0.33 refuse every request: it imports a module that they no longer
@@ -159,6 +162,7 @@ class Place:
         """vLLM's type of the layers that the model has for more tokens; empty if it has none that have run there."""
         kind = _MTP.get(next(iter(self.model.get("architectures") or ()), ""), "")
         has_layers = any(self.text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+        has_layers |= kind == "gemma4_mtp" and self.has_draft_models
         has_run = self.device == "cpu" or (kind not in coverage.RAN.mtp_on_cpus_alone and not self.is_quantised)
         return kind if has_layers and has_run else ""
 
@@ -697,12 +701,16 @@ def _has_fp8_caches(place: Place) -> bool:
 
 
 def _has_cache_beside(settings: Any, place: Place) -> bool:
-    """Whether one in fp8 may be beside a model's weights: of quantised ones some with images or heads of two sizes."""
+    """Whether one in fp8 may be beside a model's weights: of quantised ones some with images or heads of two sizes,
+    there without drafts.
+    """
     if not place.is_quantised:
         return True
     architecture = next(iter(place.model.get("architectures") or ()), "")
     beside = [architecture] if place.encodes and not settings.text else []
     beside += [coverage.TWO_SIZES] if architecture in coverage.RAN.two_head_sizes else []
+    if settings.drafts and beside:
+        return False
     kinds = (coverage.RAN.fp8_kv_cache_quantised.get(name, {}).get(place.device, ()) for name in beside)
     return all(_are_quantised_as(place, ran) for ran in kinds)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...envs import ARITHMETIC, TP_TREE, is_exact
 from ...integration import coverage
-from ..harness import adapters, dflash, images, pooling
+from ..harness import adapters, drafters, images, pooling
 from ..harness.engine import pages_of_states, pages_of_windows
 from ..harness.requests import BUDGET, EVERY_KIND, NGRAMS, OUTPUT_KINDS, Accepts, draw, draw_concurrent
 from .options import DRAFTERS, FIELDS, NONE, OPTIONS, TEXT_ONLY, Option, Place, starts
@@ -59,7 +59,7 @@ class Settings:
         text: the arguments by which a multimodal model is served as text: a key of ``TEXT_ONLY``; empty for none.
         drafts: tokens that are proposed in a step; 0 without speculative decoding.
         drafter: what proposes them: "ngram", "ngram_gpu", the model "itself", its layers for more tokens, "mtp", or a
-            model of random weights, "dflash".
+            model of random weights, "dflash" or, of Gemma 4, "mtp".
         workers: --tensor-parallel-size, with as many equal parts of a CPU's cores.
         tree: VLLM_BATCH_INVARIANT_TP_TREE; the parts of the cores are those of so many workers.
         stages: --pipeline-parallel-size, with as many equal parts of a CPU's cores.
@@ -116,8 +116,7 @@ class Settings:
             made += [coverage.PIPELINE, str(self.stages)]
         if self.drafts:
             drafter = {"itself": {"method": "", "model": model}, "mtp": {}, "dflash": {}}.get(self.drafter, NGRAMS)
-            if self.drafter == "dflash":
-                drafter = {"model": str(dflash.beside(model))}
+            drafter = drafter | drafters.beside(model, self.drafter)
             drafter = drafter | {"method": DRAFTERS[self.drafter], "num_speculative_tokens": self.drafts}
             made += [coverage.SPECULATION, json.dumps(drafter)]
         for option in OPTIONS:

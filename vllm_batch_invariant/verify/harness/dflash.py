@@ -1,14 +1,9 @@
 """Draft models of DFlash (z-lab/Qwen3-8B-DFlash-b16) of random weights, for a model in a folder."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from .engine import text_config
 
 if TYPE_CHECKING:
     import torch
@@ -21,23 +16,6 @@ _SHARED = (
     *("rms_norm_eps",),
 )
 """Fields that a draft model has as its target."""
-
-
-def beside(model: str) -> Path:
-    """The folder of a draft model for a model in a folder, which is written once and stays: a line for a shell names
-    it.
-    """
-    config = text_config(model)
-    digest = sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"vllm-batch-invariant-dflash-{os.getuid()}-{digest}"
-    if config and not folder.exists():
-        with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
-            try:
-                write(Path(made) / "model", config).rename(folder)
-            except OSError:  # another process was faster
-                if not folder.exists():
-                    raise
-    return folder
 
 
 def write(folder: Path, target: Mapping[str, Any], **more: Any) -> Path:

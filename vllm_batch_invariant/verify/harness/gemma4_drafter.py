@@ -1,0 +1,85 @@
+"""What is published to draft for Gemma 4 (google/gemma-4-E2B-it-assistant), of random weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+TEXTS = ("gemma4_text", "gemma4_unified_text")
+"""Types of the language models that have one."""
+_OF_TARGET = (
+    *("num_kv_shared_layers", "use_double_wide_mlp", "enable_moe_block", "num_experts", "top_k_experts"),
+    *("moe_intermediate_size", "architectures"),
+)
+"""Fields that a draft model has not as its target."""
+_KINDS = ("sliding_attention", "full_attention")
+_HIDDEN, _INNER = 128, 256
+
+
+def write(folder: Path, target: Mapping[str, Any]) -> Path:
+    """Write one: a layer of each kind, with queries alone, which reads the KV cache of the target's last such layer.
+
+    Args:
+        folder: to be written, with its parents.
+        target: the configuration of the language model that it drafts for.
+
+    Returns:
+        The folder.
+    """
+    from safetensors.torch import save_file
+
+    text = {name: value for name, value in target.items() if name not in _OF_TARGET} | {
+        "model_type": "gemma4_text",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": len(_KINDS),
+        "layer_types": list(_KINDS),
+        **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0),
+    }
+    config = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "text_config": text,
+        "backbone_hidden_size": target["hidden_size"],
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(text, target["hidden_size"]), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _weights(text: Mapping[str, Any], of_target: int) -> "dict[str, torch.Tensor]":
+    import torch
+
+    heads, small = text["num_attention_heads"], text.get("head_dim", 256)
+    sizes = {_KINDS[0]: small, _KINDS[1]: text.get("global_head_dim") or small}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (text["vocab_size"], _HIDDEN),
+        "model.norm": (_HIDDEN,),
+        "pre_projection": (_HIDDEN, 2 * of_target),
+        "post_projection": (of_target, _HIDDEN),
+    }
+    for number, kind in enumerate(_KINDS):
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        of_layer = {f"{name}_layernorm": (_HIDDEN,) for name in norms} | {
+            "self_attn.q_norm": (sizes[kind],),
+            "self_attn.q_proj": (heads * sizes[kind], _HIDDEN),
+            "self_attn.o_proj": (_HIDDEN, heads * sizes[kind]),
+            **{f"mlp.{name}_proj": (_INNER, _HIDDEN) for name in ("gate", "up")},
+            "mlp.down_proj": (_HIDDEN, _INNER),
+        }
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
+    chance = torch.Generator().manual_seed(5)
+    weights = {
+        f"{name}.weight": torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=chance) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+    weights |= {f"model.layers.{number}.layer_scalar": torch.ones(1) for number in range(len(_KINDS))}
+    return {name: weight.bfloat16() for name, weight in weights.items()}
