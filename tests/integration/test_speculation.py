@@ -413,10 +413,13 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
         ({"method": "mtp", "model": "mimo_mtp"}, None),
         ({"method": "mtp", "model": "qwen3_next_mtp"}, None),
         ({"method": "mtp", "model": "ernie_mtp"}, None),
+        ({"method": "mtp", "model": "ernie_mtp", "device": "cuda"}, None),
+        ({"method": "mtp", "model": "gemma4_mtp"}, None),
         (
-            {"method": "mtp", "model": "ernie_mtp", "device": "cuda"},
-            "speculative decoding with mtp of ernie_mtp on a GPU",
+            {"method": "mtp", "model": "gemma4_mtp", "centroids": True},
+            "speculative decoding with mtp of gemma4_mtp with centroids on a CPU",
         ),
+        ({"method": "mtp", "model": "gemma4_mtp", "centroids": True, "device": "cuda"}, None),
         ({"method": "mtp", "model": "exaone_moe_mtp"}, "speculative decoding with mtp of exaone_moe_mtp"),
         ({"method": "mtp", "model": "qwen3_next_mtp", "device": "cuda"}, None),
         ({"method": "eagle3", "parallel_drafting": True}, "parallel drafts of eagle3"),
@@ -425,7 +428,8 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
 )
 def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict[str, Any], found: str | None) -> None:
     device, model = (options.pop(name, default) for name, default in (("device", "cpu"), ("model", "llama")))
-    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=model))
+    ordered = {"use_ordered_embeddings": options.pop("centroids", False)}
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=model, **ordered))
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=draft, **options),
         device_config=SimpleNamespace(device_type=device),

@@ -111,13 +111,10 @@ def test_layers_without_a_window_see_nothing_behind_a_token_where_others_cut_ima
         spec = SimpleNamespace(sliding_window=window)
         return SimpleNamespace(mm_prefix_clamp_sliding_window=cuts, impl=SimpleNamespace(spec=spec))
 
-    def config(**layers: SimpleNamespace) -> SimpleNamespace:
-        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-
-    cutting = config(near=layer(True, 48), far=layer(False, None))
-    assert _of_images(["near"], cutting) == (True, 48)
-    assert _of_images(["far"], cutting) == (False, None)
-    assert _of_images(["near"], config(near=layer(False, 48), far=layer(False, None))) == (True, None)
+    cutting = {"near": layer(True, 48), "far": layer(False, None), "of a drafter": layer(False, 48)}
+    assert _of_images(["near"], cutting) == _of_images(["of a drafter", "near"], cutting) == (True, 48)
+    assert _of_images(["far"], cutting) == _of_images(["of a drafter"], cutting) == (False, None)
+    assert _of_images(["near"], {"near": layer(False, 48), "far": layer(False, None)}) == (True, None)
 
 
 def test_a_cuda_graph_finds_the_ranges_of_each_step_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
