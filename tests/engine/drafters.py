@@ -236,6 +236,17 @@ def predict_by_last_layer(folder: Path, likely: int | None = None) -> Path:
     return folder
 
 
+def prefer_few(folder: Path) -> Path:
+    """Have a model or a drafter give few tokens, some of which the other foretells."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = "lm_head.weight"  # or the embeddings
+    [name] = [head] if head in tensors else [name for name in tensors if name.endswith("embed_tokens.weight")]
+    tensors[name][8:] *= 0.02
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 def add_mtp(folder: Path) -> Path:
     """Give a small Qwen3.5, with experts or without, also one that takes images, or Qwen3-Next a layer that predicts a
     second token, of random weights.
@@ -257,6 +268,25 @@ def add_mtp(folder: Path) -> Path:
     save_file(weights | made, folder / "model.safetensors", metadata={"format": "pt"})
     config["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def add_glm_ocr_mtp(folder: Path) -> Path:
+    """Give a small GLM-OCR a layer that predicts a second token, of random weights."""
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    text = config["text_config"]
+    hidden, number = text["hidden_size"], text["num_hidden_layers"]
+    last, layer = (f"model.language_model.layers.{place}." for place in (number - 1, number))
+    shapes = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,)) | {"eh_proj": (hidden, 2 * hidden)}
+    shapes |= {
+        name.removeprefix(last).removesuffix(".weight"): tuple(weight.shape)
+        for name, weight in weights.items()
+        if name.startswith(last)
+    }
+    weights |= random_weights({layer + name: shape for name, shape in shapes.items()})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    text["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -142,16 +142,6 @@ def written_drafter(name: str, folder: Path, **of_tokens: int) -> Path:
     return folder
 
 
-def prefer_few(folder: Path) -> Path:
-    """Have a model or a drafter give few tokens, some of which the other foretells."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    [name] = [name for name in tensors if name.endswith("embed_tokens.weight")]
-    tensors[name][8:] *= 0.02
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
-
-
 def config_around(name: str) -> transformers.PretrainedConfig:
     """Of a model as it is published, with what encodes images."""
     of_text, kind = AROUND[name]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine import gemma4, kept_states, multimodal
+from tests.engine.drafters import prefer_few
 from tests.engine.engines import UNTRIED_THERE, untried_on_gpu
 from tests.engine.gemma4 import AROUND, CONFIGS, FAULTS
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64
@@ -137,8 +138,8 @@ def test_n_grams_leave_answers_alone(name: str, checkpoint: Callable[[str], Path
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_drafter_that_reads_its_caches_leaves_answers_alone(name: str, graphs: bool, tmp_path: Path) -> None:
     """Beside a prefix cache, which plain decoding has not. And not where verify steps scale scores otherwise."""
-    folder = gemma4.prefer_few(gemma4.written(name, tmp_path / "model"))
-    drafter = gemma4.prefer_few(gemma4.written_drafter(name, tmp_path / "drafter"))
+    folder = prefer_few(gemma4.written(name, tmp_path / "model"))
+    drafter = prefer_few(gemma4.written_drafter(name, tmp_path / "drafter"))
     asked, drafts = kept_states.drafted_requests()[::3], {"method": "mtp", "model": str(drafter)}
     cached = {"enable_prefix_caching": True} | (kept_states.IN_GRAPHS if graphs else {})
     differing, counted, *faulty = kept_states.with_drafts(

@@ -12,7 +12,7 @@ TEXTS = ("gemma4_text", "gemma4_unified_text")
 """Types of the language models that have one."""
 _OF_TARGET = (
     *("num_kv_shared_layers", "use_double_wide_mlp", "enable_moe_block", "num_experts", "top_k_experts"),
-    *("moe_intermediate_size", "architectures"),
+    *("moe_intermediate_size", "architectures", "per_layer_config"),
 )
 """Fields that a draft model has not as its target."""
 _KINDS = ("sliding_attention", "full_attention")
@@ -39,6 +39,11 @@ def write(folder: Path, target: Mapping[str, Any]) -> Path:
         "layer_types": list(_KINDS),
         **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0),
     }
+    if of_layers := target.get("per_layer_config"):  # Transformers' form of what is published as global_head_dim
+        layers = [len(target["layer_types"]) - 1 - target["layer_types"][::-1].index(kind) for kind in _KINDS]
+        text["per_layer_config"] = {
+            str(number): of_layers[str(layer)] for number, layer in enumerate(layers) if str(layer) in of_layers
+        }
     config = {
         "architectures": ["Gemma4AssistantForCausalLM"],
         "model_type": "gemma4_assistant",
@@ -56,8 +61,11 @@ def write(folder: Path, target: Mapping[str, Any]) -> Path:
 def _weights(text: Mapping[str, Any], of_target: int) -> "dict[str, torch.Tensor]":
     import torch
 
-    heads, small = text["num_attention_heads"], text.get("head_dim", 256)
-    sizes = {_KINDS[0]: small, _KINDS[1]: text.get("global_head_dim") or small}
+    heads, of_layers = text["num_attention_heads"], text.get("per_layer_config", {})
+    sizes = {
+        kind: text.get(name) or text["head_dim"] for kind, name in zip(_KINDS, ("", "global_head_dim"), strict=True)
+    }
+    sizes |= {_KINDS[int(number)]: of_layer["head_dim"] for number, of_layer in of_layers.items()}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (text["vocab_size"], _HIDDEN),
         "model.norm": (_HIDDEN,),

@@ -1,5 +1,6 @@
-"""What is published to draft for Gemma 4 reads the KV caches of its target: a request with images, videos and sounds
-has the tokens, logprobs and candidates of plain decoding, alone, among others, from the caches and after a preemption.
+"""Images, videos and sounds beside what is published to draft for Gemma 4, which reads the KV caches of its target, and
+beside GLM-OCR's layer for more tokens: a request has the tokens, logprobs and candidates of plain decoding, alone,
+among others, from the caches and after a preemption.
 """
 
 import json
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from tests.engine import gemma4, images
+from tests.engine.drafters import add_glm_ocr_mtp, prefer_few
 from tests.engine.engines import Engine, differing_answers, untried_on_gpu
 from tests.engine.quantised_layers import NVFP4, OF_32, ROWS
-from tests.engine.test_quantised_images import FAMILIES, IN_FP8, ON, PLAIN, SCALED, Family
+from tests.engine.test_quantised_images import FAMILIES, IN_FP8, ON, PLAIN, SCALED, Family, of_family
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.integration.reviews import patch_points
 
@@ -24,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not patch_points.installed_version().startswith(RAN.encoding[ON]), reason="refused"),
     untried_on_gpu,
 ]
+GLM_OCR = "glm-ocr"
 CASES = [
     *(("31B", PLAIN), ("26B-A4B", PLAIN), ("12B", PLAIN), ("E2B", PLAIN)),
     *((name, OF_32) for name in ("31B", "12B", "E2B")),
@@ -31,26 +34,31 @@ CASES = [
     *((f"{name}, {IN_FP8}", ROWS) for name in ("31B", "26B-A4B", "E2B")),
     (f"31B, {SCALED}", NVFP4[1]),
     *((f"26B-A4B, {kind}", form) for kind, form in zip((IN_FP8, SCALED), NVFP4, strict=True)),
+    (GLM_OCR, PLAIN),
 ]
 """As published: weights, and the KV cache that its recipe asks for."""
+NAMES = {"31B": "gemma4"}
 SOFTENED = "tests.engine.states:soften_verify_steps"
 
 
 def save(config: Any, dtype: torch.dtype, folder: Path) -> None:
     images.save(config, dtype, folder)
-    gemma4.prefer_few(folder)
+    prefer_few(add_glm_ocr_mtp(folder) if config.model_type == "glm_ocr" else folder)
 
 
 @pytest.mark.parametrize(("name", "form"), CASES, ids=[", ".join(case) for case in CASES])
 def test_a_request_has_the_bits_of_plain_decoding_in_any_company(tmp_path: Path, name: str, form: str) -> None:
     """And not where verify steps scale scores otherwise."""
-    named = "gemma4" if name == "31B" else f"gemma4, {name}"
-    family: Family = FAMILIES[named]._replace(save=save)
-    model, vocabulary = name.partition(",")[0], family.config().get_text_config().vocab_size
+    family: Family = (of_family(name) if name == GLM_OCR else FAMILIES[NAMES.get(name, f"gemma4, {name}")])._replace(
+        save=save
+    )
     family.write(tmp_path, form)
-    drafter = gemma4.prefer_few(gemma4.written_drafter(model, tmp_path / "drafter", vocab_size=vocabulary))
-    drafts = json.dumps({"method": "mtp", "model": str(drafter), "num_speculative_tokens": 4})
-    drafting = family._replace(limits=family.limits | {"speculative_config": drafts})
+    drafts = {"method": "mtp", "num_speculative_tokens": 4}
+    if name != GLM_OCR:
+        vocabulary = family.config().get_text_config().vocab_size
+        drafter = gemma4.written_drafter(name.partition(",")[0], tmp_path / "drafter", vocab_size=vocabulary)
+        drafts |= {"model": str(prefer_few(drafter))}
+    drafting = family._replace(limits=family.limits | {"speculative_config": json.dumps(drafts)})
     asked, path = images.runs_of(*family.requests), tmp_path / "path"
     by_itself = [run for run in asked if "alone" in run]
     path.mkdir()
