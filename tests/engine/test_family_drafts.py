@@ -37,8 +37,13 @@ CASES = [
     (GLM_OCR, PLAIN),
 ]
 """As published: weights, and the KV cache that its recipe asks for."""
-NAMES = {"31B": "gemma4"}
 SOFTENED = "tests.engine.states:soften_verify_steps"
+
+
+def family_of(name: str) -> Family:
+    if name == GLM_OCR:
+        return of_family(name)
+    return FAMILIES["gemma4" if name == "31B" else f"gemma4, {name}"]
 
 
 def save(config: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -49,9 +54,7 @@ def save(config: Any, dtype: torch.dtype, folder: Path) -> None:
 @pytest.mark.parametrize(("name", "form"), CASES, ids=[", ".join(case) for case in CASES])
 def test_a_request_has_the_bits_of_plain_decoding_in_any_company(tmp_path: Path, name: str, form: str) -> None:
     """And not where verify steps scale scores otherwise."""
-    family: Family = (of_family(name) if name == GLM_OCR else FAMILIES[NAMES.get(name, f"gemma4, {name}")])._replace(
-        save=save
-    )
+    family = family_of(name)._replace(save=save)
     family.write(tmp_path, form)
     drafts = {"method": "mtp", "num_speculative_tokens": 4}
     if name != GLM_OCR:
