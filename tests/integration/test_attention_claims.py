@@ -7,7 +7,7 @@ from vllm_batch_invariant.integration.layers.attention_cpu import Backend
 from vllm_batch_invariant.integration.reviews import claims as reviewed_claims
 from vllm_batch_invariant.integration.reviews import patch_points
 
-INHERITED = ("supports_alibi_sqrt", "supports_rswa", "supports_non_causal")
+INHERITED = ("supports_alibi_sqrt", "supports_rswa")
 
 
 class BackendLikeTheOneForGpus(FixedSplitBackendMixin, patch_points.CUDA_BACKEND.get()):
@@ -31,6 +31,7 @@ def test_what_is_proven_is_still_claimed() -> None:
     assert Backend.supports_batch_invariance()
     assert Backend.supports_sliding_window()
     assert Backend.supports_sink()
+    assert Backend.supports_non_causal()
     assert Backend.supports_head_size(128)
     assert not Backend.supports_head_size(80 + 1)
 

@@ -500,7 +500,8 @@ def test_drafts_beside_images_are_those_of_one_worker_that_have_run(
         assert by_two[-1] == "image inputs with speculative decoding by 2 workers"
         in_fp8 = beside(**drafts, cache_config=SimpleNamespace(cache_dtype="fp8"))
         has_run = method in coverage.RAN.encoded_drafters_beside_fp8_caches.get(architecture, {}).get("cpu", ())
-        assert in_fp8 == [] if has_run else ["image inputs with speculative decoding beside a KV cache in fp8"]
+        said_of_cache = "image inputs with speculative decoding beside a KV cache in fp8"
+        assert in_fp8 == ([] if has_run else [said_of_cache])
         quantised = beside(**drafts, quantization="fp8")
         assert quantised == [f"image inputs with speculative decoding with {method} beside quantised weights"]
         monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
-from vllm_batch_invariant.envs import ATTENTION, UNTRIED
+from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, UNTRIED
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.engine import refusals, thoughts
 from vllm_batch_invariant.integration.reviews import patch_points
@@ -420,6 +420,10 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
             "speculative decoding with mtp of gemma4_mtp with centroids on a CPU",
         ),
         ({"method": "mtp", "model": "gemma4_mtp", "centroids": True, "device": "cuda"}, None),
+        (
+            {"method": "mtp", "model": "gemma4_mtp", "quantization": "fp8"},
+            "speculative decoding with mtp of gemma4_mtp with quantisation fp8",
+        ),
         ({"method": "mtp", "model": "exaone_moe_mtp"}, "speculative decoding with mtp of exaone_moe_mtp"),
         ({"method": "mtp", "model": "qwen3_next_mtp", "device": "cuda"}, None),
         ({"method": "eagle3", "parallel_drafting": True}, "parallel drafts of eagle3"),
@@ -429,7 +433,8 @@ def test_every_method_of_the_installed_vllm_is_covered_or_refused_by_name() -> N
 def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict[str, Any], found: str | None) -> None:
     device, model = (options.pop(name, default) for name, default in (("device", "cpu"), ("model", "llama")))
     ordered = {"use_ordered_embeddings": options.pop("centroids", False)}
-    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=model, **ordered))
+    quantised = options.pop("quantization", None)
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type=model, **ordered), quantization=quantised)
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=draft, **options),
         device_config=SimpleNamespace(device_type=device),
@@ -450,6 +455,17 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
         ({"architectures": ["DFlash2DraftModel"]}, "speculative decoding with dflash of DFlash2DraftModel"),
         ({"workers": 2}, "speculative decoding with dflash by 2 workers"),
         ({"quantization": "fp8"}, "drafts of dflash with quantisation fp8"),
+        ({"target": {"quantization": "fp8"}}, "speculative decoding with dflash and quantisation fp8"),
+        ({"target": {"architecture": "MiMoForCausalLM"}}, "speculative decoding with dflash for MiMoForCausalLM"),
+        (
+            {"cache_dtype": "fp8_per_token_head"},
+            "speculative decoding with dflash and a KV cache in fp8_per_token_head",
+        ),
+        ({"arithmetic": "exact"}, "speculative decoding with dflash in exact arithmetic"),
+        (
+            {"attention": "flex"},
+            "speculative decoding with dflash and VLLM_BATCH_INVARIANT_ATTENTION=flex",
+        ),
         (
             {"layer_types": ["sliding_attention", "full_attention"]},
             "drafts of dflash with full_attention and sliding_attention",
@@ -461,8 +477,13 @@ def test_draft_models_of_dflash_that_have_not_run_are_refused_by_name(
 ) -> None:
     given = {
         "device": "cpu", "untried": False, "version": "0.32.0", "architectures": ["DFlashDraftModel"],
-        "quantization": None, "layer_types": None, "workers": 1,
+        "quantization": None, "layer_types": None, "workers": 1, "target": {}, "cache_dtype": "auto",
+        "arithmetic": "", "attention": "",
     } | options  # fmt: skip
+    for variable, name in ((ARITHMETIC, "arithmetic"), (ATTENTION, "attention")):
+        if given[name]:
+            monkeypatch.setenv(variable.name, given[name])
+    target = {"architecture": "Qwen3ForCausalLM", "quantization": None} | given["target"]
     monkeypatch.setattr(patch_points, "installed_version", lambda: given["version"])
     monkeypatch.setenv(UNTRIED.name, "1" if given["untried"] else "0")
     draft = SimpleNamespace(
@@ -472,6 +493,8 @@ def test_draft_models_of_dflash_that_have_not_run_are_refused_by_name(
     )
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(method="dflash", draft_model_config=draft, parallel_drafting=True),
+        model_config=SimpleNamespace(**target),
+        cache_config=SimpleNamespace(cache_dtype=given["cache_dtype"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=given["workers"]),
         device_config=SimpleNamespace(device_type=given["device"]),
     )

@@ -107,13 +107,15 @@ def test_a_window_cuts_what_a_token_sees_of_its_image_before_it() -> None:
 def test_layers_without_a_window_see_nothing_behind_a_token_where_others_cut_images() -> None:
     from vllm_batch_invariant.integration.layers.attention import _of_images
 
-    def layer(cuts: bool, window: int | None) -> SimpleNamespace:
-        spec = SimpleNamespace(sliding_window=window)
-        return SimpleNamespace(mm_prefix_clamp_sliding_window=cuts, impl=SimpleNamespace(spec=spec))
+    def layer(cuts: bool, window: int | None, reads: str | None = None) -> SimpleNamespace:
+        impl = SimpleNamespace(spec=SimpleNamespace(sliding_window=window))
+        return SimpleNamespace(mm_prefix_clamp_sliding_window=cuts, kv_sharing_target_layer_name=reads, impl=impl)
 
-    cutting = {"near": layer(True, 48), "far": layer(False, None), "of a drafter": layer(False, 48)}
+    cutting = {"near": layer(True, 48), "far": layer(False, None), "of a drafter": layer(False, 48, reads="near")}
     assert _of_images(["near"], cutting) == _of_images(["of a drafter", "near"], cutting) == (True, 48)
     assert _of_images(["far"], cutting) == _of_images(["of a drafter"], cutting) == (False, None)
+    with pytest.raises(ValueError, match="too many values"):
+        _of_images(["near", "far"], cutting)
     assert _of_images(["near"], {"near": layer(False, 48), "far": layer(False, None)}) == (True, None)
 
 

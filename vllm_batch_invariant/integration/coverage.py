@@ -15,7 +15,7 @@ from . import devices, reviews
 from .feature import Config, Feature
 from .parallel import tensor_tree
 from .reviews import connectors, encoding, expert_adapters, patch_points, schemes
-from .reviews.schemes import FP8_CACHES
+from .reviews.schemes import FP8_CACHES, TOKEN_CACHE
 
 EAGER = "--enforce-eager"
 TENSOR, PIPELINE, SPECULATION = "--tensor-parallel-size", "--pipeline-parallel-size", "--speculative-config"
@@ -295,7 +295,7 @@ def _quantised_draft_elsewhere(config: Config) -> str | None:
     """A draft model in a format that no GPU has served: what a target is refused there for does not see it."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     name = getattr(draft, "quantization", None)
-    by_mtp = {*RAN.quantised_mtp_on_gpus} if _method(config) == "mtp" else set()
+    by_mtp = {*RAN.quantised_mtp_on_gpus.get(getattr(getattr(draft, "hf_config", None), "model_type", ""), ())}
     if not name or name in by_mtp or devices.of_config(config).ops.type != "cuda" or envs.starts_untried():
         return None
     read = patch_points.CONFIG.get().get_quantization_config(draft, config.load_config)
@@ -832,7 +832,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     caches_drafts = method is not None and cache.enable_prefix_caching
     drafts_quantised = (
         kept is _DELTA_RULES and not {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}
-    ) or (kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED)
+    ) or (
+        kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED and _has_latent_experts(model)
+    )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     found = {
         **several,
@@ -1036,14 +1038,14 @@ def _method(config: Config) -> str | None:
 
 
 def _kinds_beside_drafts(config: Config) -> tuple[str, ...]:
-    """Kinds of quantised weights of such a model that takes images, with which its method of drafting has run."""
+    """Kinds of quantised weights of a model that takes images, with which its method of drafting has run."""
     ran_on = _ran_on(devices.of_config(config).ops.type)
     of_model = RAN.encoded_quantised_drafted.get(config.model_config.architecture, {})
     return of_model.get(ran_on, {}).get(str(_method(config)), ())
 
 
 def _drafts_beside_other_caches(config: Config) -> bool:
-    """Whether a method drafts that has not run beside a KV cache in FP8 of such a model that takes images."""
+    """Whether a method drafts that has not run beside a KV cache in FP8 of a model that takes images."""
     ran_on, method = _ran_on(devices.of_config(config).ops.type), _method(config)
     of_model = RAN.encoded_drafters_beside_fp8_caches.get(config.model_config.architecture, {})
     return method is not None and method not in of_model.get(ran_on, ())
@@ -1178,8 +1180,7 @@ def _multimodal_not_run_on_gpus(config: Config) -> str | None:
     if not model.is_multimodal_model or envs.starts_untried():
         return None
     kinds = RAN.encoded_on_cpus_alone.get(model.architecture, ())
-    if model.architecture not in RAN.text_on_cpus_alone:  # and may be served without these
-        kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))
+    kinds = tuple(kind for kind in kinds if kind in encoding.encoded(model))  # it may be served without these
     return _when(kinds, f"{' and '.join(kinds)} inputs of {model.architecture} on a GPU")
 
 
@@ -1445,7 +1446,9 @@ def _drafter(config: Config) -> str | None:
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
         drafter = speculation.draft_model_config.hf_config
-        kind = drafter.model_type
+        kind, quantised = drafter.model_type, getattr(speculation.draft_model_config, "quantization", None)
+        if kind == "gemma4_mtp" and quantised:  # a draft model of its own
+            return f"speculative decoding with mtp of {kind} with quantisation {quantised}"
         if on == "cpu" and getattr(drafter, "use_ordered_embeddings", False):  # vLLM captures a CUDA graph
             return f"speculative decoding with mtp of {kind} with centroids on a CPU"
         untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
@@ -1459,16 +1462,23 @@ def _drafter(config: Config) -> str | None:
 
 
 def _dflash(config: Config) -> str | None:
-    """What has not been run of it: versions, several workers, and draft models of other classes, quantised ones, and
-    those with layers of both kinds of attention, which vLLM's second model runner alone has.
+    """What has not been run of it: versions, several workers, other targets and quantised ones, and draft models of
+    other classes, quantised ones, and those with layers of both kinds of attention, which vLLM's second model runner
+    alone has.
     """
-    most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
+    model, device = config.model_config, devices.of_config(config)
+    most, attention = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices()), envs.ATTENTION.read()
     draft, version = config.speculative_config.draft_model_config, patch_points.installed_version()
     kind, attentions = draft.architectures[0], {*(getattr(draft.hf_config, "layer_types", None) or ())}
     found = {
         f"speculative decoding with dflash and vLLM {version}": not version.startswith(
-            RAN.dflash.get(devices.of_config(config).ops.type, RAN.on_gpus)
+            RAN.dflash.get(device.ops.type, RAN.on_gpus)
         ),
+        f"speculative decoding with dflash for {model.architecture}": model.architecture not in RAN.dflash_targets,
+        f"speculative decoding with dflash and quantisation {model.quantization}": model.quantization,
+        f"speculative decoding with dflash and a KV cache in {TOKEN_CACHE}": _cache_dtype(config) == TOKEN_CACHE,
+        "speculative decoding with dflash in exact arithmetic": device.is_exact,
+        f"speculative decoding with dflash and {envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         f"speculative decoding with dflash by {most} workers": most > 1 and not envs.starts_untried(),
         f"speculative decoding with dflash of {kind}": kind not in RAN.dflash_models,
         f"drafts of dflash with quantisation {draft.quantization}": draft.quantization,
@@ -1681,12 +1691,12 @@ COVERED = (
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
         "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
-        "cache by one worker, on a GPU of MTP; states in fp32",
+        "cache by one worker; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
         "Nemotron-H, Granite 4 H, also with experts (Nemotron 3 Nano; latent ones, Super), and Falcon-H1: on a CPU "
-        "with vLLM 0.32, in bf16 on a GPU with 0.33; by one worker with drafts of n-grams, on a CPU MTP (Super); "
+        "with vLLM 0.32, in bf16 on a GPU with 0.33; by one worker with drafts of n-grams, MTP (Super); "
         "without them by two, of experts Nemotron-H's, on a CPU also four, if these divide groups; states in fp32",
     ),
     Feature(
@@ -1756,7 +1766,7 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
-        "Qwen3-Next, on a CPU Nemotron-H and ERNIE 4.5, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
+        "Qwen3-Next, Nemotron-H, ERNIE 4.5, Gemma 4, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
         "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, "
         "without budgets",
     ),
@@ -2214,16 +2224,16 @@ REFUSED = (
     Feature(
         "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
         "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "codes or n-grams so, ModelOpt's drafts, not bf16",
+        "codes so as text, ModelOpt's FP8 so, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, MTP, other quantisation, "
-        "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs drafts of experts or codes, "
-        "latent ones by two, over 2, not bf16",
+        "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, MTP, other codes, "
+        "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs n-grams of experts, drafts "
+        "of codes, latent ones by two, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
         _state_spaces_elsewhere,

@@ -113,8 +113,11 @@ def _of_images(layer_names: list[str], layers: Mapping[str, Any]) -> tuple[bool,
     """
     if not any(getattr(layer, _CUTS, False) for layer in layers.values()):
         return True, None
-    windows = [layers[name].impl.spec.sliding_window for name in layer_names if getattr(layers[name], _CUTS, False)]
-    return bool(windows), next(iter(windows), None)
+    of_model = [layers[name] for name in layer_names if not reads_another_cache(layers[name])]
+    if not of_model:
+        return False, None
+    [cuts] = {getattr(layer, _CUTS, False) for layer in of_model}
+    return cuts, of_model[0].impl.spec.sliding_window if cuts else None
 
 
 def ranges_of(batch: Any, window: int | None = None) -> torch.Tensor | None:
@@ -418,9 +421,9 @@ class ExactAttention(FixedSplitAttention):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.implementation = "exact"
-        if self.spec.alibi_slopes is not None or self.spec.sinks is not None:
+        if self.spec.alibi_slopes is not None or self.spec.sinks is not None or not self.spec.causal:
             raise NotCovered(
-                "attention with ALiBi or sinks in exact arithmetic",
+                "attention with ALiBi, sinks or tokens that see later ones in exact arithmetic",
                 "it has no definition there",
                 f"serve another model, or leave {envs.ARITHMETIC.name} out",
             )

@@ -221,11 +221,11 @@ class Ran:
         experts_on_cpus_alone: mixtures of experts whose engines no GPU has run.
         experts_by_one_gpu: those that several GPUs have not shared.
         with_encoder_alone: multimodal models that have not been run without their encoder.
-        text_on_cpus_alone: those that no GPU has run so.
         text_by_one_worker: those whose text, a decoder of their own, has run by one worker, not quantised.
         encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
         mtp_on_cpus_alone: those of them that no GPU has run.
+        dflash_targets: models that have been drafted for by dflash.
         dflash_models: architectures of draft models of dflash that have run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
@@ -236,9 +236,9 @@ class Ran:
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_experts_draft_on_cpus_alone: kinds of mixtures of experts that have drafted on no GPU.
-        quantised_mtp_on_gpus: those of them, and of drafts on CPUs alone, in which layers for more tokens have.
+        quantised_mtp_on_gpus: kinds in which layers for more tokens have drafted on a GPU, by vLLM's type of these.
         quantised_drafts_on_cpus_alone: kinds, and names of methods, in which GPUs have served models, none that draft.
-        large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker, undrafted.
+        large_head_quantised_by_one: kinds that models with heads of two sizes have run in by one worker alone.
         quantised_not_run_with: kinds that have run beside states, but not with these models, by device.
         fp8_kv_cache_of_states_on_gpus: models with states that GPUs served with such a cache, and drafters of each.
         fp8_kv_cache_quantised_of_states_on_gpus: kinds of their quantised weights, by model, its experts and whether
@@ -249,7 +249,8 @@ class Ran:
         kda_models: with Kimi Delta Attention beside latent attention.
         lightning_models: with linear attention whose decay is constant, beside latent attention.
         two_head_sizes: models whose layers of full attention have larger heads than the others.
-        large_heads_on_cpus_alone: those of them that no GPU has run but by one worker, without drafts, in 16 bits
+        large_heads_on_cpus_alone: those of them that no GPU has run but by one worker, in 16 bits or with
+            images, and with drafts beside these alone
             and, with images, in :attr:`encoded_quantised`.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
         latent_models: models whose layers have latent attention.
@@ -342,11 +343,11 @@ class Ran:
     experts_on_cpus_alone: tuple[str, ...]
     experts_by_one_gpu: tuple[str, ...]
     with_encoder_alone: tuple[str, ...]
-    text_on_cpus_alone: tuple[str, ...]
     text_by_one_worker: tuple[str, ...]
     encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
     mtp_on_cpus_alone: tuple[str, ...]
+    dflash_targets: tuple[str, ...]
     dflash_models: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
@@ -357,7 +358,7 @@ class Ran:
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_experts_draft_on_cpus_alone: tuple[str, ...]
-    quantised_mtp_on_gpus: tuple[str, ...]
+    quantised_mtp_on_gpus: Mapping[str, tuple[str, ...]]
     quantised_drafts_on_cpus_alone: tuple[str, ...]
     large_head_quantised_by_one: tuple[str, ...]
     quantised_not_run_with: Mapping[str, Mapping[str, tuple[str, ...]]]
