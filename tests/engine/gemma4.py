@@ -119,8 +119,9 @@ def written_drafter(name: str, folder: Path, **of_tokens: int) -> Path:
     centroids, of_target = CENTROIDS.get(name, 0), CONFIGS["31B" if name == "12B" else name] | of_tokens
     dropped = ("num_kv_shared_layers", "vocab_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block")
     sizes = {size: value for size, value in of_target.items() if size not in dropped}
-    sizes |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size_per_layer_input": 0}
-    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    sizes |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": len(kinds), "layer_types": kinds}
+    sizes |= dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0)
     kind = "Gemma4UnifiedAssistant" if name == "12B" else "Gemma4Assistant"
     config = getattr(transformers, f"{kind}Config")(
         text_config=transformers.Gemma4TextConfig(**sizes).to_dict(),

@@ -2232,7 +2232,7 @@ REFUSED = (
     ),
     Feature(
         "State spaces of Mamba-2 elsewhere, over 4 workers, engines, drafts but n-grams, MTP, other codes, "
-        "embeddings, sleep on a CPU, states not in fp32, FP8 caches by several; on GPUs n-grams of experts, drafts "
+        "embeddings, sleep on a CPU, states not in fp32, FP8 caches by more; on GPUs n-grams of experts, drafts "
         "of codes, latent ones by two, over 2, not bf16",
         "these have not been run",
         f"use --mamba-ssm-cache-dtype float32; {envs.UNTRIED.name}=1 starts some",
