@@ -154,7 +154,7 @@ def test_attention_over_pages_by_the_planned_backend_is_that_of_the_definition(c
             seq_lens=torch.tensor([done + count], dtype=torch.int32),
         )  # fmt: skip
         metadata = builder.build(0, step)
-        assert isinstance(metadata.plans[HEADS, None].planner, cuda.ExactPlanner)
+        assert isinstance(metadata.plans[HEADS, None, True].planner, cuda.ExactPlanner)
         out = torch.full((count, HEADS, HEAD), torch.nan, dtype=torch.bfloat16)
         impl.forward(None, query[new], None, None, cache, metadata, out)
         assert_same(out, exactly[new], f"rows {new}")
