@@ -194,10 +194,13 @@ for _name in ("qwen3.5", "qwen3.5 with experts", "llama4"):
     FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
         limits=FAMILIES[_name].limits | FEW_PAGES, give_scales=with_scales_of_cache
     )
+_name = "qwen3-vl with experts"
+FAMILIES[f"{_name}, {IN_FP8}"] = FAMILIES[_name]._replace(limits=FAMILIES[_name].limits | FP8 | FEW_PAGES)
 FAMILIES["qwen2.5-vl in float16"] = FAMILIES["qwen2.5-vl"]._replace(dtype="float16")
 CASES = [
     *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
     *(("qwen3-vl with experts", form) for form in (BLOCKS, NVFP4[1])),
+    (f"qwen3-vl with experts, {IN_FP8}", NVFP4[1]),
     *(("qwen2.5-vl", form) for form in (INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
     ("qwen2.5-vl in float16", "awq"),  # as the dtype of the published ones is
     *((name, form) for name in ("gemma3", "mistral3") for form in (INTEGERS, ROWS, "awq")),
