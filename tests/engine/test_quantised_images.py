@@ -194,8 +194,8 @@ for _name in ("qwen3.5", "qwen3.5 with experts", "llama4"):
     FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
         limits=FAMILIES[_name].limits | FEW_PAGES, give_scales=with_scales_of_cache
     )
-_name = "qwen3-vl with experts"
-FAMILIES[f"{_name}, {IN_FP8}"] = FAMILIES[_name]._replace(limits=FAMILIES[_name].limits | FP8 | FEW_PAGES)
+for _name in ("qwen3-vl with experts", *NEMOTRON):
+    FAMILIES[f"{_name}, {IN_FP8}"] = FAMILIES[_name]._replace(limits=FAMILIES[_name].limits | FP8 | FEW_PAGES)
 FAMILIES["qwen2.5-vl in float16"] = FAMILIES["qwen2.5-vl"]._replace(dtype="float16")
 CASES = [
     *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
@@ -210,6 +210,7 @@ CASES = [
     *(("internvl3", form) for form in (ROWS, "awq")),
     *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *((name, form) for name in NEMOTRON for form in (MODELOPT, NVFP4[1])),
+    *((f"{name}, {IN_FP8}", MODELOPT) for name in NEMOTRON),
     ("glm4.5v", ROWS),
     *((name, form) for name in ("llama4", f"llama4, {SCALED}") for form in (MODELOPT, NVFP4[1])),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", MODELOPT, NVFP4[1])),
