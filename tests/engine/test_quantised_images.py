@@ -68,7 +68,7 @@ Requests = list[dict[str, Any]]
 PLAIN = "16 bits"
 """A format of weights that are not quantised."""
 MIXED = "ModelOpt's mixed precision"
-_MIXTURE = Mixture(r"\.mlp\.(gate|up|down)_proj$", r"linear_attn\.(in_proj_(qkv|z)|out_proj)$", cached=False)
+MIXTURE = Mixture(r"\.mlp\.(gate|up|down)_proj$", r"linear_attn\.(in_proj_(qkv|z)|out_proj)$", cached=False)
 """Of Qwen3.5 that."""
 
 
@@ -105,7 +105,7 @@ class Family(NamedTuple):
         if form == mistral_form.FP8:
             mistral_form.quantise(source, packed)
         elif form == MIXED:
-            write_mixed(source, _MIXTURE, packed)
+            write_mixed(source, MIXTURE, packed)
         elif form != PLAIN:
             write(source, FORMS[form], packed, root / "unpacked", self.kept_of(form))
         if self.give_scales:
