@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,20 @@ from tests.engine.engines import (
     differing_answers,
     untried_on_gpu,
 )
-from tests.engine.quantised_layers import BLOCKS, FORMS, KEPT, NVFP4, with_each_expert, with_scales_of_cache, write
+from tests.engine.quantised_layers import (
+    BLOCKS,
+    FORMS,
+    KEPT,
+    MODELOPT,
+    NVFP4,
+    with_each_expert,
+    with_scales_of_cache,
+    write,
+)
 from tests.engine.test_delta_rule import PAGE, SMALL_STATES
 from tests.engine.test_images import FILM, LARGE, LEAST, LIMITS, OBLONG, SMALL, STRIP, TALL, asked, text
+from tests.engine.test_quantised_images import MIXED, MIXTURE
+from tests.mixed_checkpoints import write as write_mixed
 from vllm_batch_invariant.integration.coverage import RAN
 from vllm_batch_invariant.verify.harness.requests import NGRAMS
 
@@ -37,6 +47,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
 IN_PAGES, OF_EXPERTS = "qwen3.5 in small pages", "qwen3.5 with experts in small pages"
 IN_CODES = {f"{name}, {form}": form for form in (BLOCKS, "gptq", NVFP4[1]) for name in (IN_PAGES, OF_EXPERTS)}
 CODED = {f"{name}, {NVFP4[1]}, KV cache in FP8": NVFP4[1] for name in (IN_PAGES, OF_EXPERTS)}
+CODED |= {f"{IN_PAGES}, {form}, KV cache in FP8": form for form in (MODELOPT, MIXED)}
 """Whose checkpoints have scales of it, as published."""
 IN_CODES |= CODED
 OF_CODED = {
@@ -55,7 +66,8 @@ MODELS = {
 }
 MODELS |= {
     name: partial(images.qwen3_5, sizes | SMALL_STATES | WHOLE_BLOCKS | (OF_CODED if name in CODED else {}))
-    for name, sizes in zip(IN_CODES, cycle((kept_states.QWEN3_5, kept_states.QWEN3_5_MOE)), strict=False)
+    for name in IN_CODES
+    for sizes in (kept_states.QWEN3_5_MOE if OF_EXPERTS in name else kept_states.QWEN3_5,)
 }
 METHODS: dict[str, dict[str, Any]] = {
     "known answers": kept_states.KNOWN_ANSWERS,
@@ -141,7 +153,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             return folder
         form, packed = IN_CODES[name], tmp_path_factory.mktemp("codes") / "packed"
         kept = rf"^mtp\.|{KEPT}" if form == "gptq" else KEPT  # as published
-        write(with_each_expert(folder), FORMS[form], packed, kept=kept)
+        if form == MIXED:
+            write_mixed(folder, MIXTURE, packed)
+        else:
+            write(with_each_expert(folder), FORMS[form], packed, kept=kept)
         if name in CODED:
             with_scales_of_cache(packed)
         return packed

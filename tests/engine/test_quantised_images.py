@@ -68,7 +68,7 @@ Requests = list[dict[str, Any]]
 PLAIN = "16 bits"
 """A format of weights that are not quantised."""
 MIXED = "ModelOpt's mixed precision"
-_MIXTURE = Mixture(r"\.mlp\.(gate|up|down)_proj$", r"linear_attn\.(in_proj_(qkv|z)|out_proj)$", cached=False)
+MIXTURE = Mixture(r"\.mlp\.(gate|up|down)_proj$", r"linear_attn\.(in_proj_(qkv|z)|out_proj)$", cached=False)
 """Of Qwen3.5 that."""
 
 
@@ -105,7 +105,7 @@ class Family(NamedTuple):
         if form == mistral_form.FP8:
             mistral_form.quantise(source, packed)
         elif form == MIXED:
-            write_mixed(source, _MIXTURE, packed)
+            write_mixed(source, MIXTURE, packed)
         elif form != PLAIN:
             write(source, FORMS[form], packed, root / "unpacked", self.kept_of(form))
         if self.give_scales:
@@ -194,10 +194,13 @@ for _name in ("qwen3.5", "qwen3.5 with experts", "llama4"):
     FAMILIES[f"{_name}, {SCALED}"] = FAMILIES[_name]._replace(
         limits=FAMILIES[_name].limits | FEW_PAGES, give_scales=with_scales_of_cache
     )
+for _name in ("qwen3-vl with experts", *NEMOTRON):
+    FAMILIES[f"{_name}, {IN_FP8}"] = FAMILIES[_name]._replace(limits=FAMILIES[_name].limits | FP8 | FEW_PAGES)
 FAMILIES["qwen2.5-vl in float16"] = FAMILIES["qwen2.5-vl"]._replace(dtype="float16")
 CASES = [
     *(("qwen3-vl", form) for form in (BLOCKS, INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
     *(("qwen3-vl with experts", form) for form in (BLOCKS, NVFP4[1])),
+    (f"qwen3-vl with experts, {IN_FP8}", NVFP4[1]),
     *(("qwen2.5-vl", form) for form in (INTEGERS, ROWS, "awq", MODELOPT, *NVFP4)),
     ("qwen2.5-vl in float16", "awq"),  # as the dtype of the published ones is
     *((name, form) for name in ("gemma3", "mistral3") for form in (INTEGERS, ROWS, "awq")),
@@ -207,6 +210,7 @@ CASES = [
     *(("internvl3", form) for form in (ROWS, "awq")),
     *(("muse-glimmer", form) for form in (BLOCKS, OF_COMPRESSED, INTEGERS, *NVFP4)),
     *((name, form) for name in NEMOTRON for form in (MODELOPT, NVFP4[1])),
+    *((f"{name}, {IN_FP8}", MODELOPT) for name in NEMOTRON),
     ("glm4.5v", ROWS),
     *((name, form) for name in ("llama4", f"llama4, {SCALED}") for form in (MODELOPT, NVFP4[1])),
     *(("qwen3.5", form) for form in (BLOCKS, INTEGERS, "gptq", MODELOPT, NVFP4[1])),
