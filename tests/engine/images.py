@@ -388,9 +388,9 @@ def qwen3_5(text: dict[str, Any] = kept_states.QWEN3_5) -> transformers.Pretrain
     return made
 
 
-def intern_s2() -> transformers.PretrainedConfig:
+def intern_s2(text: dict[str, Any] = kept_states.QWEN3_5_MOE) -> transformers.PretrainedConfig:
     """Qwen3.5 with experts, under the name of Intern-S2, whose checkpoint brings the code of its configuration."""
-    made = qwen3_5(kept_states.QWEN3_5_MOE)
+    made = qwen3_5(text)
     made.architectures = ["InternS2PreviewForConditionalGeneration"]
     return made
 

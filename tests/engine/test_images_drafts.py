@@ -45,6 +45,7 @@ from vllm_batch_invariant.verify.harness.requests import NGRAMS
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, untried_on_gpu]
 
 IN_PAGES, OF_EXPERTS = "qwen3.5 in small pages", "qwen3.5 with experts in small pages"
+OF_INTERN = "intern-s2 in small pages"
 IN_CODES = {f"{name}, {form}": form for form in (BLOCKS, "gptq", NVFP4[1]) for name in (IN_PAGES, OF_EXPERTS)}
 CODED = {f"{name}, {NVFP4[1]}, KV cache in FP8": NVFP4[1] for name in (IN_PAGES, OF_EXPERTS)}
 CODED |= {f"{IN_PAGES}, {form}, KV cache in FP8": form for form in (MODELOPT, MIXED)}
@@ -63,6 +64,7 @@ MODELS = {
     "qwen3.5": images.qwen3_5,
     IN_PAGES: partial(images.qwen3_5, kept_states.QWEN3_5 | SMALL_STATES),
     OF_EXPERTS: partial(images.qwen3_5, kept_states.QWEN3_5_MOE | SMALL_STATES),
+    OF_INTERN: partial(images.intern_s2, kept_states.QWEN3_5_MOE | SMALL_STATES),
 }
 MODELS |= {
     name: partial(images.qwen3_5, sizes | SMALL_STATES | WHOLE_BLOCKS | (OF_CODED if name in CODED else {}))
@@ -78,12 +80,13 @@ CASES = [
     *((IN_PAGES, method) for method in ("mtp", "n-grams")),
     *(("qwen3.5", method) for method in ("n-grams", "known answers", "mtp")),
     *((name, method) for name in ("qwen3-vl", "qwen2.5-vl") for method in ("known answers", "n-grams")),
-    *((name, "mtp") for name in (OF_EXPERTS, *IN_CODES)),
+    *((name, "mtp") for name in (OF_EXPERTS, OF_INTERN, *IN_CODES)),
 ]
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
-    **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, *IN_CODES)},
+    **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)},
 }
+SETTINGS_OF[OF_INTERN] |= {"trust_remote_code": True, "mamba_ssm_cache_dtype": "float32"}
 """A model with states has one of each request, or one at the end of each page."""
 BUDGET = 128
 """Tokens of a step: fewer than a target has, so that its chunks end inside its images."""
@@ -146,7 +149,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def made(name: str) -> Path:
         folder = tmp_path_factory.mktemp("model")
         images.save(MODELS[name](), torch.bfloat16, folder)
-        if "3.5" not in name:
+        if "vl" in name:
             return folder
         remember(add_mtp(folder))
         if name not in IN_CODES:
@@ -207,7 +210,7 @@ def test_a_request_with_images_has_the_bits_of_plain_decoding_in_any_company(
     assert expected[3]["completions"] != expected[4]["completions"], "the model does not look at images"
     known.write_text(json.dumps([one["prompt"] + one["completions"][0]["tokens"] for one in expected]))
     faults = [SOFTENED]
-    if not kept_states.ON_GPU and "3.5" not in name:
+    if not kept_states.ON_GPU and "vl" in name:
         faults.append(MOVED)
     elif not kept_states.ON_GPU and method != "n-grams":  # which are few; a GPU's kernels read them from the ring
         faults.append(KEEPING)
