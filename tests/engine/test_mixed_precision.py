@@ -239,18 +239,24 @@ def test_weights_that_come_again_serve(started: Callable[..., Any], tmp_path: Pa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [*((name, "ngram") for name in ("Qwen3", "Qwen3 with experts", NANO, SUPER)), (SUPER, "mtp")],
+    ("name", "method", "cached"),
+    [
+        *((name, "ngram", False) for name in ("Qwen3", "Qwen3 with experts", NANO, SUPER)),
+        *((SUPER, "mtp", cached) for cached in (False, True)),
+    ],
 )
-def test_drafts_leave_answers_alone(started: Callable[..., Any], tmp_path: Path, name: str, method: str) -> None:
-    """Also those of layers for more tokens."""
+def test_drafts_leave_answers_alone(
+    started: Callable[..., Any], tmp_path: Path, name: str, method: str, cached: bool
+) -> None:
+    """Also those of layers for more tokens, and beside a prefix cache, which plain decoding has not."""
     family = FAMILIES[name]
     source = family.source(tmp_path / "source")
     folder = write(add_nemotron_mtp(source) if method == "mtp" else source, family.mixture, tmp_path / "packed")
     settings = family.settings | {"enable_prefix_caching": False, "num_gpu_blocks_override": 18}
     drafts: dict[str, Any] = {"ngram": NGRAMS, "mtp": {"method": "mtp"}}[method]
     asked = kept_states.REPEATING if method == "ngram" else kept_states.drafted_requests()[::3]
-    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings, **kept_states.IN_GRAPHS)
+    beside = {"enable_prefix_caching": cached} | kept_states.IN_GRAPHS
+    differing, counted = kept_states.with_drafts(started, folder, drafts, asked, settings, **beside)
     assert differing == []
     assert counted["accepted" if method == "ngram" else "drafts"] > 0
 
