@@ -366,6 +366,17 @@ def test_a_cache_in_fp8_is_drawn_beside_images_and_heads_of_two_sizes_with_the_w
             assert all(one.workers == one.tree == 1 and not (one.drafts and config) for one in beside)
 
 
+def test_what_drafts_for_a_model_beside_images_is_drawn_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Gemma 4 its own drafter alone, as text n-grams, too."""
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+    model = SEEING | {"architectures": ["Gemma4ForConditionalGeneration"]}
+    place = Place("cpu", 4, model=model, encodes=True)
+    drawn = [one for number in range(160) if (one := draw_settings(0, number, CONTEXT, place)).drafts]
+    assert {one.drafter for one in drawn if not one.text} == {"mtp"}
+    assert {one.drafter for one in drawn if one.text} == {"mtp", "ngram"}
+
+
 @pytest.mark.parametrize("architecture", coverage.RAN.encoded_by_two["cpu"])
 def test_two_workers_are_drawn_of_each_model_that_two_have_shared_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, architecture: str

@@ -42,7 +42,11 @@ _MTP = {
     "MiMoForCausalLM": "mimo_mtp",
     "NemotronHForCausalLM": "nemotron_h_mtp",
     "Qwen3NextForCausalLM": "qwen3_next_mtp",
+    "GlmOcrForConditionalGeneration": "glm_ocr_mtp",
+    "InternS2PreviewForConditionalGeneration": "qwen3_5_mtp",
     "Qwen3_5ForCausalLM": "qwen3_5_mtp",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_mtp",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_mtp",
     "Qwen3_5MoeForCausalLM": "qwen3_5_mtp",
 }
 """vLLM's type of the layers that models have for more tokens, or of what drafts for them by the same method."""

@@ -226,6 +226,8 @@ def draw_settings(seed: int, number: int, context: int, place: Place) -> Setting
             continue
         if row.fits(place, settings):
             tried = replace(settings, **{row.name: take(row.drawn_as or row.name, row.values(place))})
+            if row.name == "drafts" and place.mtp and not starts(tried, place, row.argument):
+                tried = replace(tried, drafter="mtp")  # beside images some have no other
             settings = tried if starts(tried, place, row.argument) else settings
     for option in OPTIONS:
         settings = settings if option.is_first else choose(option)
