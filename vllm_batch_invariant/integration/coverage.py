@@ -81,12 +81,16 @@ def _attention_backend(config: Config) -> str | None:
     return f"attention backend {other[0]}" if other else None
 
 
+def _method(config: Config) -> str | None:
+    return getattr(getattr(config, "speculative_config", None), "method", None)
+
+
 def _later_keys(config: Config) -> str | None:
     """vLLM asks for them itself while it makes a draft model of DFlash, and the gate looks at that configuration, too.
     A target whose layers see them is refused when it is loaded (``layers/review.py``).
     """
     asks = getattr(config.attention_config, "use_non_causal", False)
-    drafts = getattr(config.speculative_config, "method", None) == "dflash"
+    drafts = _method(config) == "dflash"
     return _when(asks and not drafts, "attention_config.use_non_causal=True")
 
 
@@ -364,7 +368,7 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     """Whether such a cache is on a GPU beside states of a model, drafts, weights or a dtype that have not run."""
     if _cache_dtype(config) not in FP8_CACHES or not _by_gpus_alone(config):
         return False
-    model, method = config.model_config, getattr(config.speculative_config, "method", None)
+    model, method = config.model_config, _method(config)
     drafters = RAN.fp8_kv_cache_of_states_on_gpus.get(model.architecture)
     of_experts = _is_nemotron(config) and schemes.has_experts(model)
     experts = " with latent experts" if _has_latent_experts(model) else " with experts" * of_experts
@@ -547,7 +551,7 @@ def _beside_adapters(config: Config) -> str | None:
     if workers in RAN.lora_workers.get(_ran_on(device.ops.type), ()):
         del several[f"tensor parallelism {workers}"]
     method, drafters = (
-        getattr(config.speculative_config, "method", None),
+        _method(config),
         RAN.lora_drafters.get(_ran_on(device.ops.type), ()),
     )
     found = {
@@ -828,7 +832,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     most = max(workers, slices)
     if workers in numbers:
         del several[f"tensor parallelism {workers}"]
-    drafters, method = kept.drafters.get(ran_on, ()), getattr(config.speculative_config, "method", None)
+    drafters, method = kept.drafters.get(ran_on, ()), _method(config)
     caches_drafts = method is not None and cache.enable_prefix_caching
     drafts_quantised = (
         kept is _DELTA_RULES and not {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}
@@ -940,7 +944,7 @@ def _latent_elsewhere(config: Config) -> str | None:
     by_gpus, dtype = _by_gpus_alone(config), _dtype_of(model)
     sizes = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     scaling = getattr(text, "llama_4_scaling", None)
-    workers, method = config.parallel_config.tensor_parallel_size, getattr(config.speculative_config, "method", None)
+    workers, method = config.parallel_config.tensor_parallel_size, _method(config)
     unshared = _other_quantisation(config, RAN.latent_quantised_by_two_gpus)
     undrafted = _other_quantisation(config, RAN.latent_quantised_drafted_on_gpus)
     beside = {
@@ -1009,9 +1013,9 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     if not _by_gpus_alone(config):
         return None
     dtype, quantised = _dtype_of(model), "quantised weights"
-    by_mtp = bool(_encoded(config)) and _method(config) in RAN.encoded_drafters.get(model.architecture, {}).get(
-        "cuda", ()
-    )
+    drafts_beside_images = bool(_encoded(config)) and _method(config) in RAN.encoded_drafters.get(
+        model.architecture, {}
+    ).get("cuda", ())
     together = {"speculative decoding": drafts, f"tensor parallelism {workers}": workers > 1}
     asked = {
         quantised: bool(model.quantization),
@@ -1020,7 +1024,7 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     }
     by_one = model.architecture in RAN.large_heads_on_cpus_alone
     other = _other_quantisation(config, RAN.encoded_quantised.get(model.architecture, {}).get("cuda", ()))
-    seen = {quantised: bool(_encoded(config)) and other is None, "speculative decoding": by_mtp}
+    seen = {quantised: bool(_encoded(config)) and other is None, "speculative decoding": drafts_beside_images}
     beside = {
         f"{what} of {model.architecture} on a GPU": is_so and by_one and not seen.get(what)
         for what, is_so in asked.items()
@@ -1031,10 +1035,6 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     beside |= {f"{quantised} and {what} on a GPU": asked[quantised] and is_so for what, is_so in together.items()}
     first = _first(beside) or _fp8_of_two_head_sizes_elsewhere(config)
     return _when(first, f"{named} with {first}")
-
-
-def _method(config: Config) -> str | None:
-    return getattr(getattr(config, "speculative_config", None), "method", None)
 
 
 def _kinds_beside_drafts(config: Config) -> tuple[str, ...]:
@@ -1113,7 +1113,7 @@ def _beside_layers(
         return f"{named} on {ops.name}"
     if not version.startswith(ran[ops.type]):
         return f"{named} with vLLM {version}"
-    model, method = config.model_config, getattr(config.speculative_config, "method", None)
+    model, method = config.model_config, _method(config)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
     ran_on = _ran_on(ops.type)
     slices, of_trees = tensor_tree.k_slices(), trees.get(ran_on, ())
