@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness import dflash
+from vllm_batch_invariant.verify.harness.checkpoints import random_weights
 
 ANSWERS = "DRAFTED_ANSWERS"
 """The variable that names a file: a list of prompts with their answers, in token ids, as JSON."""
@@ -112,16 +113,6 @@ def make_dflash(target: Path, folder: Path, **more: Any) -> Path:
     return dflash.write(folder, of_target, **own | more)
 
 
-def limit(folder: Path, likely: int) -> Path:
-    """Have a model give few tokens, so that guesses are right now and then; of one that shares no embeddings."""
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    weights["lm_head.weight"] = weights["lm_head.weight"].clone()
-    weights["lm_head.weight"][likely:] *= 0.02
-    save_file(weights, file, metadata={"format": "pt"})
-    return folder
-
-
 def layer_shapes(
     name: str, hidden: int, inputs: int, heads: int, kv_heads: int, size: int
 ) -> dict[str, tuple[int, ...]]:
@@ -137,17 +128,6 @@ def layer_shapes(
         "mlp.down_proj": (hidden, hidden),
     }
     return {name + weight: shape for weight, shape in shapes.items()}
-
-
-def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    chance = torch.Generator().manual_seed(5)
-    weights = {
-        f"{name}.weight": torch.ones(shape)
-        if len(shape) == 1
-        else torch.randn(shape, generator=chance) / shape[1] ** 0.5
-        for name, shape in shapes.items()
-    }
-    return {name: weight.bfloat16() for name, weight in weights.items()}
 
 
 def make_mtp_model(folder: Path) -> Path:
@@ -236,13 +216,13 @@ def predict_by_last_layer(folder: Path, likely: int | None = None) -> Path:
     return folder
 
 
-def prefer_few(folder: Path) -> Path:
+def prefer_few(folder: Path, likely: int = 8) -> Path:
     """Have a model or a drafter give few tokens, some of which the other foretells."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     head = "lm_head.weight"  # or the embeddings
     [name] = [head] if head in tensors else [name for name in tensors if name.endswith("embed_tokens.weight")]
-    tensors[name][8:] *= 0.02
+    tensors[name][likely:] *= 0.02
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.drafters import limit, make_dflash
+from tests.engine.drafters import make_dflash, prefer_few
 from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, Result, differing_answers, run, tokens, untried_on_gpu
 from tests.engine.test_speculation import ON_GPU, RUNNERS, SMALL, requests
 from vllm_batch_invariant.envs import UNTRIED
@@ -34,7 +34,7 @@ SOFTENED = "tests.engine.images_drafts:soften_verify_steps"
 
 def make_qwen3(folder: Path, **more: Any) -> Path:
     shape = Shape(hidden=512, intermediate=1536, layers=3, heads=8, kv_heads=2, max_length=1024, **more)
-    return limit(make_checkpoint(folder, shape), LIKELY)
+    return prefer_few(make_checkpoint(folder, shape), LIKELY)
 
 
 def make_llama(folder: Path) -> Path:
@@ -60,7 +60,7 @@ def make_laguna(folder: Path) -> Path:
 def _save(config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    return limit(folder, LIKELY)
+    return prefer_few(folder, LIKELY)
 
 
 def of_laguna(kind: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def engine(checkpoint: Path, tmp_path: Path) -> Callable[..., Result]:
         if drafter is not None:
             model = make_dflash(target, tmp_path / "drafter", **drafter)
             if "draft_vocab_size" in drafter and "architectures" not in drafter:
-                as_speculators_write_it(limit(model, LIKELY))
+                as_speculators_write_it(prefer_few(model, LIKELY))
             drafts = {"method": "dflash", "model": str(model), "num_speculative_tokens": 3}
             settings["speculative_config"] = json.dumps(drafts)
         environment = UNTRIED_THERE | ({"VLLM_USE_V2_MODEL_RUNNER": runner} if runner else {})

@@ -67,9 +67,14 @@ MODELS = {
     OF_INTERN: partial(images.intern_s2, kept_states.QWEN3_5_MOE | SMALL_STATES),
 }
 MODELS |= {
-    name: partial(images.qwen3_5, sizes | SMALL_STATES | WHOLE_BLOCKS | (OF_CODED if name in CODED else {}))
+    name: partial(
+        images.qwen3_5,
+        (kept_states.QWEN3_5_MOE if OF_EXPERTS in name else kept_states.QWEN3_5)
+        | SMALL_STATES
+        | WHOLE_BLOCKS
+        | (OF_CODED if name in CODED else {}),
+    )
     for name in IN_CODES
-    for sizes in (kept_states.QWEN3_5_MOE if OF_EXPERTS in name else kept_states.QWEN3_5,)
 }
 METHODS: dict[str, dict[str, Any]] = {
     "known answers": kept_states.KNOWN_ANSWERS,

@@ -18,7 +18,7 @@ from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
 from ...integration.reviews.schemes import OF_TOKENS, TOKEN_CACHE
 from ...ops.exact.definition import segments
-from ..harness import adapters, dflash
+from ..harness import adapters
 from ..harness.engine import argument_of, text_config
 from ..harness.requests import BUDGET
 
@@ -487,7 +487,8 @@ class Field:
 def _drafters(place: Place) -> list[str]:
     """What has run on a device, and has what it needs: a model that drafts for itself drafts text alone."""
     has = {"itself": place.has_draft_models and not place.is_multimodal, "mtp": bool(place.mtp)}
-    has["dflash"] = place.has_draft_models and bool({*dflash.MODELS} & {*(place.model.get("architectures") or ())})
+    targets = {*coverage.RAN.dflash_targets} & {*(place.model.get("architectures") or ())}
+    has["dflash"] = place.has_draft_models and bool(targets)
     ran = [one for one, method in DRAFTERS.items() if place.device in coverage.RAN.drafters[method]]
     return [one for one in ran if has.get(one, True)]
 

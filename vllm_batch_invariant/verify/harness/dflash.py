@@ -1,15 +1,14 @@
 """Draft models of DFlash (z-lab/Qwen3-8B-DFlash-b16) of random weights, for a model in a folder."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import checkpoints
+
 if TYPE_CHECKING:
     import torch
 
-MODELS = ("LagunaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures that have been run with one: of these vLLM takes what layers give before the last."""
 _LAYERS = 2
 _SHARED = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"),
@@ -30,8 +29,6 @@ def write(folder: Path, target: Mapping[str, Any], **more: Any) -> Path:
     Returns:
         The folder.
     """
-    from safetensors.torch import save_file
-
     count = target["num_hidden_layers"]
     read = sorted({0, max(count - 2, 0)})
     heads = target["num_attention_heads"]
@@ -47,10 +44,7 @@ def write(folder: Path, target: Mapping[str, Any], **more: Any) -> Path:
         "dflash_config": {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": read},
     }
     config |= more
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return checkpoints.write(folder, config, _weights(config))
 
 
 def _weights(config: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
@@ -84,12 +78,7 @@ def _weights(config: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
                 for name, rows in zip("qkv", (queries, keys, keys), strict=True)
             }
         shapes |= {f"layers.{number}.{name}": shape for name, shape in of_layer.items()}
-    chance = torch.Generator().manual_seed(5)
-    weights = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=chance) / shape[1] ** 0.5
-        for name, shape in shapes.items()
-    }
-    named = {f"{name}.weight": weight.bfloat16() for name, weight in weights.items()}
+    named = checkpoints.random_weights(shapes)
     if few < config["vocab_size"]:
         named["d2t"] = torch.arange(few)  # how much larger a token's number is in the target's vocabulary
     return named

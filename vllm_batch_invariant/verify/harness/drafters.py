@@ -22,8 +22,10 @@ def beside(model: str, method: str) -> dict[str, str]:
     """What ``--speculative-config`` says of a draft model of a method, for a model in a folder: its own folder, which
     is written once and stays: a line for a shell names it. Nothing where a model brings its layers for more tokens.
     """
+    if method not in _WRITERS:
+        return {}
     config = text_config(model)
-    if method not in _WRITERS or (method == "mtp" and config.get("model_type") not in gemma4_drafter.TEXTS):
+    if method == "mtp" and config.get("model_type") not in gemma4_drafter.TEXTS:
         return {}
     digest = sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"vllm-batch-invariant-{method}-{os.getuid()}-{digest}"

@@ -1,9 +1,10 @@
 """What is published to draft for Gemma 4 (google/gemma-4-E2B-it-assistant), of random weights."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import checkpoints
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,6 @@ def write(folder: Path, target: Mapping[str, Any]) -> Path:
     Returns:
         The folder.
     """
-    from safetensors.torch import save_file
-
     text = {name: value for name, value in target.items() if name not in _OF_TARGET} | {
         "model_type": "gemma4_text",
         "hidden_size": _HIDDEN,
@@ -52,10 +51,7 @@ def write(folder: Path, target: Mapping[str, Any]) -> Path:
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(text, target["hidden_size"]), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return checkpoints.write(folder, config, _weights(text, target["hidden_size"]))
 
 
 def _weights(text: Mapping[str, Any], of_target: int) -> "dict[str, torch.Tensor]":
@@ -82,12 +78,5 @@ def _weights(text: Mapping[str, Any], of_target: int) -> "dict[str, torch.Tensor
             "mlp.down_proj": (_HIDDEN, _INNER),
         }
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
-    chance = torch.Generator().manual_seed(5)
-    weights = {
-        f"{name}.weight": torch.ones(shape)
-        if len(shape) == 1
-        else torch.randn(shape, generator=chance) / shape[1] ** 0.5
-        for name, shape in shapes.items()
-    }
-    weights |= {f"model.layers.{number}.layer_scalar": torch.ones(1) for number in range(len(_KINDS))}
-    return {name: weight.bfloat16() for name, weight in weights.items()}
+    scalars = {f"model.layers.{number}.layer_scalar": torch.ones(1).bfloat16() for number in range(len(_KINDS))}
+    return checkpoints.random_weights(shapes) | scalars
