@@ -333,6 +333,11 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _is_untried_on_gpus(config: Config) -> bool:
+    """Whether GPUs start what no device has run."""
+    return devices.of_config(config).ops.type == "cuda" and envs.starts_untried()
+
+
 def _by_gpus_alone(config: Config) -> bool:
     """Whether it is a GPU's that must have run, and not a CPU's."""
     return _ran_on(devices.of_config(config).ops.type) == "cuda"
@@ -863,10 +868,11 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
-        f"quantised weights by {most} workers": model.quantization and most > 2,
+        f"quantised weights by {most} workers": model.quantization and most > 2 and not untried,
         f"experts in ModelOpt's FP8 by {most} workers": most > 1
         and model.quantization == "modelopt"
-        and schemes.has_experts(model),
+        and schemes.has_experts(model)
+        and not untried,
         "quantised experts": model.quantization
         and schemes.has_experts(model)
         and not (kept is _DELTA_RULES or _is_nemotron(config)),
@@ -893,12 +899,12 @@ def _states_shared(config: Config) -> str | None:
     model = config.model_config
     of_experts = RAN.mamba2_expert_workers.get(_ran_on(devices.of_config(config).ops.type), ())
     sizes = getattr(model, "hf_text_config", None)
-    groups = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers))
+    groups, untried = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers)), _is_untried_on_gpus(config)
     found = {
         f"{groups} groups": kept is _STATE_SPACES and groups % workers > 0,
         "drafts": config.speculative_config is not None,
-        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts),
-        "quantised weights": model.quantization,
+        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts) and not untried,
+        "quantised weights": model.quantization and not untried,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
         "a tree on GPUs": tensor_tree.k_slices() > 1 and _by_gpus_alone(config),
     }
@@ -1121,7 +1127,8 @@ def _beside_layers(
     in_fp8 = _is_fp8_with_these_weights(config, named, ran_on)
     other = None if in_fp8 else _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
-    shares_quantised = has_tree or workers <= 2
+    untried = _is_untried_on_gpus(config)
+    shares_quantised = has_tree or workers <= 2 or untried
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -1139,7 +1146,9 @@ def _beside_layers(
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "the first model runner": by_gpus and not config.use_v2_model_runner,
-        "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel and not has_tree,
+        "expert parallelism": model.is_moe
+        and config.parallel_config.enable_expert_parallel
+        and not (has_tree or untried),
         "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
     first = _first(found)
