@@ -845,6 +845,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED and _has_latent_experts(model)
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
+    by_four = RAN.delta_rule_quantised_by_four.get(ran_on, ()) if kept is _DELTA_RULES else ()
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -868,7 +869,10 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
-        f"quantised weights by {most} workers": model.quantization and most > 2 and not untried,
+        f"quantised weights by {most} workers": model.quantization
+        and most > 2
+        and not untried
+        and _other_quantisation(config, by_four if most == 4 else ()),
         f"experts in ModelOpt's FP8 by {most} workers": most > 1
         and model.quantization == "modelopt"
         and schemes.has_experts(model)
@@ -1247,17 +1251,17 @@ def _encoded_elsewhere(config: Config) -> str | None:
 
 
 def _encoded_by_several(config: Config) -> str | None:
-    """Workers that share an encoder, or the images of a step, where none have: two, of some models, without audio and
-    videos of GLM.
+    """Workers that share an encoder, or the images of a step, where as many have not: two or four, of some models,
+    without audio and videos of GLM.
     """
     named, model, k_slices = _encoded(config), config.model_config, tensor_tree.k_slices()
     if not named:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     by_one = {*RAN.encoded_by_one.get(model.architecture, ())} & {*encoding.encoded(model)}
-    shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and not by_one
-    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
-    shares_quantised &= {*_kinds(config)} <= {*RAN.encoded_kinds_by_two.get(ran_on, ())}
+    numbers = () if by_one else RAN.encoded_workers.get(ran_on, {}).get(model.architecture, ())
+    of_text = RAN.encoded_quantised_workers.get(model.architecture, {}).get(ran_on, {})
+    kinds = of_text.get(str(max(workers, 2)), ())  # one has a tree where two do
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
@@ -1266,9 +1270,9 @@ def _encoded_by_several(config: Config) -> str | None:
         by_gpus and model.architecture not in RAN.encoded_by_two_gpus[way] for way in ("data", "tree")
     )
     found = {
-        f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": shares_images and not (shared or data_of_one),
-        tree: k_slices > 1 and not shared,
+        f"tensor parallelism {workers}": workers not in (1, *numbers),
+        f"{SHARED_IMAGES} data": shares_images and not (numbers or data_of_one),
+        tree: k_slices > 1 and not numbers,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere and not data_of_one,
         f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images
@@ -1280,7 +1284,9 @@ def _encoded_by_several(config: Config) -> str | None:
         and several
         and kept_by(model.architecture)
         and config.cache_config.enable_prefix_caching,
-        "quantised weights by several workers": several and model.quantization and not shares_quantised,
+        "quantised weights by several workers": several
+        and model.quantization
+        and not (kinds and {*_kinds(config)} <= {*kinds}),
         f"a KV cache in {_cache_dtype(config)} by several workers": several and _cache_dtype(config) in FP8_CACHES,
     }
     first = _first(found)
@@ -1587,6 +1593,11 @@ COVERED = (
         "which share layers or images: of Gemma 3 and Qwen3-VL, also by a tree, Qwen2.5-VL, Qwen3.5, also with "
         "experts, layers of both Qwen3s in FP8; on a CPU alone more of these, Qwen3-VL with experts, GLM-4.1V, "
         "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
+    ),
+    Feature(
+        "Images by four workers",
+        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5 with these, on a CPU with vLLM 0.32; by two or four, "
+        "too, beside experts in FP8 by blocks and, of Qwen3.5, in INT4 of GPTQ and NVFP4 of ModelOpt",
     ),
     Feature(
         "Images, by one GPU",
@@ -2178,10 +2189,10 @@ REFUSED = (
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos by more than two workers, or by two but where a row above has them; audio, GLM's videos by "
-        "two; so their tree, `--mm-encoder-tp-mode data`; both of Llama 4",
+        "Images and videos by several workers but where a row above has them; audio, GLM's videos by two; so their "
+        "tree, `--mm-encoder-tp-mode data`; both of Llama 4",
         "no others have shared an encoder, or a step's images",
-        f"serve text, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
+        f"serve text, with --language-model-only; {envs.UNTRIED.name}=1 starts by GPUs what as many workers of a "
         "CPU have run",
         _encoded_by_several,
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
@@ -2231,9 +2242,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
-        "quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "codes so as text, ModelOpt's FP8 so, not bf16",
+        "Gated delta rules elsewhere, over 4 workers (codes but blocks, GPTQ, NVFP4 2), 2 GPUs, engines, drafts but "
+        "n-grams, MTP, other quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, "
+        "cached drafts; on GPUs codes so as text, ModelOpt's FP8 so, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,

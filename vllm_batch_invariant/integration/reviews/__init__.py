@@ -292,6 +292,7 @@ class Ran:
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
         delta_rule_quantised: kinds of quantised weights that have been served beside them, by device.
+        delta_rule_quantised_by_four: those that four workers have shared, by device.
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
@@ -320,11 +321,12 @@ class Ran:
         lora_expert_updates: devices where weights of mixtures of experts have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
-        encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
+        encoded_workers: numbers of workers above 1 that have shared an encoder, or the images of a step, by device and
+            model.
         pruned_videos: models whose videos have been pruned by EVS, by device.
         encoded_by_one: what of the inputs of these one worker alone has encoded.
-        encoded_quantised_by_two: those of them whose text model was quantised, by device.
-        encoded_kinds_by_two: kinds of its weights, by device.
+        encoded_quantised_workers: kinds of quantised weights of text models beside which workers have, by model, device
+            and number of workers.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -405,6 +407,7 @@ class Ran:
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
     delta_rule_quantised: Mapping[str, tuple[str, ...]]
+    delta_rule_quantised_by_four: Mapping[str, tuple[str, ...]]
     mamba2: Mapping[str, str]
     mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_drafters: Mapping[str, tuple[str, ...]]
@@ -432,11 +435,10 @@ class Ran:
     lora_expert_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
-    encoded_by_two: Mapping[str, tuple[str, ...]]
+    encoded_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
     pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
-    encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
-    encoded_kinds_by_two: Mapping[str, tuple[str, ...]]
+    encoded_quantised_workers: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]

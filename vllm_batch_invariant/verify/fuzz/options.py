@@ -248,8 +248,8 @@ class Place:
         """Whether several workers may share it where it is served as text, or, if ``text`` is empty, with images: these
         only beside some quantised text models.
         """
-        ran = coverage.RAN.encoded_quantised_by_two.get(self.device, ())
-        has_run = bool({*ran} & {*(self.model.get("architectures") or ())})
+        names, ran = self.model.get("architectures") or (), coverage.RAN.encoded_quantised_workers
+        has_run = any(self.device in ran.get(name, {}) for name in names)
         return bool(text) or not (self.encodes and self.is_quantised) or has_run
 
     def is_shared_by(self, workers: int) -> bool:
