@@ -380,7 +380,9 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     named = f"{model.architecture}{experts}"
     kinds = RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ())
     if model.quantization == schemes.MIXED:
-        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(f"{named} in mixed precision", ())
+        mixed = f"{named} in mixed precision"
+        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(mixed, ())
+        drafters = (*(drafters or ()), *RAN.fp8_kv_cache_of_states_on_gpus.get(mixed, ()))
     other = _other_quantisation(config, kinds)
     has_run = not other if model.quantization else drafters is not None and not of_experts
     return not has_run or method not in (None, *(drafters or ())) or _dtype_of(model) != "bfloat16"
@@ -839,10 +841,12 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), _method(config)
     caches_drafts = method is not None and cache.enable_prefix_caching
-    drafts_quantised = (
-        kept is _DELTA_RULES and not {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}
-    ) or (
+    drafts_mixed = (
         kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED and _has_latent_experts(model)
+    )
+    drafts_quantised = drafts_mixed or (
+        kept is _DELTA_RULES
+        and (method == "mtp" or not {*_kinds(config)} & {*RAN.delta_rule_quantised_drafted_by_mtp_alone_on_gpus})
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     by_four = RAN.delta_rule_quantised_by_four.get(ran_on, ()) if kept is _DELTA_RULES else ()
@@ -859,6 +863,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and not drafts_quantised,
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
+        and not drafts_mixed
         and _other_quantisation(config, _kinds_beside_drafts(config)),
         "speculative decoding and experts on a GPU": method not in (None, "mtp")
         and ran_on == "cuda"
@@ -1466,9 +1471,7 @@ def _drafter(config: Config) -> str | None:
             return f"speculative decoding with mtp of {kind} with quantisation {quantised}"
         if on == "cpu" and getattr(drafter, "use_ordered_embeddings", False):  # vLLM captures a CUDA graph
             return f"speculative decoding with mtp of {kind} with centroids on a CPU"
-        untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
-        where = " on a GPU" if untried else ""
-        return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")
+        return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if method == "dflash":
         return _dflash(config)
     if getattr(speculation, "parallel_drafting", False):
