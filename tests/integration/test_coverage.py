@@ -408,6 +408,27 @@ def test_workers_share_images_beside_text_models_in_kinds_that_as_many_have_serv
                 assert [one for one in untried_there if one == said] == refused
 
 
+def test_workers_share_images_and_a_cache_in_fp8_beside_text_models_in_kinds_that_have_run_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs where untried ones start."""
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    name = "Qwen3_5MoeForConditionalGeneration"
+    cache = SimpleNamespace(cache_dtype="fp8", enable_prefix_caching=True)
+    of_model = partial(found, **IMAGES, architecture=name, cache_config=cache, quantization="a method")
+    said = f"image inputs of {name} with a KV cache in fp8 by several workers"
+    ran = RAN.encoded_quantised_beside_fp8_caches[name]["cpu"]
+    for device, version, untried in (("cpu", "0.32.0", "0"), ("cuda", "0.33.0", "0"), ("cuda", "0.33.0", "1")):
+        monkeypatch.setattr(patch_points, "installed_version", lambda version=version: version)
+        monkeypatch.setenv(UNTRIED.name, untried)
+        for workers, by[:] in ran.items():
+            by_several = of_model(device=device, tensor_parallel_size=int(workers))
+            assert any(name in one for one in by_several) is (device == "cuda" and untried == "0")
+    by[:] = [BLOCKS]
+    assert said in of_model(device="cuda", tensor_parallel_size=2)
+
+
 @pytest.mark.parametrize("architecture", sorted({*RAN.encoded_workers["cpu"]} - {*RAN.encoded_workers["cuda"]}))
 def test_two_gpus_share_encoders_that_cpus_have_shared_where_untried_ones_start(
     monkeypatch: pytest.MonkeyPatch, architecture: str

@@ -327,6 +327,7 @@ class Ran:
         encoded_by_one: what of the inputs of these one worker alone has encoded.
         encoded_quantised_workers: kinds of quantised weights of text models beside which workers have, by model, device
             and number of workers.
+        encoded_quantised_beside_fp8_caches: those beside which they have with a KV cache in FP8.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -439,6 +440,7 @@ class Ran:
     pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
     encoded_quantised_workers: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
+    encoded_quantised_beside_fp8_caches: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
