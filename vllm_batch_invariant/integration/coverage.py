@@ -333,6 +333,11 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _runs(config: Config) -> tuple[str, ...]:
+    """Whose entries in ``ran.toml`` hold, where it has untried ones, too: these with :data:`~.envs.UNTRIED` alone."""
+    return _ran_on(devices.of_config(config).ops.type), *["untried"] * envs.starts_untried()
+
+
 def _by_gpus_alone(config: Config) -> bool:
     """Whether it is a GPU's that must have run, and not a CPU's."""
     return _ran_on(devices.of_config(config).ops.type) == "cuda"
@@ -840,7 +845,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED and _has_latent_experts(model)
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
-    by_four = RAN.delta_rule_quantised_by_four.get(ran_on, ()) if kept is _DELTA_RULES else ()
+    of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
+    by_four = tuple(kind for on in _runs(config) for kind in of_four.get(on, ()))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -1251,8 +1257,10 @@ def _encoded_by_several(config: Config) -> str | None:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     by_one = {*RAN.encoded_by_one.get(model.architecture, ())} & {*encoding.encoded(model)}
-    numbers = () if by_one else RAN.encoded_workers.get(ran_on, {}).get(model.architecture, ())
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
+    shared = RAN.encoded_workers, *[RAN.encoded_data_workers] * (shares_images and k_slices == 1)
+    of_model = [of.get(on, {}).get(model.architecture, ()) for of in shared for on in _runs(config)]
+    numbers = [] if by_one else [number for found in of_model for number in found]
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
     data_of_one = not several and model.architecture in RAN.encoded_data_by_one.get(ran_on, ())
@@ -1292,9 +1300,9 @@ def _has_shared_codes(config: Config, shared: Mapping[str, Mapping[str, Mapping[
         shared: kinds of quantised weights, by model, device and number of workers.
     """
     model, workers = config.model_config, config.parallel_config.tensor_parallel_size
-    of_model = shared.get(model.architecture, {}).get(_ran_on(devices.of_config(config).ops.type), {})
-    kinds = of_model.get(str(max(workers, 2)), ())
-    return bool(kinds) and {*_kinds(config)} <= {*kinds}
+    of_model = shared.get(model.architecture, {})
+    kinds = {kind for on in _runs(config) for kind in of_model.get(on, {}).get(str(max(workers, 2)), ())}
+    return bool(kinds) and {*_kinds(config)} <= kinds
 
 
 def _beside_encoded(config: Config) -> str | None:
@@ -1599,10 +1607,9 @@ COVERED = (
         "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
     ),
     Feature(
-        "Images by four workers",
-        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5 with these, on a CPU with vLLM 0.32; by two or four, "
-        "too, beside experts in FP8 by blocks and, of Qwen3.5, in INT4 of GPTQ and NVFP4 of ModelOpt, also with a KV "
-        "cache in FP8",
+        "Images by four workers, and by two beside quantised experts",
+        "which share those of a step (data) of Qwen3-VL and Qwen3.5 with experts, without a tree; two also beside "
+        "experts in FP8 by blocks and, of Qwen3.5, in INT4 of GPTQ and NVFP4 of ModelOpt: on a CPU with vLLM 0.32",
     ),
     Feature(
         "Images, by one GPU",
@@ -2247,8 +2254,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules elsewhere, over 4 workers (most codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
-        "codes, embeddings, sleep on a CPU, states not in fp32; by several most FP8 caches, cached drafts; on GPUs "
+        "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
+        "codes, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
         "codes so as text, ModelOpt's FP8 so, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",

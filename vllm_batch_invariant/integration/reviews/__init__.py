@@ -322,7 +322,8 @@ class Ran:
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_workers: numbers of workers above 1 that have shared an encoder, or the images of a step, by device and
-            model.
+            model; ``untried`` ones no device has run, here and below.
+        encoded_data_workers: further ones that have shared the images of a step alone, without a tree.
         pruned_videos: models whose videos have been pruned by EVS, by device.
         encoded_by_one: what of the inputs of these one worker alone has encoded.
         encoded_quantised_workers: kinds of quantised weights of text models beside which workers have, by model, device
@@ -437,6 +438,7 @@ class Ran:
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     encoded_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
+    encoded_data_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
     pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
     encoded_quantised_workers: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
