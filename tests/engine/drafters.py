@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -392,8 +393,12 @@ def see_no_later_tokens(llm: Any) -> None:
             layer.impl.spec = replace(layer.impl.spec, causal=True)
 
 
-def accept_as_vllm_does(_llm: Any, runner: str) -> None:
-    """Put back vLLM's own rule, by which a draft is accepted with its probability."""
+def accept_as_vllm_does(llm: Any, runner: str) -> None:
+    """Put back vLLM's own rule, by which a draft is accepted with its probability, in every worker."""
+    llm.collective_rpc(partial(_accept_as_vllm_does, runner=runner))
+
+
+def _accept_as_vllm_does(_worker: Any, runner: str) -> None:
     package, method = RULES[runner]
     module = import_module(f"{package}.rejection_sampler")
     assert module.__spec__

@@ -1,12 +1,14 @@
-"""With speculative decoding an answer has the tokens and logprobs that it has without, whatever a drafter proposes."""
+"""With speculative decoding an answer has the tokens and logprobs that it has without, whatever a drafter proposes, by
+one worker and by several, which give it bits of their own.
+"""
 
 import json
 import random
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from tests.engine.drafters import (
     make_medusa,
     make_mtp_model,
 )
-from tests.engine.engines import OF_DEVICE, Result, differing_answers, run, some_exhaustive, tokens
+from tests.engine.engines import OF_DEVICE, UNTRIED_THERE, Result, differing_answers, run, tokens
+from tests.engine.kept_states import WORKERS, cores_of
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.integration.reviews.patch_points import installed_version
+from vllm_batch_invariant.verify.demo_model import Shape, make_checkpoint
 from vllm_batch_invariant.verify.harness.requests import KINDS as ASKED
 from vllm_batch_invariant.verify.harness.requests import NGRAMS, NOT_BESIDE_DRAFTS, Accepts, draw
 
@@ -72,34 +76,89 @@ WARM = {"name": "warm", "requests": requests()}
 IN_PARTS = [{"name": str(start), "requests": requests()[start : start + 11]} for start in range(0, len(requests()), 11)]
 
 
+class Shared(NamedTuple):
+    """How many workers share a model, and how they do its experts; ``experts`` is empty of a dense one."""
+
+    workers: int = 1
+    experts: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (f"{self.workers} workers", self.experts)))
+
+
+ONE = Shared()
+COLUMNS, WHOLE = "experts by columns", "whole experts"
+FOR_WORKERS: dict[str, Any] = {"hidden": 512, "layers": 3, "heads": 8, "kv_heads": 2, "max_length": 4096}
+"""Of a model whose heads two and four workers share."""
+EXPERTS = {"experts": 8, "top_k": 3, "expert_intermediate": 256}
+
+
+def shared_by_workers(*experts: str) -> list[Any]:
+    """Parameters: two and four workers, and each way to share experts."""
+    return [
+        pytest.param(Shared(*workers.values, how), marks=[*workers.marks, pytest.mark.exhaustive])
+        for workers in WORKERS
+        for how in experts
+    ]
+
+
+ALONE, DENSE, OF_EXPERTS = [pytest.param(ONE)], shared_by_workers(""), shared_by_workers(COLUMNS, WHOLE)
+BY_ANY = pytest.mark.parametrize("shared", [*ALONE, *DENSE, *OF_EXPERTS], ids=str)
+
+
+def beside(names: Iterable[str], shared: Sequence[Any], quick: Collection[str] = ()) -> list[Any]:
+    """Parameters: these names with each way to share a model, of which ``make test`` takes those in ``quick``."""
+    return [
+        pytest.param(name, *one.values, marks=[*one.marks, *([] if name in quick else [pytest.mark.exhaustive])])
+        for one in shared
+        for name in names
+    ]
+
+
 @pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Callable[..., Result]:
-    def start(steps: list[dict], afterwards: Callable[[Any], Any] = lambda _: None, **others: Any) -> Result:
+def target(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Shared], Path]:
+    """A model that so many workers can share."""
+
+    @cache
+    def written(experts: bool) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp("shared"), Shape(**FOR_WORKERS, **EXPERTS if experts else {}))
+
+    return lambda shared: checkpoint if shared == ONE else written(bool(shared.experts))
+
+
+@pytest.fixture(scope="module")
+def engine(target: Callable[[Shared], Path]) -> Callable[..., Result]:
+    def start(
+        steps: list[dict], afterwards: Callable[[Any], Any] = lambda _: None, shared: Shared = ONE, **others: Any
+    ) -> Result:
         environment = others.pop("environment", {})
         if runner := others.pop("runner", RUNNERS[0]):
             environment = environment | {"VLLM_USE_V2_MODEL_RUNNER": runner}
         settings = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, **OF_DEVICE} | others
-        return run({"model": str(checkpoint)} | settings, steps, "1", afterwards=afterwards, **environment)
+        if shared.workers > 1:
+            environment = environment | UNTRIED_THERE | cores_of(shared.workers)
+            settings |= {"tensor_parallel_size": shared.workers, "enable_expert_parallel": shared.experts == WHOLE}
+        return run({"model": str(target(shared))} | settings, steps, "1", afterwards=afterwards, **environment)
 
     return start
 
 
 @pytest.fixture(scope="module")
-def plain_of(engine: Callable[..., Result]) -> Callable[[str], list[dict[str, Any]]]:
+def plain_of(engine: Callable[..., Result]) -> Callable[[str, Shared], list[dict[str, Any]]]:
     """The answers of a model runner without speculation."""
 
     @cache
-    def answers(runner: str) -> list[dict[str, Any]]:
-        done = engine(IN_PARTS, runner=runner)
+    def answers(runner: str, shared: Shared) -> list[dict[str, Any]]:
+        done = engine(IN_PARTS, runner=runner, shared=shared)
         return [answer for step in IN_PARTS for answer in done.steps[step["name"]]]
 
     return answers
 
 
 @pytest.fixture(scope="module")
-def plain(plain_of: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def plain(plain_of: Callable[[str, Shared], list[dict[str, Any]]]) -> Callable[[Shared], list[dict[str, Any]]]:
     """Those of the first runner, which alone has drafters of one's own."""
-    return plain_of(RUNNERS[0])
+    return partial(plain_of, RUNNERS[0])
 
 
 def differing(
@@ -118,47 +177,63 @@ def counts(running: Any) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def drafted(
-    engine: Callable[..., Result], plain: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Result:
+    engine: Callable[..., Result],
+    plain: Callable[[Shared], list[dict[str, Any]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Shared], Result]:
     """With a drafter that knows the answers and gives them, others, or none; at last by vLLM's rule of acceptance."""
-    file = tmp_path_factory.mktemp("answers") / "answers.json"
-    pairs = list(zip(requests(), plain, strict=True))
-    file.write_text(
-        json.dumps([asked["prompt"] + one["tokens"] for asked, answer in pairs for one in answer["completions"]])
-    )
 
-    def afterwards(running: Any) -> tuple[dict[str, int], int]:
-        counted = counts(running)
-        if NO_KERNELS:
-            return counted, 0
-        running.call("tests.engine.drafters:accept_as_vllm_does", "first")
-        # vLLM's rule breaks off where requests with top-k and without are together, on a CPU.
-        seeded = [(asked, answer["completions"]) for asked, answer in pairs if asked["params"].keys() == PLAIN_SEEDED]
-        by_their_rule = running.step("their rule", [asked for asked, _ in seeded]).requests
-        others = zip(by_their_rule, seeded, strict=True)
-        return counted, sum(answer["completions"] != expected for answer, (_, expected) in others)
+    @cache
+    def answers(shared: Shared) -> Result:
+        file = tmp_path_factory.mktemp("answers") / "answers.json"
+        pairs = list(zip(requests(), plain(shared), strict=True))
+        file.write_text(
+            json.dumps([asked["prompt"] + one["tokens"] for asked, answer in pairs for one in answer["completions"]])
+        )
 
-    drafts = {"method": "custom_class", "model": "tests.engine.drafters.Drafter", "num_speculative_tokens": 7}
-    settings = {"speculative_config": json.dumps(drafts), **SMALL}
-    return engine([TOGETHER, WARM], afterwards, environment={ANSWERS: str(file)}, **settings)
+        def afterwards(running: Any) -> tuple[dict[str, int], int]:
+            counted = counts(running)
+            if NO_KERNELS:
+                return counted, 0
+            running.call("tests.engine.drafters:accept_as_vllm_does", "first")
+            # vLLM's rule breaks off where requests with top-k and without are together, on a CPU.
+            alike = [
+                (asked, answer["completions"]) for asked, answer in pairs if asked["params"].keys() == PLAIN_SEEDED
+            ]
+            by_their_rule = running.step("their rule", [asked for asked, _ in alike]).requests
+            others = zip(by_their_rule, alike, strict=True)
+            return counted, sum(answer["completions"] != expected for answer, (_, expected) in others)
+
+        drafts = {"method": "custom_class", "model": "tests.engine.drafters.Drafter", "num_speculative_tokens": 7}
+        settings = {"speculative_config": json.dumps(drafts), "shared": shared, **SMALL}
+        return engine([TOGETHER, WARM], afterwards, environment={ANSWERS: str(file)}, **settings)
+
+    return answers
 
 
+@BY_ANY
 @pytest.mark.parametrize("step", ["together", "warm"])
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
-    drafted: Result, plain: list[dict[str, Any]], step: str
+    drafted: Callable[[Shared], Result], plain: Callable[[Shared], list[dict[str, Any]]], step: str, shared: Shared
 ) -> None:
-    assert differing(drafted.steps[step], plain) == []
+    assert differing(drafted(shared).steps[step], plain(shared)) == []
 
 
-def test_drafts_are_accepted_and_rejected_and_requests_preempted(drafted: Result) -> None:
-    counted, _ = drafted.afterwards
+@BY_ANY
+def test_drafts_are_accepted_and_rejected_and_requests_preempted(
+    drafted: Callable[[Shared], Result], shared: Shared
+) -> None:
+    counted, _ = drafted(shared).afterwards
     assert 0 < counted["accepted"] < counted["drafts"]
     assert counted["preemptions"]
 
 
+@BY_ANY
 @pytest.mark.skipif(NO_KERNELS, reason="vLLM 0.30 has no kernels for it on a CPU")
-def test_vllms_rule_of_acceptance_fails_the_same_comparison(drafted: Result) -> None:
-    _, different = drafted.afterwards
+def test_vllms_rule_of_acceptance_fails_the_same_comparison(
+    drafted: Callable[[Shared], Result], shared: Shared
+) -> None:
+    _, different = drafted(shared).afterwards
     assert different
 
 
@@ -198,20 +273,34 @@ def skip_where_vllm_has_none(name: str, runner: str) -> None:
         pytest.skip("needs a GPU")
 
 
+RUNNING = ["n-grams"] if NO_KERNELS else [*DRAFTERS]
+BY_WORKERS = [name for name in RUNNING if name != "DFlash"]
+"""Those that several may have, and of a mixture of experts."""
+BY_WORKERS_OF_EXPERTS = [name for name in ("n-grams", "the model itself", "EAGLE-3") if name in RUNNING]
+
+
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
-@pytest.mark.parametrize("name", some_exhaustive(["n-grams"] if NO_KERNELS else DRAFTERS, ["n-grams"]))
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        *beside(RUNNING, ALONE, ["n-grams"]),
+        *beside(BY_WORKERS, DENSE),
+        *beside(BY_WORKERS_OF_EXPERTS, OF_EXPERTS),
+    ],
+    ids=str,
+)
 def test_drafters_of_vllms_leave_answers_alone(
-    request: pytest.FixtureRequest,
     engine: Callable[..., Result],
-    plain_of: Callable[[str], list[dict[str, Any]]],
-    checkpoint: Path,
+    plain_of: Callable[[str, Shared], list[dict[str, Any]]],
+    target: Callable[[Shared], Path],
     tmp_path: Path,
     name: str,
+    shared: Shared,
     runner: str,
 ) -> None:
     skip_where_vllm_has_none(name, runner)
-    plain = plain_of(runner)
-    speculation = {"num_speculative_tokens": 3} | DRAFTERS[name](checkpoint, tmp_path)
+    plain = plain_of(runner, shared)
+    speculation = {"num_speculative_tokens": 3} | DRAFTERS[name](target(shared), tmp_path)
     few = slice(None) if name.startswith("n-grams") else FEW
     step = TOGETHER | {"requests": requests()[few]}
 
@@ -222,7 +311,7 @@ def test_drafters_of_vllms_leave_answers_alone(
         running.call("tests.engine.drafters:accept_as_vllm_does", "second")
         return counted, running.step(**step).requests
 
-    settings = {"speculative_config": json.dumps(speculation), "runner": runner}
+    settings = {"speculative_config": json.dumps(speculation), "runner": runner, "shared": shared}
     done = engine([step], afterwards, **settings)
     assert differing(done.steps["together"], plain[few], few) == []
     counted, by_their_rule = done.afterwards
@@ -290,15 +379,22 @@ def test_drafts_by_one_graph_are_those_by_several(
     assert by_graphs[0] == launched[0]
 
 
+PREDICTING = {"MiMo": make_mtp_model, "GLM-4.5": make_glm, "ERNIE 4.5": make_ernie}
+
+
 @pytest.mark.parametrize("runner", RUNNERS, ids="runner_{}".format)
-@pytest.mark.parametrize("make", [make_mtp_model, make_glm, make_ernie], ids=["MiMo", "GLM-4.5", "ERNIE 4.5"])
-@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [*beside(PREDICTING, ALONE), *beside(["MiMo"], DENSE), *beside(["GLM-4.5", "ERNIE 4.5"], OF_EXPERTS)],
+    ids=str,
+)
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
-    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, make: Callable[[Path], Path], runner: str
+    engine: Callable[..., Result], checkpoint: Path, tmp_path: Path, name: str, shared: Shared, runner: str
 ) -> None:
     """Of random weights, by the layer that a model has for a second token; three drafts run it three times."""
     step = TOGETHER | {"requests": requests()[FEW]}
-    settings = {"model": str(make(tmp_path)), "tokenizer": str(checkpoint), "runner": runner}
+    folder = str(PREDICTING[name](tmp_path))
+    settings = {"model": folder, "tokenizer": str(checkpoint), "runner": runner, "shared": shared}
     plain = engine([step], **settings).steps["together"]
     speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     done = engine([step], counts, speculative_config=speculation, **settings)

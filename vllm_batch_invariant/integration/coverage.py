@@ -338,6 +338,11 @@ def _runs(config: Config) -> tuple[str, ...]:
     return _ran_on(devices.of_config(config).ops.type), *["untried"] * envs.starts_untried()
 
 
+def _is_untried_on_gpus(config: Config) -> bool:
+    """Whether GPUs start what no device has run."""
+    return devices.of_config(config).ops.type == "cuda" and envs.starts_untried()
+
+
 def _by_gpus_alone(config: Config) -> bool:
     """Whether it is a GPU's that must have run, and not a CPU's."""
     return _ran_on(devices.of_config(config).ops.type) == "cuda"
@@ -380,7 +385,9 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     named = f"{model.architecture}{experts}"
     kinds = RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ())
     if model.quantization == schemes.MIXED:
-        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(f"{named} in mixed precision", ())
+        mixed = f"{named} in mixed precision"
+        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(mixed, ())
+        drafters = (*(drafters or ()), *RAN.fp8_kv_cache_of_states_on_gpus.get(mixed, ()))
     other = _other_quantisation(config, kinds)
     has_run = not other if model.quantization else drafters is not None and not of_experts
     return not has_run or method not in (None, *(drafters or ())) or _dtype_of(model) != "bfloat16"
@@ -839,10 +846,12 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), _method(config)
     caches_drafts = method is not None and cache.enable_prefix_caching
-    drafts_quantised = (
-        kept is _DELTA_RULES and not {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}
-    ) or (
+    drafts_mixed = (
         kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED and _has_latent_experts(model)
+    )
+    drafts_quantised = drafts_mixed or (
+        kept is _DELTA_RULES
+        and (method == "mtp" or not {*_kinds(config)} & {*RAN.delta_rule_quantised_drafted_by_mtp_alone_on_gpus})
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
@@ -860,6 +869,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and not drafts_quantised,
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
+        and not drafts_mixed
         and _other_quantisation(config, _kinds_beside_drafts(config)),
         "speculative decoding and experts on a GPU": method not in (None, "mtp")
         and ran_on == "cuda"
@@ -872,10 +882,12 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"quantisation {other}": other,
         f"quantised weights by {most} workers": model.quantization
         and most > 2
+        and not untried
         and _other_quantisation(config, by_four if most == 4 else ()),
         f"experts in ModelOpt's FP8 by {most} workers": most > 1
         and model.quantization == "modelopt"
-        and schemes.has_experts(model),
+        and schemes.has_experts(model)
+        and not untried,
         "quantised experts": model.quantization
         and schemes.has_experts(model)
         and not (kept is _DELTA_RULES or _is_nemotron(config)),
@@ -904,12 +916,12 @@ def _states_shared(config: Config) -> str | None:
     model = config.model_config
     of_experts = RAN.mamba2_expert_workers.get(_ran_on(devices.of_config(config).ops.type), ())
     sizes = getattr(model, "hf_text_config", None)
-    groups = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers))
+    groups, untried = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers)), _is_untried_on_gpus(config)
     found = {
         f"{groups} groups": kept is _STATE_SPACES and groups % workers > 0,
         "drafts": config.speculative_config is not None,
-        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts),
-        "quantised weights": model.quantization,
+        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts) and not untried,
+        "quantised weights": model.quantization and not untried,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
         "a tree on GPUs": tensor_tree.k_slices() > 1 and _by_gpus_alone(config),
     }
@@ -1132,7 +1144,8 @@ def _beside_layers(
     in_fp8 = _is_fp8_with_these_weights(config, named, ran_on)
     other = None if in_fp8 else _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
-    shares_quantised = has_tree or workers <= 2
+    untried = _is_untried_on_gpus(config)
+    shares_quantised = has_tree or workers <= 2 or untried
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -1150,7 +1163,9 @@ def _beside_layers(
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "the first model runner": by_gpus and not config.use_v2_model_runner,
-        "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel and not has_tree,
+        "expert parallelism": model.is_moe
+        and config.parallel_config.enable_expert_parallel
+        and not (has_tree or untried),
         "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
     first = _first(found)
@@ -1478,9 +1493,7 @@ def _drafter(config: Config) -> str | None:
             return f"speculative decoding with mtp of {kind} with quantisation {quantised}"
         if on == "cpu" and getattr(drafter, "use_ordered_embeddings", False):  # vLLM captures a CUDA graph
             return f"speculative decoding with mtp of {kind} with centroids on a CPU"
-        untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
-        where = " on a GPU" if untried else ""
-        return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")
+        return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if method == "dflash":
         return _dflash(config)
     if getattr(speculation, "parallel_drafting", False):

@@ -224,7 +224,6 @@ class Ran:
         text_by_one_worker: those whose text, a decoder of their own, has run by one worker, not quantised.
         encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
-        mtp_on_cpus_alone: those of them that no GPU has run.
         dflash_targets: models that have been drafted for by dflash.
         dflash_models: architectures of draft models of dflash that have run.
         encoders: models whose tokens see those after them that have pooled.
@@ -232,7 +231,7 @@ class Ran:
         delta_rule_models: with gated delta rules beside attention.
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
-        delta_rule_quantised_undrafted_on_gpus: kinds with which a GPU has run no drafts.
+        delta_rule_quantised_drafted_by_mtp_alone_on_gpus: kinds with which a GPU has run drafts of mtp alone.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_experts_draft_on_cpus_alone: kinds of mixtures of experts that have drafted on no GPU.
@@ -350,7 +349,6 @@ class Ran:
     text_by_one_worker: tuple[str, ...]
     encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
-    mtp_on_cpus_alone: tuple[str, ...]
     dflash_targets: tuple[str, ...]
     dflash_models: tuple[str, ...]
     encoders: tuple[str, ...]
@@ -358,7 +356,7 @@ class Ran:
     delta_rule_models: tuple[str, ...]
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
-    delta_rule_quantised_undrafted_on_gpus: tuple[str, ...]
+    delta_rule_quantised_drafted_by_mtp_alone_on_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_experts_draft_on_cpus_alone: tuple[str, ...]

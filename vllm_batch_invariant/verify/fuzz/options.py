@@ -167,7 +167,7 @@ class Place:
         kind = _MTP.get(next(iter(self.model.get("architectures") or ()), ""), "")
         has_layers = any(self.text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
         has_layers |= kind == "gemma4_mtp" and self.has_draft_models
-        has_run = self.device == "cpu" or (kind not in coverage.RAN.mtp_on_cpus_alone and not self.is_quantised)
+        has_run = self.device == "cpu" or not self.is_quantised
         return kind if has_layers and has_run else ""
 
     @property
