@@ -333,6 +333,11 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _runs(config: Config) -> tuple[str, ...]:
+    """Whose entries in ``ran.toml`` hold, where it has untried ones, too: these with :data:`~.envs.UNTRIED` alone."""
+    return _ran_on(devices.of_config(config).ops.type), *["untried"] * envs.starts_untried()
+
+
 def _is_untried_on_gpus(config: Config) -> bool:
     """Whether GPUs start what no device has run."""
     return devices.of_config(config).ops.type == "cuda" and envs.starts_untried()
@@ -849,7 +854,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and (method == "mtp" or not {*_kinds(config)} & {*RAN.delta_rule_quantised_drafted_by_mtp_alone_on_gpus})
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
-    by_four = RAN.delta_rule_quantised_by_four.get(ran_on, ()) if kept is _DELTA_RULES else ()
+    of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
+    by_four = tuple(kind for on in _runs(config) for kind in of_four.get(on, ()))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -887,7 +893,9 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and not (kept is _DELTA_RULES or _is_nemotron(config)),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on)
         or _is_fp8_not_run_on_gpus(config),
-        f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
+        f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES
+        and most > 1
+        and not (model.quantization and _has_shared_codes(config, RAN.encoded_quantised_beside_fp8_caches)),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         f"latent experts by {workers} GPUs": ran_on == "cuda" and workers > 1 and _has_latent_experts(model),
@@ -1264,10 +1272,10 @@ def _encoded_by_several(config: Config) -> str | None:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     by_one = {*RAN.encoded_by_one.get(model.architecture, ())} & {*encoding.encoded(model)}
-    numbers = () if by_one else RAN.encoded_workers.get(ran_on, {}).get(model.architecture, ())
-    of_text = RAN.encoded_quantised_workers.get(model.architecture, {}).get(ran_on, {})
-    kinds = of_text.get(str(max(workers, 2)), ())  # one has a tree where two do
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
+    shared = RAN.encoded_workers, *[RAN.encoded_data_workers] * (shares_images and k_slices == 1)
+    of_model = [of.get(on, {}).get(model.architecture, ()) for of in shared for on in _runs(config)]
+    numbers = [] if by_one else [number for found in of_model for number in found]
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
     data_of_one = not several and model.architecture in RAN.encoded_data_by_one.get(ran_on, ())
@@ -1291,11 +1299,25 @@ def _encoded_by_several(config: Config) -> str | None:
         and config.cache_config.enable_prefix_caching,
         "quantised weights by several workers": several
         and model.quantization
-        and not (kinds and {*_kinds(config)} <= {*kinds}),
-        f"a KV cache in {_cache_dtype(config)} by several workers": several and _cache_dtype(config) in FP8_CACHES,
+        and not _has_shared_codes(config, RAN.encoded_quantised_workers),
+        f"a KV cache in {_cache_dtype(config)} by several workers": several
+        and _cache_dtype(config) in FP8_CACHES
+        and not (model.quantization and _has_shared_codes(config, RAN.encoded_quantised_beside_fp8_caches)),
     }
     first = _first(found)
     return _when(first, f"{named} of {model.architecture} with {first}")
+
+
+def _has_shared_codes(config: Config, shared: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]) -> bool:
+    """Whether as many workers have shared a model whose weights are quantised so; one has a tree where two do.
+
+    Args:
+        shared: kinds of quantised weights, by model, device and number of workers.
+    """
+    model, workers = config.model_config, config.parallel_config.tensor_parallel_size
+    of_model = shared.get(model.architecture, {})
+    kinds = {kind for on in _runs(config) for kind in of_model.get(on, {}).get(str(max(workers, 2)), ())}
+    return bool(kinds) and {*_kinds(config)} <= kinds
 
 
 def _beside_encoded(config: Config) -> str | None:
@@ -1598,9 +1620,9 @@ COVERED = (
         "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
     ),
     Feature(
-        "Images by four workers",
-        "of Qwen2.5-VL, Qwen3-VL, also with experts, and Qwen3.5 with these, on a CPU with vLLM 0.32; by two or four, "
-        "too, beside experts in FP8 by blocks and, of Qwen3.5, in INT4 of GPTQ and NVFP4 of ModelOpt",
+        "Images by four workers, and by two beside quantised experts",
+        "which share those of a step (data) of Qwen3-VL and Qwen3.5 with experts, without a tree; two also beside "
+        "experts in FP8 by blocks and, of Qwen3.5, in INT4 of GPTQ and NVFP4 of ModelOpt: on a CPU with vLLM 0.32",
     ),
     Feature(
         "Images, by one GPU",
@@ -2245,9 +2267,9 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),
     ),
     Feature(
-        "Gated delta rules elsewhere, over 4 workers (codes but blocks, GPTQ, NVFP4 2), 2 GPUs, engines, drafts but "
-        "n-grams, MTP, other quantisation, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, "
-        "cached drafts; on GPUs codes so as text, ModelOpt's FP8 so, not bf16",
+        "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
+        "codes, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
+        "codes so as text, ModelOpt's FP8 so, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,

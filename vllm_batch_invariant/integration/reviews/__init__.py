@@ -321,11 +321,13 @@ class Ran:
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
         encoded_workers: numbers of workers above 1 that have shared an encoder, or the images of a step, by device and
-            model.
+            model; ``untried`` ones no device has run, here and below.
+        encoded_data_workers: further ones that have shared the images of a step alone, without a tree.
         pruned_videos: models whose videos have been pruned by EVS, by device.
         encoded_by_one: what of the inputs of these one worker alone has encoded.
         encoded_quantised_workers: kinds of quantised weights of text models beside which workers have, by model, device
             and number of workers.
+        encoded_quantised_beside_fp8_caches: those beside which they have with a KV cache in FP8.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -434,9 +436,11 @@ class Ran:
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
     encoded_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
+    encoded_data_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
     pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
     encoded_quantised_workers: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
+    encoded_quantised_beside_fp8_caches: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
