@@ -248,7 +248,7 @@ DRAFTERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "n-grams on a GPU": lambda target, folder: NGRAMS | {"method": "ngram_gpu"},
 }
 HEADS = ("EAGLE", "EAGLE-3", "DFlash", "Medusa")
-"""Of random weights, so they are never right."""
+"""Of random weights, so they are hardly ever right."""
 FEW = slice(0, None, 2)
 """One of each kind."""
 
@@ -316,7 +316,7 @@ def test_drafters_of_vllms_leave_answers_alone(
     assert differing(done.steps["together"], plain[few], few) == []
     counted, by_their_rule = done.afterwards
     assert counted["drafts"] > 0
-    assert (counted["accepted"] > 0) == (name not in HEADS)
+    assert counted["accepted"] > 0 or name in HEADS
     assert not by_their_rule or differing(by_their_rule, plain[few], few), "vLLM's rule gives other answers"
 
 
