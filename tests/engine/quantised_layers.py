@@ -18,7 +18,8 @@ from tests.fp8_checkpoints import Form
 from tests.quantised_checkpoints import Integers, Stored, Tensors, gptq
 
 _ENCODERS = (
-    "(visual|vision_tower|vision_adapter|vision_model|audio_tower|multi_modal_projector|mlp1|embed_vision|embed_audio)"
+    "(visual|vision_tower|vision_adapter|vision_model|audio_tower|multi_modal_projector|mlp1|embed_vision|embed_audio|"
+    "sound_encoder|sound_projection)"
 )
 KEPT = (
     r"(^|\.)(lm_head|embed_tokens|embed_tokens_per_layer|embeddings|conv1d|conv\.conv|gate|shared_expert_gate|"

@@ -21,6 +21,7 @@ from tests.engine import (
     images,
     mistral_form,
     multimodal,
+    nemotron_vl,
     test_gemma4_images,
     test_image_families,
     test_image_ranges,
@@ -50,7 +51,7 @@ from tests.engine.quantised_layers import (
     with_scales_of_cache,
     write,
 )
-from tests.engine.test_audio import GEMMA_4
+from tests.engine.test_audio import GEMMA_4, NEMOTRON_OMNI
 from tests.engine.test_quantised_gemma4 import kept_of
 from tests.mixed_checkpoints import Mixture
 from tests.mixed_checkpoints import write as write_mixed
@@ -139,7 +140,13 @@ def of_family(name: str) -> Family:
     family = test_image_families.FAMILIES[name]
     limits = test_image_families.LIMITS | {"limit_mm_per_prompt": family.limit} | family.settings
     requests = family.targets, family.few, family.many[:8]
-    return Family(family.config, limits, requests, save=family.save, path=family.path)
+    made = Family(family.config, limits, requests, save=family.save, path=family.path)
+    if name != NEMOTRON[1]:
+        return made
+    sounds = NEMOTRON_OMNI.targets[:5], NEMOTRON_OMNI.few, NEMOTRON_OMNI.many[:6]
+    requests = tuple([*seen, *heard] for seen, heard in zip(requests, sounds, strict=True))
+    heard = {"limit_mm_per_prompt": '{"image": 8, "audio": 4}'}
+    return made._replace(config=nemotron_vl.hearing, limits=limits | heard, requests=requests)
 
 
 NEMOTRON = "nemotron nano vl", "nemotron nano omni"

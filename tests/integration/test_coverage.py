@@ -306,11 +306,12 @@ def test_pruned_videos_pass_of_models_whose_positions_follow_from_no_others(monk
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     [row] = [row for row in coverage.REFUSED if row.used is coverage._encoder]
 
-    def said(architecture: str, device: str = "cpu", method: str = "evs") -> str | None:
+    def said(architecture: str, device: str = "cpu", method: str = "evs", hears: bool = False) -> str | None:
         items = {"video_pruning_rate": 0.5, "video_pruning_method": method, "get_limit_per_prompt": lambda kind: 1}
         items |= dict.fromkeys(("mm_encoder_attn_backend", "mm_encoder_attn_dtype"))
         items |= {"get_mm_processor_device_type": lambda: None}
-        model = SimpleNamespace(architecture=architecture, is_multimodal_model=True, hf_config=None)
+        model = SimpleNamespace(architecture=architecture, is_multimodal_model=True)
+        model.hf_config = SimpleNamespace(sound_config=object() if hears else None)
         model.multimodal_config = SimpleNamespace(**items)
         compilation, on = SimpleNamespace(), SimpleNamespace(device_type=device)
         return row.used(SimpleNamespace(model_config=model, compilation_config=compilation, device_config=on))
@@ -320,6 +321,9 @@ def test_pruned_videos_pass_of_models_whose_positions_follow_from_no_others(monk
     assert said(nemotron, "cuda") is None
     assert said(nemotron, method="vidcom2") == f"{kinds} --video-pruning-method vidcom2"
     assert said("Qwen3VLForConditionalGeneration") == f"{kinds} --video-pruning-rate"
+    assert said("NemotronH_Nano_Omni_Reasoning_V3") is None
+    all_kinds = "image and video and audio inputs with"
+    assert said("NemotronH_Nano_Omni_Reasoning_V3", hears=True) == f"{all_kinds} --video-pruning-rate"
 
 
 def test_workers_that_share_the_images_of_a_llama_4_add_by_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1370,7 +1370,7 @@ def _encoder(config: Config) -> str | None:
     found = {
         "--mm-encoder-attn-backend": items.mm_encoder_attn_backend is not None,
         "--mm-encoder-attn-dtype": items.mm_encoder_attn_dtype is not None,
-        PRUNING: items.video_pruning_rate and model.architecture not in pruned,
+        PRUNING: items.video_pruning_rate and (model.architecture not in pruned or "audio" in encoding.encoded(model)),
         f"--video-pruning-method {method}": items.video_pruning_rate and method != "evs",
         "--mm-processor-device": items.get_mm_processor_device_type() not in (None, "cpu"),
         "compile_mm_encoder": getattr(compilation, "compile_mm_encoder", False),
@@ -2234,8 +2234,8 @@ REFUSED = (
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, RUNNER, envs.ATTENTION.name, envs.TP_TREE.name),
     ),
     Feature(
-        "Another backend, dtype, compilation or cache of an encoder, pruned videos but of Nemotron Nano VL and Omni, "
-        "`--mm-processor-device` other than cpu",
+        "Another backend, dtype, compilation or cache of an encoder, pruned videos but of Nemotron Nano VL and, "
+        "without audio, Omni, `--mm-processor-device` other than cpu",
         "not run, or items that share a call decide each other's bits; positions behind pruned videos are made again",
         "leave them out, or serve text only, with --language-model-only",
         _encoder,
