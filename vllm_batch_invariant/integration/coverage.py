@@ -1079,15 +1079,10 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
     model, scheme = config.model_config, getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
     if _cache_dtype(config) not in FP8_CACHES:
         return None
-    sizes = getattr(model, "hf_text_config", None)
-    shares = getattr(sizes, "num_kv_shared_layers", 0)
-    found = {
-        "with experts in 16 bits": schemes.has_experts(model) and not model.quantization,
-        "that layers share, of weights in 16 bits": shares and not model.quantization,
-        "that layers share, with scales of the checkpoint": shares and scheme,
-    }
-    first = _first(found)
-    return _when(first, f"a KV cache in {_cache_dtype(config)} {first} on a GPU")
+    shares = getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0) and scheme
+    return _when(
+        shares, f"a KV cache in {_cache_dtype(config)} that layers share, with scales of the checkpoint on a GPU"
+    )
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -1425,10 +1420,9 @@ def _encoder_decoder(config: Config) -> str | None:
     model = config.model_config
     if not model.is_encoder_decoder:
         return None
-    rows, dtype = getattr(model.hf_config, "max_source_positions", 0), _dtype_of(model)
+    rows = getattr(model.hf_config, "max_source_positions", 0)
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"in {dtype} on a GPU": _by_gpus_alone(config) and dtype != "float32",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
