@@ -1631,7 +1631,7 @@ COVERED = (
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "of encoders in 16 bits, on a GPU with vLLM 0.33: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
+        "of encoders in 16 bits, on a GPU: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
         "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, FP8 (ModelOpt) of these and Qwen3.5, NVFP4 of "
         "Qwen2.5-VL, Nemotron, rows of Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, Ministral 3; on a CPU more",
     ),
