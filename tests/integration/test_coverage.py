@@ -1396,6 +1396,7 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert on_a_gpu() is on_a_gpu(is_moe=True) is None
     of_next = on_a_gpu(architecture="Qwen3NextForCausalLM", is_moe=True)
     assert of_next == f"gated delta rules with quantisation {by[0]}"
+    assert drafting(enable_prefix_caching=False) == said
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"
     assert rules(is_moe=True) is convolutions() is spaces() is None

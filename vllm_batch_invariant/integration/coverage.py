@@ -851,7 +851,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     )
     drafts_quantised = drafts_mixed or (
         kept is _DELTA_RULES
-        and (method == "mtp" or not {*_kinds(config)} & {*RAN.delta_rule_quantised_drafted_by_mtp_alone_on_gpus})
+        and all(method in RAN.delta_rule_quantised_drafters_on_gpus.get(kind, (method,)) for kind in _kinds(config))
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
