@@ -417,10 +417,12 @@ def test_answers_about_a_sound_are_reproduced_beside_others(engine_of: Starts, t
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sounds_keep_their_bits_in_other_dtypes(dtype: str, engine_of: Starts) -> None:
-    few, targets = GEMMA_4.few, GEMMA_4.targets
-    with engine_of("gemma4", "1", dtype=dtype)[0] as engine:
-        call = "tests.engine.audio:embeddings", GEMMA_4.few_lengths, GEMMA_4.few_calls
+@pytest.mark.parametrize("name", ["gemma4", "whisper"])
+def test_sounds_keep_their_bits_in_other_dtypes(name: str, dtype: str, engine_of: Starts) -> None:
+    family = FAMILIES[name]
+    few, targets = family.few, family.targets
+    with engine_of(name, "1", dtype=dtype)[0] as engine:
+        call = "tests.engine.audio:embeddings", family.few_lengths, family.few_calls
         assert engine.call(*call)["moved"] == []
         alone, among = (
             engine.call("tests.engine.audio:answers", requests, "cache")["given"][-1:]

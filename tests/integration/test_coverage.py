@@ -279,7 +279,7 @@ def test_two_workers_share_an_encoder_or_its_images_of_some_models(
     other["hf_text_config"] = SimpleNamespace(model_type=RAN.text_models.get(architecture, ("",))[0])
     assert found(**other) == [f"image inputs of {other['architecture']} with {TP_TREE.name}=2"]
     monkeypatch.delenv(TP_TREE.name)
-    assert found(**images, tensor_parallel_size=4)[-1] == f"{said} tensor parallelism 4"
+    assert found(**images, tensor_parallel_size=8)[-1] == f"{said} tensor parallelism 8"
     assert found(**other, **two) == [f"image inputs of {other['architecture']} with tensor parallelism 2"]
     assert found(**other, **data) == [f"image inputs of {other['architecture']} with --mm-encoder-tp-mode data"]
 
@@ -332,7 +332,7 @@ def test_two_workers_share_no_quantised_text_models_and_no_sounds_but_what_has_r
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     gemma, qwen = "Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration"
-    ran = replace(RAN, encoded_by_two={"cpu": (gemma, qwen)}, encoded_quantised_by_two={"cpu": (qwen,)})
+    ran = replace(RAN, encoded_workers={"cpu": dict.fromkeys((gemma, qwen), (2,))})
     monkeypatch.setattr(coverage, "RAN", ran)
     [row] = [row for row in coverage.REFUSED if row.used is coverage._encoded_by_several]
 
@@ -358,12 +358,84 @@ def test_two_workers_share_no_quantised_text_models_and_no_sounds_but_what_has_r
     assert [said(qwen, 2, "fp8"), said(gemma, 1, "fp8"), said(gemma, 2)] == [None] * 3
     assert said(gemma, 2, "fp8") == f"image inputs of {gemma} with quantised weights by several workers"
     hears = "Gemma4ForConditionalGeneration"
-    monkeypatch.setattr(coverage, "RAN", replace(ran, encoded_by_two={"cpu": (hears,)}))
+    monkeypatch.setattr(coverage, "RAN", replace(ran, encoded_workers={"cpu": {hears: (2,)}}))
     assert [said(hears, 2), said(hears, 1, audio=1)] == [None, None]
     assert said(hears, 2, audio=1) == f"image and audio inputs of {hears} with tensor parallelism 2"
 
 
-@pytest.mark.parametrize("architecture", sorted({*RAN.encoded_by_two["cpu"]} - {*RAN.encoded_by_two["cuda"]}))
+def test_four_workers_share_images_of_models_that_four_have_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And on GPUs, each layer of an encoder, and by a tree, where untried ones start."""
+    cache = SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False)
+    four = {**IMAGES, "tensor_parallel_size": 4, "cache_config": cache}
+    data = {"settings": {"mm_encoder_tp_mode": "data"}}
+    for architecture in RAN.encoded_workers["cpu"]:
+        types = RAN.text_models.get(architecture, ("",))
+        text = SimpleNamespace(model_type=types[0])
+        of_four = partial(found, **four, architecture=architecture, hf_text_config=text)
+        said = f"image inputs of {architecture} with tensor parallelism 4"
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+        assert said in of_four()
+        assert (said in of_four(**data)) is (architecture not in RAN.encoded_data_workers["cpu"])
+        with monkeypatch.context() as by_tree:
+            by_tree.setenv(TP_TREE.name, "4")
+            assert said in of_four(**data)
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+        assert said in of_four(device="cuda", **data)
+        with monkeypatch.context() as untried:
+            untried.setenv(UNTRIED.name, "1")
+            assert (said in of_four(device="cuda")) is (architecture not in RAN.encoded_workers["untried"])
+
+
+@pytest.mark.parametrize("architecture", RAN.encoded_quantised_workers)
+def test_workers_share_images_beside_text_models_in_kinds_that_as_many_have_served(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """By four, and on GPUs, where untried ones start."""
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    data = {"settings": {"mm_encoder_tp_mode": "data"}}
+    cache = SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False)
+    of_model = partial(found, **IMAGES, architecture=architecture, quantization="a method", cache_config=cache, **data)
+    said = f"image inputs of {architecture} with quantised weights by several workers"
+    ran, untried = (RAN.encoded_quantised_workers[architecture].get(on, {}) for on in ("cpu", "untried"))
+    for by[:] in ([kind] for kind in RAN.encoded_quantised[architecture]["cpu"]):
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+        assert (said in of_model(tensor_parallel_size=2)) is (by[0] not in ran["2"])
+        assert any(architecture in one for one in of_model(tensor_parallel_size=4)), "which have not served them"
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+        assert any(architecture in one for one in of_model(tensor_parallel_size=2, device="cuda"))
+        with monkeypatch.context() as patch:
+            patch.setenv(UNTRIED.name, "1")
+            for workers, kinds in (("2", ran["2"]), ("4", untried.get("4", ()))):
+                by_gpus = of_model(tensor_parallel_size=int(workers), device="cuda")
+                assert any(architecture in one for one in by_gpus) is (by[0] not in kinds)
+
+
+def test_workers_share_images_and_a_cache_in_fp8_beside_text_models_in_kinds_that_have_run_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs where untried ones start."""
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    name = "Qwen3_5MoeForConditionalGeneration"
+    cache = SimpleNamespace(cache_dtype="fp8", enable_prefix_caching=True)
+    of_model = partial(found, **IMAGES, architecture=name, cache_config=cache, quantization="a method")
+    said = f"image inputs of {name} with a KV cache in fp8 by several workers"
+    ran = RAN.encoded_quantised_beside_fp8_caches[name]
+    for device, version, untried in (("cpu", "0.32.0", "0"), ("cuda", "0.33.0", "0"), ("cuda", "0.33.0", "1")):
+        monkeypatch.setattr(patch_points, "installed_version", lambda version=version: version)
+        monkeypatch.setenv(UNTRIED.name, untried)
+        for workers in (2, 4):
+            for by[:] in ([kind] for kind in RAN.encoded_quantised[name]["cpu"]):
+                on = ("cpu", "untried") if untried == "1" else (device,)
+                kinds = {kind for one in on for kind in ran.get(one, {}).get(str(workers), ())}
+                by_several = of_model(device=device, tensor_parallel_size=workers)
+                assert any(name in one for one in by_several) is (by[0] not in kinds)
+    by[:] = [BLOCKS]
+    assert said in of_model(device="cuda", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("architecture", sorted({*RAN.encoded_workers["cpu"]} - {*RAN.encoded_workers["cuda"]}))
 def test_two_gpus_share_encoders_that_cpus_have_shared_where_untried_ones_start(
     monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
@@ -1291,8 +1363,17 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     assert rules() == "gated delta rules with quantisation fp8"  # of which nothing is known
     by.append(BLOCKS)
     assert rules() is rules(tensor_parallel_size=2) is None
-    assert rules(tensor_parallel_size=4) == "gated delta rules with quantised weights by 4 workers"
+    by_four = "gated delta rules with quantised weights by 4 workers"
+    assert rules(tensor_parallel_size=4) == by_four
     assert convolutions() is None
+    assert convolutions(tensor_parallel_size=4) == "short convolutions with quantised weights by 4 workers"
+    with monkeypatch.context() as untried:
+        untried.setenv(UNTRIED.name, "1")
+        assert rules(tensor_parallel_size=4) is None
+        by[0] = "awq with int4 weights"
+        assert rules(tensor_parallel_size=2) is None
+        assert rules(tensor_parallel_size=4) == by_four
+        by[0] = BLOCKS
     assert spaces() == f"state spaces of Mamba-2 with quantisation {BLOCKS}"
     by.append("modelopt with float4 weights")
     assert rules() == f"gated delta rules with quantisation {by[1]}"

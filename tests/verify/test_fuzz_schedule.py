@@ -377,7 +377,7 @@ def test_what_drafts_for_a_model_beside_images_is_drawn_beside_them(monkeypatch:
     assert {one.drafter for one in drawn if one.text} == {"mtp", "ngram"}
 
 
-@pytest.mark.parametrize("architecture", coverage.RAN.encoded_by_two["cpu"])
+@pytest.mark.parametrize("architecture", coverage.RAN.encoded_workers["cpu"])
 def test_two_workers_are_drawn_of_each_model_that_two_have_shared_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:

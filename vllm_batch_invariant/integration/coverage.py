@@ -333,6 +333,16 @@ def _ran_on(device_type: str) -> str:
     return "cpu" if device_type == "cuda" and envs.starts_untried() else device_type
 
 
+def _runs(config: Config) -> tuple[str, ...]:
+    """Whose entries in ``ran.toml`` hold, where it has untried ones, too: these with :data:`~.envs.UNTRIED` alone."""
+    return _ran_on(devices.of_config(config).ops.type), *["untried"] * envs.starts_untried()
+
+
+def _is_untried_on_gpus(config: Config) -> bool:
+    """Whether GPUs start what no device has run."""
+    return devices.of_config(config).ops.type == "cuda" and envs.starts_untried()
+
+
 def _by_gpus_alone(config: Config) -> bool:
     """Whether it is a GPU's that must have run, and not a CPU's."""
     return _ran_on(devices.of_config(config).ops.type) == "cuda"
@@ -375,7 +385,9 @@ def _is_fp8_not_run_on_gpus(config: Config) -> bool:
     named = f"{model.architecture}{experts}"
     kinds = RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(named, ())
     if model.quantization == schemes.MIXED:
-        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(f"{named} in mixed precision", ())
+        mixed = f"{named} in mixed precision"
+        kinds += RAN.fp8_kv_cache_quantised_of_states_on_gpus.get(mixed, ())
+        drafters = (*(drafters or ()), *RAN.fp8_kv_cache_of_states_on_gpus.get(mixed, ()))
     other = _other_quantisation(config, kinds)
     has_run = not other if model.quantization else drafters is not None and not of_experts
     return not has_run or method not in (None, *(drafters or ())) or _dtype_of(model) != "bfloat16"
@@ -834,12 +846,16 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         del several[f"tensor parallelism {workers}"]
     drafters, method = kept.drafters.get(ran_on, ()), _method(config)
     caches_drafts = method is not None and cache.enable_prefix_caching
-    drafts_quantised = (
-        kept is _DELTA_RULES and not {*_kinds(config)} & {*RAN.delta_rule_quantised_undrafted_on_gpus}
-    ) or (
+    drafts_mixed = (
         kept is _STATE_SPACES and method == "mtp" and model.quantization == schemes.MIXED and _has_latent_experts(model)
     )
+    drafts_quantised = drafts_mixed or (
+        kept is _DELTA_RULES
+        and (method == "mtp" or not {*_kinds(config)} & {*RAN.delta_rule_quantised_drafted_by_mtp_alone_on_gpus})
+    )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
+    of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
+    by_four = tuple(kind for on in _runs(config) for kind in of_four.get(on, ()))
     found = {
         **several,
         f"{envs.TP_TREE.name}={slices}": slices not in (1, *numbers),
@@ -853,6 +869,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and not drafts_quantised,
         "speculative decoding, quantised weights and a prefix cache on a GPU": caches_drafts
         and ran_on == "cuda"
+        and not drafts_mixed
         and _other_quantisation(config, _kinds_beside_drafts(config)),
         "speculative decoding and experts on a GPU": method not in (None, "mtp")
         and ran_on == "cuda"
@@ -864,16 +881,22 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
         f"quantisation {other}": other,
-        f"quantised weights by {most} workers": model.quantization and most > 2,
+        f"quantised weights by {most} workers": model.quantization
+        and most > 2
+        and not untried
+        and _other_quantisation(config, by_four if most == 4 else ()),
         f"experts in ModelOpt's FP8 by {most} workers": most > 1
         and model.quantization == "modelopt"
-        and schemes.has_experts(model),
+        and schemes.has_experts(model)
+        and not untried,
         "quantised experts": model.quantization
         and schemes.has_experts(model)
         and not (kept is _DELTA_RULES or _is_nemotron(config)),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, kept.name, ran_on)
         or _is_fp8_not_run_on_gpus(config),
-        f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES and most > 1,
+        f"a KV cache in {_cache_dtype(config)} by {most} workers": _cache_dtype(config) in FP8_CACHES
+        and most > 1
+        and not (model.quantization and _has_shared_codes(config, RAN.encoded_quantised_beside_fp8_caches)),
         "embeddings as prompts": model.enable_prompt_embeds,
         "sleep": getattr(model, "enable_sleep_mode", False) and ops.type != "cuda",
         f"latent experts by {workers} GPUs": ran_on == "cuda" and workers > 1 and _has_latent_experts(model),
@@ -904,12 +927,12 @@ def _states_shared(config: Config) -> str | None:
     model = config.model_config
     of_experts = RAN.mamba2_expert_workers.get(_ran_on(devices.of_config(config).ops.type), ())
     sizes = getattr(model, "hf_text_config", None)
-    groups = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers))
+    groups, untried = getattr(sizes, "mamba_n_groups", getattr(sizes, "n_groups", workers)), _is_untried_on_gpus(config)
     found = {
         f"{groups} groups": kept is _STATE_SPACES and groups % workers > 0,
         "drafts": config.speculative_config is not None,
-        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts),
-        "quantised weights": model.quantization,
+        "experts": schemes.has_experts(model) and not (_is_nemotron(config) and workers in of_experts) and not untried,
+        "quantised weights": model.quantization and not untried,
         "an FP8 cache": _cache_dtype(config) in FP8_CACHES,
         "a tree on GPUs": tensor_tree.k_slices() > 1 and _by_gpus_alone(config),
     }
@@ -1067,15 +1090,10 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
     model, scheme = config.model_config, getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
     if _cache_dtype(config) not in FP8_CACHES:
         return None
-    sizes = getattr(model, "hf_text_config", None)
-    shares = getattr(sizes, "num_kv_shared_layers", 0)
-    found = {
-        "with experts in 16 bits": schemes.has_experts(model) and not model.quantization,
-        "that layers share, of weights in 16 bits": shares and not model.quantization,
-        "that layers share, with scales of the checkpoint": shares and scheme,
-    }
-    first = _first(found)
-    return _when(first, f"a KV cache in {_cache_dtype(config)} {first} on a GPU")
+    shares = getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0) and scheme
+    return _when(
+        shares, f"a KV cache in {_cache_dtype(config)} that layers share, with scales of the checkpoint on a GPU"
+    )
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -1132,7 +1150,8 @@ def _beside_layers(
     in_fp8 = _is_fp8_with_these_weights(config, named, ran_on)
     other = None if in_fp8 else _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
-    shares_quantised = has_tree or workers <= 2
+    untried = _is_untried_on_gpus(config)
+    shares_quantised = has_tree or workers <= 2 or untried
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
     found = {
@@ -1150,7 +1169,9 @@ def _beside_layers(
         "exact arithmetic": device.is_exact,
         "FlexAttention": envs.ATTENTION.read() == "flex",
         "the first model runner": by_gpus and not config.use_v2_model_runner,
-        "expert parallelism": model.is_moe and config.parallel_config.enable_expert_parallel and not has_tree,
+        "expert parallelism": model.is_moe
+        and config.parallel_config.enable_expert_parallel
+        and not (has_tree or untried),
         "--disable-hybrid-kv-cache-manager": config.scheduler_config.disable_hybrid_kv_cache_manager,
     }
     first = _first(found)
@@ -1249,18 +1270,18 @@ def _encoded_elsewhere(config: Config) -> str | None:
 
 
 def _encoded_by_several(config: Config) -> str | None:
-    """Workers that share an encoder, or the images of a step, where none have: two, of some models, without audio and
-    videos of GLM.
+    """Workers that share an encoder, or the images of a step, where as many have not: two or four, of some models,
+    without audio and videos of GLM.
     """
     named, model, k_slices = _encoded(config), config.model_config, tensor_tree.k_slices()
     if not named:
         return None
     ran_on, workers = _ran_on(devices.of_config(config).ops.type), config.parallel_config.tensor_parallel_size
     by_one = {*RAN.encoded_by_one.get(model.architecture, ())} & {*encoding.encoded(model)}
-    shared = model.architecture in RAN.encoded_by_two.get(ran_on, ()) and not by_one
-    shares_quantised = model.architecture in RAN.encoded_quantised_by_two.get(ran_on, ())
-    shares_quantised &= {*_kinds(config)} <= {*RAN.encoded_kinds_by_two.get(ran_on, ())}
     several, shares_images = max(workers, k_slices) > 1, model.multimodal_config.mm_encoder_tp_mode != "weights"
+    shared = RAN.encoded_workers, *[RAN.encoded_data_workers] * (shares_images and k_slices == 1)
+    of_model = [of.get(on, {}).get(model.architecture, ()) for of in shared for on in _runs(config)]
+    numbers = [] if by_one else [number for found in of_model for number in found]
     tree, by_no_tree = f"{envs.TP_TREE.name}={k_slices}", model.architecture in RAN.images_by_no_tree
     by_gpus = ran_on == "cuda"
     data_of_one = not several and model.architecture in RAN.encoded_data_by_one.get(ran_on, ())
@@ -1268,9 +1289,9 @@ def _encoded_by_several(config: Config) -> str | None:
         by_gpus and model.architecture not in RAN.encoded_by_two_gpus[way] for way in ("data", "tree")
     )
     found = {
-        f"tensor parallelism {workers}": workers > (2 if shared else 1),
-        f"{SHARED_IMAGES} data": shares_images and not (shared or data_of_one),
-        tree: k_slices > 1 and not shared,
+        f"tensor parallelism {workers}": workers not in (1, *numbers),
+        f"{SHARED_IMAGES} data": shares_images and not (numbers or data_of_one),
+        tree: k_slices > 1 and not numbers,
         f"{SHARED_IMAGES} data and {tree}": shares_images and k_slices > 1 and by_no_tree,
         f"{SHARED_IMAGES} data on GPUs": shares_images and data_elsewhere and not data_of_one,
         f"{SHARED_IMAGES} data and quantised weights on GPUs": shares_images
@@ -1282,11 +1303,27 @@ def _encoded_by_several(config: Config) -> str | None:
         and several
         and kept_by(model.architecture)
         and config.cache_config.enable_prefix_caching,
-        "quantised weights by several workers": several and model.quantization and not shares_quantised,
-        f"a KV cache in {_cache_dtype(config)} by several workers": several and _cache_dtype(config) in FP8_CACHES,
+        "quantised weights by several workers": several
+        and model.quantization
+        and not _has_shared_codes(config, RAN.encoded_quantised_workers),
+        f"a KV cache in {_cache_dtype(config)} by several workers": several
+        and _cache_dtype(config) in FP8_CACHES
+        and not (model.quantization and _has_shared_codes(config, RAN.encoded_quantised_beside_fp8_caches)),
     }
     first = _first(found)
     return _when(first, f"{named} of {model.architecture} with {first}")
+
+
+def _has_shared_codes(config: Config, shared: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]) -> bool:
+    """Whether as many workers have shared a model whose weights are quantised so; one has a tree where two do.
+
+    Args:
+        shared: kinds of quantised weights, by model, device and number of workers.
+    """
+    model, workers = config.model_config, config.parallel_config.tensor_parallel_size
+    of_model = shared.get(model.architecture, {})
+    kinds = {kind for on in _runs(config) for kind in of_model.get(on, {}).get(str(max(workers, 2)), ())}
+    return bool(kinds) and {*_kinds(config)} <= kinds
 
 
 def _beside_encoded(config: Config) -> str | None:
@@ -1394,10 +1431,9 @@ def _encoder_decoder(config: Config) -> str | None:
     model = config.model_config
     if not model.is_encoder_decoder:
         return None
-    rows, dtype = getattr(model.hf_config, "max_source_positions", 0), _dtype_of(model)
+    rows = getattr(model.hf_config, "max_source_positions", 0)
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"in {dtype} on a GPU": _by_gpus_alone(config) and dtype != "float32",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
@@ -1462,9 +1498,7 @@ def _drafter(config: Config) -> str | None:
             return f"speculative decoding with mtp of {kind} with quantisation {quantised}"
         if on == "cpu" and getattr(drafter, "use_ordered_embeddings", False):  # vLLM captures a CUDA graph
             return f"speculative decoding with mtp of {kind} with centroids on a CPU"
-        untried = on == "cuda" and kind in RAN.mtp_on_cpus_alone and not envs.starts_untried()
-        where = " on a GPU" if untried else ""
-        return _when(untried or kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}{where}")
+        return _when(kind not in RAN.mtp_models, f"speculative decoding with mtp of {kind}")
     if method == "dflash":
         return _dflash(config)
     if getattr(speculation, "parallel_drafting", False):
@@ -1589,6 +1623,11 @@ COVERED = (
         "which share layers or images: of Gemma 3 and Qwen3-VL, also by a tree, Qwen2.5-VL, Qwen3.5, also with "
         "experts, layers of both Qwen3s in FP8; on a CPU alone more of these, Qwen3-VL with experts, GLM-4.1V, "
         "4.5V, Llama 4, Kimi-VL, Mistral 3, Pixtral, InternVL, Idefics 3, SmolVLM, without the tree of Gemma 4",
+    ),
+    Feature(
+        "Images by four workers, and by two beside quantised experts",
+        "which share those of a step (data) of Qwen3-VL and Qwen3.5 with experts, without a tree; two also beside "
+        "experts in FP8 by blocks and, of Qwen3.5, in INT4 of GPTQ and NVFP4 of ModelOpt: on a CPU with vLLM 0.32",
     ),
     Feature(
         "Images, by one GPU",
@@ -2180,10 +2219,10 @@ REFUSED = (
         _multimodal_inputs,
     ),
     Feature(
-        "Images and videos by more than two workers, or by two but where a row above has them; audio, GLM's videos by "
-        "two; so their tree, `--mm-encoder-tp-mode data`; both of Llama 4",
+        "Images and videos by several workers but where a row above has them; audio, GLM's videos by two; so their "
+        "tree, `--mm-encoder-tp-mode data`; both of Llama 4",
         "no others have shared an encoder, or a step's images",
-        f"serve text, with --language-model-only; {envs.UNTRIED.name}=1 starts by two GPUs what two workers of a "
+        f"serve text, with --language-model-only; {envs.UNTRIED.name}=1 starts by GPUs what as many workers of a "
         "CPU have run",
         _encoded_by_several,
         arguments=(TENSOR, envs.TP_TREE.name, SHARED_IMAGES),
@@ -2234,9 +2273,9 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
-        "quantisation, embeddings, sleep on a CPU, states not fp32; by several FP8 caches, cached drafts by 4, of "
-        "codes; on GPUs codes so as text, ModelOpt's FP8 so, not bf16",
-        "not run there",
+        "codes, embeddings, sleep on a CPU, states not fp32; by several FP8 caches, cached drafts by 4, of codes; on "
+        "GPUs codes so as text, ModelOpt's FP8, not bf16",
+        "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
         arguments=(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, SLEEP, RUNNER, envs.TP_TREE.name),

@@ -224,7 +224,6 @@ class Ran:
         text_by_one_worker: those whose text, a decoder of their own, has run by one worker, not quantised.
         encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
-        mtp_on_cpus_alone: those of them that no GPU has run.
         dflash_targets: models that have been drafted for by dflash.
         dflash_models: architectures of draft models of dflash that have run.
         encoders: models whose tokens see those after them that have pooled.
@@ -232,7 +231,7 @@ class Ran:
         delta_rule_models: with gated delta rules beside attention.
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
-        delta_rule_quantised_undrafted_on_gpus: kinds with which a GPU has run no drafts.
+        delta_rule_quantised_drafted_by_mtp_alone_on_gpus: kinds with which a GPU has run drafts of mtp alone.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_experts_draft_on_cpus_alone: kinds of mixtures of experts that have drafted on no GPU.
@@ -292,6 +291,7 @@ class Ran:
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
         delta_rule_quantised: kinds of quantised weights that have been served beside them, by device.
+        delta_rule_quantised_by_four: those that four workers have shared, by device.
         mamba2: versions whose engines have served state spaces of Mamba-2, by device.
         mamba2_workers: numbers of workers above 1 that have shared them, by device.
         mamba2_drafters: methods of speculative decoding that have been run beside them, by device.
@@ -320,11 +320,14 @@ class Ran:
         lora_expert_updates: devices where weights of mixtures of experts have been replaced beneath them.
         encoding: versions whose engines have encoded images and the like, by device.
         encoded: what else multimodal models take that is encoded.
-        encoded_by_two: models whose encoder, or the images of a step, two workers have shared, by device.
+        encoded_workers: numbers of workers above 1 that have shared an encoder, or the images of a step, by device and
+            model; ``untried`` ones no device has run, here and below.
+        encoded_data_workers: further ones that have shared the images of a step alone, without a tree.
         pruned_videos: models whose videos have been pruned by EVS, by device.
         encoded_by_one: what of the inputs of these one worker alone has encoded.
-        encoded_quantised_by_two: those of them whose text model was quantised, by device.
-        encoded_kinds_by_two: kinds of its weights, by device.
+        encoded_quantised_workers: kinds of quantised weights of text models beside which workers have, by model, device
+            and number of workers.
+        encoded_quantised_beside_fp8_caches: those beside which they have with a KV cache in FP8.
         images_by_no_tree: those whose workers that share the images of a step add by no tree what others do.
         encoded_on_cpus_alone: what of that no GPU has encoded.
         served_by: classes of vLLM's that serve models of other names.
@@ -347,7 +350,6 @@ class Ran:
     text_by_one_worker: tuple[str, ...]
     encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
-    mtp_on_cpus_alone: tuple[str, ...]
     dflash_targets: tuple[str, ...]
     dflash_models: tuple[str, ...]
     encoders: tuple[str, ...]
@@ -355,7 +357,7 @@ class Ran:
     delta_rule_models: tuple[str, ...]
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
-    delta_rule_quantised_undrafted_on_gpus: tuple[str, ...]
+    delta_rule_quantised_drafted_by_mtp_alone_on_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_experts_draft_on_cpus_alone: tuple[str, ...]
@@ -406,6 +408,7 @@ class Ran:
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
     delta_rule_quantised: Mapping[str, tuple[str, ...]]
+    delta_rule_quantised_by_four: Mapping[str, tuple[str, ...]]
     mamba2: Mapping[str, str]
     mamba2_workers: Mapping[str, tuple[int, ...]]
     mamba2_drafters: Mapping[str, tuple[str, ...]]
@@ -433,11 +436,12 @@ class Ran:
     lora_expert_updates: tuple[str, ...]
     encoding: Mapping[str, str]
     encoded: Mapping[str, tuple[str, ...]]
-    encoded_by_two: Mapping[str, tuple[str, ...]]
+    encoded_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
+    encoded_data_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
     pruned_videos: Mapping[str, tuple[str, ...]]
     encoded_by_one: Mapping[str, tuple[str, ...]]
-    encoded_quantised_by_two: Mapping[str, tuple[str, ...]]
-    encoded_kinds_by_two: Mapping[str, tuple[str, ...]]
+    encoded_quantised_workers: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
+    encoded_quantised_beside_fp8_caches: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
     images_by_no_tree: tuple[str, ...]
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]

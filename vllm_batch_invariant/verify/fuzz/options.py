@@ -167,7 +167,7 @@ class Place:
         kind = _MTP.get(next(iter(self.model.get("architectures") or ()), ""), "")
         has_layers = any(self.text.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
         has_layers |= kind == "gemma4_mtp" and self.has_draft_models
-        has_run = self.device == "cpu" or (kind not in coverage.RAN.mtp_on_cpus_alone and not self.is_quantised)
+        has_run = self.device == "cpu" or not self.is_quantised
         return kind if has_layers and has_run else ""
 
     @property
@@ -248,8 +248,8 @@ class Place:
         """Whether several workers may share it where it is served as text, or, if ``text`` is empty, with images: these
         only beside some quantised text models.
         """
-        ran = coverage.RAN.encoded_quantised_by_two.get(self.device, ())
-        has_run = bool({*ran} & {*(self.model.get("architectures") or ())})
+        names, ran = self.model.get("architectures") or (), coverage.RAN.encoded_quantised_workers
+        has_run = any(self.device in ran.get(name, {}) for name in names)
         return bool(text) or not (self.encodes and self.is_quantised) or has_run
 
     def is_shared_by(self, workers: int) -> bool:
