@@ -1311,9 +1311,12 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     for kind, found_of in kinds.items():
         assert found_of(**by_n_grams) is found_of(**by_n_grams, enable_prefix_caching=False) is None
         assert found_of(**by_a_model) == f"{kind} with speculative decoding with draft_model"
-    two = by_n_grams | {"tensor_parallel_size": 2}
-    assert found_of_rules(**two, enable_prefix_caching=False) is None
-    assert found_of_rules(**two) == "gated delta rules with speculative decoding and a prefix cache by 2 workers"
+    for workers in (2, 4):
+        several = by_n_grams | {"tensor_parallel_size": workers}
+        said = f"with speculative decoding and a prefix cache by {workers} workers"
+        assert found_of_rules(**several, enable_prefix_caching=False) is None
+        assert found_of_rules(**several) == (f"gated delta rules {said}" if workers == 4 else None)
+        assert found_of_spaces(**several) == f"state spaces of Mamba-2 {said}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     uncached, cached = ({**by_n_grams, "device": "cuda", "enable_prefix_caching": keeps} for keeps in (False, True))
     for kind, found_of in kinds.items():
@@ -1329,6 +1332,7 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     assert found_of_spaces(**by_mtp, is_moe=True) is None
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_spaces(**cached, is_moe=True) is None
+    assert {found_of_rules(**cached, tensor_parallel_size=workers) for workers in (2, 4)} == {None}
     for kind, found_of in kinds.items():
         assert found_of(**uncached) is None
         assert found_of(**uncached | {"enable_prefix_caching": True}) is None
@@ -1902,8 +1906,27 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
             {"speculative_config": SimpleNamespace(method="suffix")},
             "latent attention with speculative decoding with suffix",
         ),
+        *(
+            ({"speculative_config": SimpleNamespace(method=method), "tensor_parallel_size": workers} | beside, said)
+            for method in ("ngram", "mtp")
+            for workers in (2, 4)
+            for beside, said in (
+                ({}, None if workers == 2 else "latent attention with speculative decoding by 4 workers"),
+                (
+                    {"tree": "4", "enable_expert_parallel": True},
+                    "latent attention with speculative decoding "
+                    + (f"and {TP_TREE.name}=4" if workers == 2 else "by 4 workers"),
+                ),
+                ({"device": "cuda", "version": "0.33.0", "untried": True}, None),
+            )
+        ),
         (
-            {"speculative_config": SimpleNamespace(method="mtp"), "tensor_parallel_size": 2},
+            {
+                "speculative_config": SimpleNamespace(method="mtp"),
+                "tensor_parallel_size": 2,
+                "device": "cuda",
+                "version": "0.33.0",
+            },
             "latent attention with speculative decoding by 2 workers",
         ),
         ({"speculative_config": SimpleNamespace(method="ngram")}, None),

@@ -875,7 +875,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and ran_on == "cuda"
         and kept is _STATE_SPACES
         and schemes.has_experts(model),
-        f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
+        f"speculative decoding and a prefix cache by {workers} workers": caches_drafts
+        and not _have_drafted(config, kept.name),
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
@@ -905,6 +906,16 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
+
+
+def _have_drafted(config: Config, beside: str) -> bool:
+    """Whether one worker drafts, or as many as have beside layers of a kind and a prefix cache, with weights that are
+    not quantised; on a GPU any number starts untried.
+    """
+    workers, device = config.parallel_config.tensor_parallel_size, devices.of_config(config).ops.type
+    if workers == 1 or (device == "cuda" and envs.starts_untried()):
+        return True
+    return not config.model_config.quantization and workers in RAN.drafting_workers.get(beside, {}).get(device, ())
 
 
 def _states_shared(config: Config) -> str | None:
@@ -1147,7 +1158,7 @@ def _beside_layers(
         **several,
         f"{envs.TP_TREE.name}={slices}": slices > 1 and not has_tree,
         f"speculative decoding with {method}": method not in (None, *drafters.get(ran_on, ())),
-        f"speculative decoding by {workers} workers": method is not None and workers > 1,
+        f"speculative decoding by {workers} workers": method is not None and not _have_drafted(config, named),
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {other}": other,
         f"quantised weights by {workers} workers": model.quantization and not shares_quantised,
@@ -1708,8 +1719,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
-        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with drafts of n-grams and "
-        "MTP by 1, in NVFP4 too, on a CPU with vLLM 0.32; but Kimi-VL in bf16 by 1 or 2 GPUs (NVFP4 1) with 0.33",
+        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with n-grams and MTP by 1 "
+        "or 2, in NVFP4 too, on a CPU with vLLM 0.32; but Kimi-VL in bf16 by 1 or 2 GPUs (NVFP4 1) with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1731,7 +1742,7 @@ COVERED = (
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
         "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
-        "cache by one worker; states in fp32",
+        "cache by one worker, on a CPU two; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -2262,8 +2273,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
-        "codes, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "codes so as text, ModelOpt's FP8 so, not bf16",
+        "codes, embeddings, sleep on a CPU, states not fp32; by several FP8 caches, cached drafts by 4, of codes; on "
+        "GPUs codes so as text, ModelOpt's FP8, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -2308,8 +2319,8 @@ REFUSED = (
     ),
     Feature(
         "MLA elsewhere, with indexers, not 512 + 64, over 4 workers or 2 GPUs (quantised 2), engines, whole "
-        "experts but by a CPU's tree, drafts but n-grams and MTP by one, other quantisation, FP8 caches, LoRA, "
-        "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
+        "experts but by a CPU's tree, drafts but n-grams, MTP by 2 (quantised 1), other quantisation, FP8 caches, "
+        "LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,

@@ -336,6 +336,7 @@ class Ran:
         encoded_quantised_experts: those of them that models with heads of two sizes have had of experts, too.
         text_of: multimodal models that are served as text, with what else they take.
         text_models: types of the text models that have been run in multimodal ones which may have others, too.
+        drafting_workers: numbers of workers above 1 that have drafted beside a prefix cache, by layers and device.
         drafters: methods of speculative decoding, with the devices.
         dflash: versions whose engines have had drafts of dflash, by device.
     """
@@ -448,6 +449,7 @@ class Ran:
     encoded_quantised_experts: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
+    drafting_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
     drafters: Mapping[str, tuple[str, ...]]
     dflash: Mapping[str, str]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
