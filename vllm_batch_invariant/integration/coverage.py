@@ -1631,24 +1631,25 @@ COVERED = (
     ),
     Feature(
         "Images, by one GPU",
-        "of LFM2-VL, PaddleOCR-VL, of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json), and, "
-        "with videos, of GLM-4.1V, 4.5V, GLM-OCR, Intern-S2 Preview, InternVL in its own form (InternVLChatModel) and, "
-        "in bf16, Nemotron Nano VL and 3 Nano Omni, also pruned (EVS): on a CPU with vLLM 0.32, a GPU with 0.33",
+        "of LFM2-VL, PaddleOCR-VL, DeepSeek-OCR, Pixtral, Mistral Small and Ministral 3 in Mistral's form "
+        "(params.json), and, with videos, of GLM-4.1V, 4.5V, GLM-OCR, Intern-S2 Preview, InternVL in its own form "
+        "(InternVLChatModel), in bf16 Nemotron Nano VL, 3 Nano Omni, also pruned (EVS): on a CPU with vLLM 0.32, a "
+        "GPU with 0.33",
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, and by one worker, with videos, of Muse Glimmer: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "of encoders in 16 bits, on a GPU with vLLM 0.33: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
-        "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of "
-        "Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, FP8 of Ministral 3; on a CPU with 0.32 more",
+        "of encoders in 16 bits, on a GPU: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
+        "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, FP8 (ModelOpt) of these and Qwen3.5, NVFP4 of "
+        "Qwen2.5-VL, Nemotron, rows of Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, Ministral 3; on a CPU more",
     ),
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B, 12B), any number and lengths of it: "
-        "on a CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32; by one worker",
+        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1718,8 +1719,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
-        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with n-grams and "
-        "MTP by 1 or 2, also in W4A4 NVFP4, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33",
+        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with n-grams and MTP by 1 "
+        "or 2, in NVFP4 too, on a CPU with vLLM 0.32; but Kimi-VL in bf16 by 1 or 2 GPUs (NVFP4 1) with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1764,8 +1765,8 @@ COVERED = (
     Feature(
         "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
         "FP8 with given scales, also of Qwen3.5, NVFP4 as weights alone, also of delta rules, experts of Qwen3.5 "
-        "and Nemotron-H, caches of Nemotron-H, LFM2, Qwen3.5, Qwen3-Next: by one worker on a CPU with vLLM 0.32, a "
-        "GPU with 0.33; on a CPU NVFP4 of compressed-tensors, Nano by rows",
+        "and Nemotron-H, both also in compressed-tensors' NVFP4, Nano in FP8 by rows, caches of Nemotron-H, LFM2, "
+        "Qwen3.5, Qwen3-Next: by one worker on a CPU with vLLM 0.32, a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1783,7 +1784,7 @@ COVERED = (
         "LoRA adapters beside images",
         "of text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3, SmolVLM "
         "on a CPU with vLLM 0.32, of the first three also by two workers and with new weights in 16 bits, and on a GPU "
-        "with 0.33; on a CPU of the first three beside INT4, of the VLs FP8 by rows, of Qwen3s by blocks",
+        "with 0.33; of the VLs also beside INT4, FP8 by rows, of Qwen3-VL by blocks, of Qwen3.5 both on a CPU",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",
@@ -1816,7 +1817,7 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
-        "Qwen3-Next, Nemotron-H, ERNIE 4.5, Gemma 4, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
+        "Qwen3-Next, Nemotron-H, ERNIE 4.5, Gemma 4, GLM-OCR, suffixes, DFlash, custom drafters, Medusa on a CPU: the "
         "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, "
         "without budgets",
     ),
@@ -2116,8 +2117,7 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa, dflash on a CPU, ngram_gpu on a "
-        "GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION, TENSOR, envs.TP_TREE.name),
     ),
@@ -2168,9 +2168,9 @@ REFUSED = (
         _rounded_to_bf16,
     ),
     Feature(
-        "DeepSeek-OCR, and images of Kimi-VL and Muse Glimmer, on a GPU",
+        "Images of Kimi-VL and Muse Glimmer on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU; the latter two as text, with --language-model-only",
+        "serve them on a CPU, or as text, with --language-model-only",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -2330,10 +2330,9 @@ REFUSED = (
         ),
     ),
     Feature(
-        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound, on a GPU in fp32",
+        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound",
         "cross attention has not been run otherwise",
-        "serve a decoder-only model, leave --max-model-len out, or pass --dtype float32; "
-        f"{envs.UNTRIED.name}=1 starts 16 bits",
+        "serve a decoder-only model, or leave --max-model-len out",
         _encoder_decoder,
     ),
     Feature(
