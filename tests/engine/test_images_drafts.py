@@ -35,7 +35,7 @@ from tests.engine.quantised_layers import (
     with_scales_of_cache,
     write,
 )
-from tests.engine.test_delta_rule import PAGE, SMALL_STATES
+from tests.engine.test_delta_rule import PAGES_OF, SMALL_STATES
 from tests.engine.test_images import FILM, LARGE, LEAST, LIMITS, OBLONG, SMALL, STRIP, TALL, asked, text
 from tests.engine.test_quantised_images import MIXED, MIXTURE
 from tests.mixed_checkpoints import write as write_mixed
@@ -89,7 +89,7 @@ CASES = [
 ]
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
-    **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)},
+    **{name: {"block_size": PAGES_OF[1], **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)},
 }
 SETTINGS_OF[OF_INTERN] |= {"trust_remote_code": True, "mamba_ssm_cache_dtype": "float32"}
 """A model with states has one of each request, or one at the end of each page."""
