@@ -89,7 +89,10 @@ CASES = [
 ]
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
-    **{name: {"block_size": PAGES_OF[1], **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)},
+    **{
+        name: {"block_size": PAGES_OF[1], **kept_states.KEEPS_ALL}
+        for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)
+    },
 }
 SETTINGS_OF[OF_INTERN] |= {"trust_remote_code": True, "mamba_ssm_cache_dtype": "float32"}
 """A model with states has one of each request, or one at the end of each page."""
