@@ -1137,10 +1137,10 @@ def _beside_layers(
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
         return _when(getattr(draft_model, "architecture", "") in models, f"a draft model with {named}")
     device, version = devices.of_config(config), patch_points.installed_version()
-    ops = device.ops
-    if ops.type not in ran:
+    ops, untried = device.ops, _is_untried_on_gpus(config)
+    if ops.type not in ran and not untried:
         return f"{named} on {ops.name}"
-    if not version.startswith(ran[ops.type]):
+    if not version.startswith(ran.get(ops.type, RAN.on_gpus)):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, _method(config)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
@@ -1150,7 +1150,6 @@ def _beside_layers(
     in_fp8 = _is_fp8_with_these_weights(config, named, ran_on)
     other = None if in_fp8 else _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
-    untried = _is_untried_on_gpus(config)
     shares_quantised = has_tree or workers <= 2 or untried
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
