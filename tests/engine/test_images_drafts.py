@@ -62,15 +62,15 @@ MODELS = {
     "qwen2.5-vl": images.qwen2_5_vl,
     "qwen3-vl": images.qwen3_vl,
     "qwen3.5": images.qwen3_5,
-    IN_PAGES: partial(images.qwen3_5, kept_states.QWEN3_5 | SMALL_STATES),
-    OF_EXPERTS: partial(images.qwen3_5, kept_states.QWEN3_5_MOE | SMALL_STATES),
-    OF_INTERN: partial(images.intern_s2, kept_states.QWEN3_5_MOE | SMALL_STATES),
+    IN_PAGES: partial(images.qwen3_5, kept_states.QWEN3_5 | SMALL_STATES[1]),
+    OF_EXPERTS: partial(images.qwen3_5, kept_states.QWEN3_5_MOE | SMALL_STATES[1]),
+    OF_INTERN: partial(images.intern_s2, kept_states.QWEN3_5_MOE | SMALL_STATES[1]),
 }
 MODELS |= {
     name: partial(
         images.qwen3_5,
         (kept_states.QWEN3_5_MOE if OF_EXPERTS in name else kept_states.QWEN3_5)
-        | SMALL_STATES
+        | SMALL_STATES[1]
         | WHOLE_BLOCKS
         | (OF_CODED if name in CODED else {}),
     )
