@@ -13,9 +13,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers.models.whisper.modeling_whisper import sinusoids
 
-from tests.engine import images, mistral_form, multimodal
+from tests.engine import images, mistral_form, multimodal, nemotron_vl
 from vllm_batch_invariant.integration.layers import attention, convolution, encoders
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention, attend
@@ -215,6 +216,8 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         return _save_voxtral(config, dtype, folder)
     if config.model_type in ("gemma4", "gemma4_unified"):
         return images.save(config, dtype, folder)
+    if config.model_type == "nemotron_h_omni":
+        return nemotron_vl.save(config, dtype, folder)
     torch.manual_seed(0)
     made = MODELS[config.model_type](config)
     with torch.no_grad():  # else audio would hardly change an answer
@@ -304,6 +307,8 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
         return _compared(
             lambda call: model.embed_multimodal(audio_arrays=[waves[item] for item in call]), lengths, calls
         )
+    if hasattr(model, "sound_encoder"):
+        return _compared(partial(_encode_filled, model, lengths), lengths, calls)
     tower: Any = model.audio_tower if hasattr(model, "audio_tower") else model.model.encoder
     bins = getattr(tower, "num_mel_bins", 128)
     if tower is None:
@@ -336,6 +341,17 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
         )
 
     return _compared(encode, lengths, calls)
+
+
+def _encode_filled(model: Any, lengths: Sequence[int], call: Sequence[int]) -> Sequence[torch.Tensor]:
+    """What Nemotron's encoder gives for items of one clip each, filled to the longest of them."""
+    bins, device = model.sound_encoder.config.num_mel_bins, next(model.sound_encoder.parameters()).device
+    given = [frames(lengths[item], bins, item).T.to(device) for item in call]
+    return model.embed_multimodal(
+        input_audio_features=pad_sequence(given, batch_first=True),
+        feature_attention_mask=pad_sequence([one.new_ones(len(one), dtype=torch.bool) for one in given], True),
+        audio_num_clips=torch.ones(len(call), dtype=torch.int64),
+    )
 
 
 def _compared(

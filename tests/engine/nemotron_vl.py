@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.audio_utils import mel_filter_bank
 
 from tests.engine import configurations, images, kept_states, multimodal, test_mamba
 
@@ -41,8 +42,12 @@ _SOUND = {
     "sampling_rate": 16000,
     "convolution_bias": False,
 }
-"""Of an encoder that Nemotron 3 Nano Omni has, whose audio is refused."""
+"""Of an encoder of sounds that Nemotron 3 Nano Omni has: 80 ms are a row."""
+SOUND, _OF_SOUND = 4004, (4005, 4006)
+"""What stands for a sound in a prompt, and for a row of one; and what a processor writes around them."""
 _WORDS = {images.IMAGE: "<image>", images.VIDEO: "<video>", images.START: "<img>", images.END: "</img>"}
+_WORDS |= {SOUND: "<so_embedding>"} | dict(zip(_OF_SOUND, ("<so_start>", "<so_end>"), strict=True))
+SPECIAL = (*_WORDS,)
 
 
 def python_path(folder: Path) -> list[str]:
@@ -62,6 +67,13 @@ def nano_vl() -> transformers.PretrainedConfig:
 def omni() -> transformers.PretrainedConfig:
     """The same encoder, for images of any size and pairs of frames, and a decoder that has experts, too."""
     return _config("NemotronH_Nano_Omni_Reasoning_V3", _TEXT | test_mamba.EXPERTS["Nemotron-H"])
+
+
+def hearing() -> transformers.PretrainedConfig:
+    """The same with weights of its encoder of sounds."""
+    config = omni()
+    config.audio_config = transformers.ParakeetEncoderConfig(**_SOUND, attention_bias=False, scale_input=False)
+    return config
 
 
 def _config(architecture: str, text: dict[str, Any]) -> transformers.PretrainedConfig:
@@ -84,13 +96,27 @@ def _config(architecture: str, text: dict[str, Any]) -> transformers.PretrainedC
 class Reference(transformers.NemotronH_Omni_Reasoning_V3):
     """Transformers' model. What the encoder gives is rounded to bf16, as vLLM does for any dtype."""
 
-    def forward(self, input_ids: torch.Tensor, items: list[torch.Tensor] = [], **named: Any) -> Any:  # noqa: B006
-        """Of tokens, and of the pictures that stand in them, of one size each: [pictures, channels, height, width]."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        items: list[torch.Tensor] = [],  # noqa: B006
+        sounds: list[torch.Tensor] = [],  # noqa: B006
+        **named: Any,
+    ) -> Any:
+        """Of tokens, and of the pictures that stand in them, of one size each: [pictures, channels, height, width], and
+        of clips of sounds: [frames, bins].
+        """
         embedded = self.get_input_embeddings()(input_ids)
-        if items:
-            rows = torch.cat([self.rows(one) for one in items])
-            embedded = embedded.masked_scatter((input_ids == images.IMAGE)[..., None], rows.to(embedded.dtype))
+        made = {images.IMAGE: [self.rows(one) for one in items], SOUND: [self.rows_of_clip(one) for one in sounds]}
+        for token, rows in made.items():
+            if rows:
+                embedded = embedded.masked_scatter((input_ids == token)[..., None], torch.cat(rows).to(embedded.dtype))
         return self.language_model(inputs_embeds=embedded)
+
+    def rows_of_clip(self, clip: torch.Tensor) -> torch.Tensor:
+        """[tokens, size] of [frames, bins]."""
+        features = self.audio_tower(clip[None]).last_hidden_state[0]
+        return self.embed_audio(features.to(torch.bfloat16).to(features.dtype))
 
     def rows(self, pixels: torch.Tensor) -> torch.Tensor:
         """[tokens, size] of [pictures, channels, height, width]: of a picture, or of as many as a tubelet has."""
@@ -126,6 +152,23 @@ def _scaled(pixels: torch.Tensor) -> torch.Tensor:
     return ((pixels.double() / 255 - mean) / std).bfloat16().double()
 
 
+def clips(wave: np.ndarray, **ignored: Any) -> list[torch.Tensor]:
+    """[frames, bins] of the log-mel spectrogram of each half a minute of a sound, in float64; as long as 0.1 s, with
+    silence behind it. In the checkpoint's dtype, as vLLM hands it to the encoder.
+    """
+    rate = _SOUND["sampling_rate"]
+    filters = mel_filter_bank(257, _SOUND["num_mel_bins"], 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
+    window, found = torch.hann_window(400, periodic=False, dtype=torch.float64), []
+    for clip in torch.from_numpy(wave).double().split(30 * rate):
+        samples = F.pad(clip, (0, max(0, rate // 10 - len(clip))))
+        samples = torch.cat([samples[:1], samples[1:] - 0.97 * samples[:-1]])
+        parts = torch.stft(samples, 512, 160, 400, window, pad_mode="constant", return_complex=True).abs() ** 2
+        spectrum = (torch.from_numpy(filters).T @ parts + 2**-24).log().T[: len(samples) // 160]
+        spectrum = (spectrum - spectrum.mean(0)) / (spectrum.std(0) + 1e-5)
+        found.append(spectrum.bfloat16().double())
+    return found
+
+
 def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
     """A checkpoint with a tokenizer of words. Returns the model that it is of."""
     torch.manual_seed(0)
@@ -146,10 +189,16 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         for name, bias in made.named_buffers():
             if name.endswith("e_score_correction_bias"):  # which two are chosen: else rounding decides near a tie
                 bias.copy_(torch.arange(len(bias)))
+            elif name.endswith("running_mean"):
+                bias.normal_(0, 0.3)
+            elif name.endswith("running_var"):
+                bias.uniform_(0.5, 1.5)
     made = made.to(dtype)
     made.save_pretrained(folder)
     file, projector = folder / "model.safetensors", "multi_modal_projector."
     names = {f"{projector}layer_norm": "mlp1.0", f"{projector}linear_1": "mlp1.1", f"{projector}linear_2": "mlp1.3"}
+    names |= {"audio_tower.": "sound_encoder.encoder.", "embed_audio.layer_": "sound_projection."}
+    names |= {f"embed_audio.linear_{number}": f"sound_projection.linear{number}" for number in (1, 2)}
     tensors = {images.renamed(name, names): tensor for name, tensor in load_file(file).items()}  # as published
     save_file(tensors, file, metadata={"format": "pt"})
     text = config.text_config.to_dict()
@@ -187,6 +236,6 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
     (folder / "config.json").write_text(json.dumps(written))
     shutil.copy(configurations.__file__, folder)
     words = {_WORDS.get(number, f"w{number}"): number for number in range(text["vocab_size"])}
-    template = images.chat_template(image=_WORDS[images.IMAGE], video=_WORDS[images.VIDEO])
+    template = images.chat_template(image=_WORDS[images.IMAGE], video=_WORDS[images.VIDEO], audio=_WORDS[SOUND])
     images.save_tokenizer(folder, words, list(_WORDS.values()), {"chat_template": template})
     return made

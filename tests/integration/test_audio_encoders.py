@@ -13,6 +13,7 @@ from vllm_batch_invariant.aten import set_batch_invariant_mode
 from vllm_batch_invariant.errors import NotCovered
 from vllm_batch_invariant.integration.engine import items
 from vllm_batch_invariant.integration.layers import convolution, encoders, review
+from vllm_batch_invariant.ops.softmax.reduction import SoftmaxReduction
 
 CASES: dict[str, tuple[type[torch.nn.Module], tuple[int, ...], dict[str, Any]]] = {
     "over time": (torch.nn.Conv1d, (40, 61), {"padding": 1}),
@@ -270,3 +271,90 @@ def test_what_gemma_4_is_given_of_a_sound_follows_from_its_own_samples() -> None
         assert beside[1][0] == alone[1][0] == len(alone[0]) == (samples - 161) // 160 + 1
         assert features(plain, [sound, longer])[1][0] > len(alone[0]), "the negative control"
         assert_near(alone[0], features(plain, [sound])[0].double(), factor=2)
+
+
+def test_what_nemotron_is_given_of_a_sound_follows_from_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes spectrograms of a request's sounds in one tensor, by compiled code."""
+    import numpy as np
+    from transformers import PretrainedConfig
+    from vllm.model_executor.models import parakeet
+
+    sizes = {"factor": 8, "conv_kernel_size": 3, "conv_stride": 2}
+    sizes = {f"subsampling_{name}": size for name, size in sizes.items()}
+    kind = parakeet.ParakeetExtractor
+    extractor = kind(PretrainedConfig(num_mel_bins=80, sampling_rate=16000, **sizes))
+    compiled = [name for name, made in vars(kind).items() if hasattr(made, "_torchdynamo_orig_callable")]
+    for name in (*compiled, "__call__"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # put back afterwards
+    plain = {name: getattr(kind, name)._torchdynamo_orig_callable for name in compiled}
+    rng, shapes = np.random.default_rng(0), set[tuple[int, ...]]()
+    sounds = [(0.2 * rng.standard_normal(count)).astype(np.float32) for count in (1, 5333, 9999, 16000, 31 * 16000)]
+
+    def features(call: list[Any]) -> list[list[torch.Tensor]]:
+        made = extractor(call)
+        rows, seen = made["input_audio_features"], made["feature_attention_mask"]
+        assert rows.shape[:2] == seen.shape
+        assert not rows[~seen].any()
+        shapes.add((*rows.shape[1:],))
+        clips = iter([clip[is_seen] for clip, is_seen in zip(rows, seen, strict=True)])
+        return [[next(clips) for _ in range(count)] for count in made["audio_num_clips"]]
+
+    def moved() -> list[int]:
+        alone = [features([sound])[0] for sound in sounds]
+        assert [[len(clip) for clip in clips] for clips in alone] == [[10], [33], [62], [100], [3000, 100]]
+        found = zip(features(sounds), alone, strict=True)
+        return [number for number, pair in enumerate(found) if not all(map(torch.equal, *pair))]
+
+    with monkeypatch.context() as patch:
+        for name, method in plain.items():
+            patch.setattr(kind, name, method)
+        expected = features([sounds[1]])[0][0]
+        assert moved(), "the negative control"
+        assert len(shapes) > 1, "the same"
+        shapes.clear()
+    for _ in range(2):
+        items.of_own_sounds()
+    assert {name: getattr(kind, name) for name in compiled} == plain
+    assert moved() == []
+    assert shapes == {(3001, 80)}
+    assert_same_bits(features([sounds[1]])[0][0], expected, "as it is written")
+
+
+def hearing() -> Any:
+    """What vLLM's class of Nemotron 3 Nano Omni holds for sounds, with a small encoder of Transformers'."""
+    from transformers import ParakeetEncoder, ParakeetEncoderConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = type("NemotronH_Nano_VL_V2", (torch.nn.Module,), {})()
+    model.sound_encoder = torch.nn.Module()
+    model.sound_encoder.encoder = ParakeetEncoder(ParakeetEncoderConfig(**sizes, subsampling_conv_channels=16)).eval()
+    model._tower_model_names = ["sound_encoder"]
+    return model.requires_grad_(False)
+
+
+def test_a_clip_of_nemotrons_is_encoded_without_what_its_call_is_filled_with() -> None:
+    """On a GPU the order of a softmax follows how long its row is."""
+    at_most, alone = (SoftmaxReduction.of_device("cuda", rows, torch.float32) for rows in (375, 2))
+    assert at_most.block != alone.block, "the negative control"
+    model = hearing()
+    encoder, lengths = model.sound_encoder.encoder, [10, 57, 300]
+    clips = [torch.randn(length, 80) for length in lengths]
+    filled = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True)
+    mask = torch.arange(300) < torch.tensor(lengths)[:, None]
+    expected = hearing().double().sound_encoder.encoder(filled.double(), mask).last_hidden_state
+    encoders.prepare(model)
+    called: list[tuple[int, ...]] = []
+    encoder.subsampling.register_forward_pre_hook(lambda layer, given: called.append((*given[0].shape,)))
+    assert {*encoders.towers(model)} == {"sound_encoder", "sound_encoder.encoder"}
+    assert encoders.problem_of_tower(encoder) is None
+    assert [review._problem(layer) for layer in encoder.modules() if review._problem(layer)] == []
+    with set_batch_invariant_mode():
+        together = encoder(input_features=filled, attention_mask=mask).last_hidden_state
+        assert called == [(1, length, 80) for length in lengths]
+        for number, rows in enumerate((2, 8, 38)):
+            found = encoder(input_features=clips[number][None], attention_mask=mask[number : number + 1, mask[number]])
+            assert_same_bits(together[number, :rows], found.last_hidden_state[0], f"clip {number}")
+            assert_near(together[number, :rows], expected[number, :rows], factor=8)
+    encoder.config._attn_implementation = "sdpa"
+    assert encoders.problem_of_tower(encoder) == "Transformers' attention is sdpa"

@@ -190,7 +190,7 @@ def test_videos_of_a_model_are_found_where_its_images_alone_are_encoded(monkeypa
     assert found(architecture="NVLM_D", limits={"image": 1}) == ["the model NVLM_D"]
 
 
-def test_a_nemotron_that_sees_runs_in_bf16_without_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nemotron_that_sees_runs_in_bf16_and_hears_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     omni = {
         "architecture": "NemotronH_Nano_Omni_Reasoning_V3",
@@ -206,9 +206,15 @@ def test_a_nemotron_that_sees_runs_in_bf16_without_sound(monkeypatch: pytest.Mon
         assert row.used(config("bfloat16", name)) is None
         assert row.used(config("float32", name)) == f"{name} in float32"
     assert row.used(config("float32", "Gemma3ForConditionalGeneration")) is None
-    for sound, limit, said in ((None, 8, []), (object(), 0, []), (object(), 8, ["audio inputs"])):
-        of_model = omni | {"hf_config": SimpleNamespace(sound_config=sound), "dtype": "bfloat16"}
-        assert [one for one in found(**of_model, limits={"image": 8, "audio": limit}) if "audio" in one] == said
+    of_model = omni | {"dtype": "bfloat16"}
+    for sound, limit, heard in ((None, 8, False), (object(), 0, False), (object(), 8, True)):
+        of_model |= {"hf_config": SimpleNamespace(sound_config=sound), "limits": {"image": 8, "audio": limit}}
+        assert [one for one in found(**of_model) if "audio" in one] == []
+        row, on_a_gpu = coverage._multimodal_not_run_on_gpus, SimpleNamespace(**of_model)
+        on_a_gpu.is_multimodal_model = True
+        on_a_gpu.multimodal_config = SimpleNamespace(get_limit_per_prompt=of_model["limits"].get)
+        said = row(SimpleNamespace(model_config=on_a_gpu))
+        assert said == (f"audio inputs of {omni['architecture']} on a GPU" if heard else None)
 
 
 def test_audio_is_found_of_the_checkpoints_of_a_model_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +490,7 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Images of Kimi-VL and Muse Glimmer on a GPU"],
+        ROWS["Images of Kimi-VL and Muse Glimmer, and audio of Nemotron 3 Nano Omni, on a GPU"],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
             "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "

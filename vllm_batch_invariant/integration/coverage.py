@@ -1648,7 +1648,7 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B, 12B), any number and lengths of it: "
-        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; by one worker",
+        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; of Nemotron 3 Nano Omni on a CPU; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -2167,9 +2167,10 @@ REFUSED = (
         _rounded_to_bf16,
     ),
     Feature(
-        "Images of Kimi-VL and Muse Glimmer on a GPU",
+        "Images of Kimi-VL and Muse Glimmer, and audio of Nemotron 3 Nano Omni, on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU, or as text, with --language-model-only",
+        "serve them on a CPU; Kimi-VL and Muse Glimmer as text, with --language-model-only, Omni with "
+        "--limit-mm-per-prompt '{\"audio\": 0}'",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -2212,7 +2213,7 @@ REFUSED = (
     ),
     Feature(
         "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
-        "Gemma 4",
+        "Gemma 4, Nemotron 3 Nano Omni",
         "nobody compared what their encoders give",
         "serve text, with --language-model-only",
         _multimodal_inputs,

@@ -4,7 +4,8 @@ An engine finds an embedding, and the pages that hold it, by the item's identifi
 takes one of the user's (``multi_modal_uuids``, or an image's EXIF ImageID) as it is: under it a request would be
 answered about the image that another request has brought before. A processor of sound may add noise (``dither``), which
 it draws of a generator that all requests share. And it may fill a request's sounds to the longest of them before it
-multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests. One of
+multiplies (Gemma 4's), whose rows then follow from their number: vLLM keeps what it made for other requests. Another
+(Nemotron Nano Omni's) computes all of a request's together, by compiled code. One of
 images (Nemotron Nano Omni's) may scale down those of a request that it does not find among these, until they fit. And
 one of videos (GLM-4.6V's) samples frames of all of a request's or of none, as the last of them says.
 """
@@ -14,6 +15,8 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from ..reviews import patch_points
 
@@ -77,6 +80,7 @@ def _without_noise(process: Any) -> Any:
                     "mm_processor_kwargs"
                 )
             of_own_pixels()
+            of_own_sounds()
         return process(self, prompt, mm_data, mm_uuids, mm_processor_kwargs, *args, **kwargs)
 
     return _process_multimodal
@@ -130,6 +134,36 @@ def of_own_pixels() -> None:
         return [one for pixels, _ in made for one in pixels], [count for _, counts in made for count in counts]
 
     tiler._images_to_pixel_values_lst = _images_to_pixel_values_lst
+
+
+def of_own_sounds() -> None:
+    """Have vLLM's extractor of Nemotron Nano Omni compute each sound by itself, as it is written: in tensors of a
+    request's sounds, its sums and products follow from their number and the longest of them, and compiled code from the
+    sizes that came before.
+    """
+    extractor: Any = patch_points.PARAKEET_EXTRACTOR.get()
+    for name in ("_apply_mel_filters", "_apply_preemphasis", "_normalize_mel_features"):
+        compiled = getattr(extractor, name)
+        setattr(extractor, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
+    extract = extractor.__call__
+    if hasattr(extract, "__wrapped__"):
+        return
+
+    @wraps(extract)
+    def call(self: Any, raw_speech: Any, **named: Any) -> dict[str, Any]:
+        """Features [clips, frames, bins], as many as half a minute has, with 0 behind a clip; whether a frame is of it;
+        and how many clips each sound has.
+        """
+        most = 1 + self._clip_target_samples // self.config.hop_length
+        made = [extract(self, [one], **named) for one in raw_speech]
+        counts = [count for one in made for count in one.pop("audio_num_clips")]
+        filled = {
+            name: torch.cat([F.pad(one[name], (*axes, 0, most - one[name].shape[1])) for one in made])
+            for name, axes in (("input_audio_features", (0, 0)), ("feature_attention_mask", ()))
+        }
+        return filled | {"audio_num_clips": counts}
+
+    extractor.__call__ = call
 
 
 def _hears_videos(info: Any, asked: Mapping[str, Any]) -> bool:

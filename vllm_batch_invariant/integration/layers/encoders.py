@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ... import envs
 from ...errors import NotCovered
@@ -31,6 +32,10 @@ IN_TRANSFORMERS = "vllm_batch_invariant"
 """The name of our attention among Transformers' implementations."""
 IN_BLOCKS = "vllm_batch_invariant_blocks"
 """The name there of masks whose elements say whether a key is seen, and of no attention."""
+WITH_TERMS = "vllm_batch_invariant_terms"
+"""The name there of our attention whose scores have terms (:mod:`.relative_positions`)."""
+_WITH_TERMS = ("ParakeetEncoder",)
+"""Towers that have such scores."""
 _IN_BLOCKS = ("Gemma4AudioModel",)
 """Towers that attend in a class of their own under such masks, from each block of an item's rows to those near it: by
 products and a softmax that are the mode's.
@@ -230,11 +235,11 @@ def problem_of_tower(tower: Any) -> str | None:
         return "its attention has a mask"
     if not _is_in_transformers(tower):
         return None
-    chosen = tower.config._attn_implementation
-    if type(tower).__name__ in _IN_BLOCKS:
-        return None if chosen == IN_BLOCKS else f"Transformers' attention is {chosen}"
-    if chosen != IN_TRANSFORMERS:
+    chosen, ours = tower.config._attn_implementation, _attention_of(tower)
+    if chosen != ours:
         return f"Transformers' attention is {chosen}"
+    if ours != IN_TRANSFORMERS:
+        return None
     sizes = (layer.head_dim for layer in tower.modules() if hasattr(layer, "head_dim"))
     return next((problem for size in sizes if (problem := _of_size(size))), None)
 
@@ -252,7 +257,7 @@ def problem_of_attention(layer: Any) -> str | None:
     which is looked at where it is, nor ours.
     """
     chosen = getattr(getattr(layer, "config", None), "_attn_implementation", None)
-    is_known = chosen in (None, "vllm", IN_TRANSFORMERS, IN_BLOCKS) or not _is_in_transformers(layer)
+    is_known = chosen in (None, "vllm", IN_TRANSFORMERS, IN_BLOCKS, WITH_TERMS) or not _is_in_transformers(layer)
     return None if is_known else f"Transformers' attention is {chosen}"
 
 
@@ -264,19 +269,19 @@ def _of_size(size: int) -> str | None:
 
 def towers(model: Any) -> dict[str, Any]:
     """What a loaded multimodal model encodes with, by its names: what vLLM notes when it builds that, of which it keeps
-    the last alone where a model has one for images and one for audio (Gemma 4), and classes of Transformers'.
+    the last alone where a model has one for images and one for audio (Gemma 4), and classes of Transformers', also
+    inside of what it notes (Nemotron 3 Nano Omni's of sounds).
     """
-    names = [name for name in getattr(model, "_tower_model_names", ()) if name not in unused(model)]
-    noted = {name: model.get_submodule(name) for name in names}
-    return noted | {name: part for name, part in model.named_children() if _is_in_transformers(part)} if noted else {}
-
-
-def unused(model: Any) -> tuple[str, ...]:
-    """Names of a loaded model's parts that no request reaches: vLLM builds an encoder of sound for Nemotron Nano Omni
-    also where its limit of audio is 0, and audio of it is refused.
-    """
-    kinds = encoding.encoded_by(type(model))
-    return ("sound_encoder",) if kinds and "audio" not in kinds else ()
+    noted = {name: model.get_submodule(name) for name in getattr(model, "_tower_model_names", ())}
+    own = {name: part for name, part in model.named_children() if _is_in_transformers(part)} if noted else {}
+    inside = {
+        f"{name}.{held}": part
+        for name, tower in noted.items()
+        if not _is_in_transformers(tower)
+        for held, part in tower.named_children()
+        if _is_in_transformers(part) and hasattr(part, "config")
+    }
+    return noted | own | inside
 
 
 def prepare(model: Any) -> None:
@@ -299,15 +304,23 @@ def prepare(model: Any) -> None:
             AttentionInterface.register(IN_TRANSFORMERS, attend_in_transformers)
             AttentionMaskInterface.register(IN_TRANSFORMERS, mask_in_transformers)
             AttentionMaskInterface.register(IN_BLOCKS, sdpa_mask)
-            in_blocks = type(tower).__name__ in _IN_BLOCKS
-            tower.config._attn_implementation = IN_BLOCKS if in_blocks else IN_TRANSFORMERS
+            AttentionInterface.register(WITH_TERMS, relative_positions.attend_in_transformers)
+            tower.config._attn_implementation = _attention_of(tower)
         if "audio" in kinds:
             convolution.replace_in(tower)
             _attend_by_ours(tower)
             if hasattr(tower, "conv_chunksize"):
                 _fill_chunks(tower)
+            if type(tower).__name__ in _WITH_TERMS:
+                _encode_one_by_one(tower)
         if type(tower).__name__ in _IN_BLOCKS:
             _keep_axes(model)
+
+
+def _attention_of(tower: Any) -> str:
+    """The name of the attention that a tower of Transformers' is given."""
+    kind = type(tower).__name__
+    return IN_BLOCKS if kind in _IN_BLOCKS else WITH_TERMS if kind in _WITH_TERMS else IN_TRANSFORMERS
 
 
 def _is_in_transformers(tower: Any) -> bool:
@@ -342,6 +355,23 @@ def _fill_chunks(tower: Any) -> None:
             torch.cat([aftercnn_lens, tower._get_cnn_output_lengths(whole)]),
         )
         return rows[: int(aftercnn_lens.sum())]
+
+    tower.forward = forward
+
+
+def _encode_one_by_one(tower: Any) -> None:
+    """Have a tower that is given sounds filled to the longest of a call (Parakeet) encode each by itself, without what
+    stands behind it: softmax adds a row in an order that follows its length on a GPU, and there the longest of the call
+    would decide that.
+    """
+    encode = tower.forward
+
+    @wraps(encode)
+    def forward(input_features: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        lengths = attention_mask.sum(-1).tolist()
+        made = [encode(one[None, :length]) for one, length in zip(input_features, lengths, strict=True)]
+        rows = pad_sequence([one.last_hidden_state[0] for one in made], batch_first=True)
+        return type(made[0])(last_hidden_state=rows)
 
     tower.forward = forward
 

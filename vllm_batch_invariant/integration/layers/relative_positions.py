@@ -1,10 +1,11 @@
-"""Attention of SAM's encoder (DeepSeek-OCR), whose scores have a term for the rows between query and key, and one for
-the columns.
+"""Attention of encoders whose scores have terms: SAM's (DeepSeek-OCR) for the rows between query and key, and for the
+columns; Parakeet's (Nemotron 3 Nano Omni) for the time.
 
-vLLM hands the terms to PyTorch's attention, whose kernel and its parts follow the number of windows of a call. Here a
-row's scores, softmax and sum are operations of the mode's, which compute row by row.
+vLLM and Transformers hand the terms to PyTorch's attention, whose kernel and its parts follow the number of windows of
+a call. Here a row's scores, softmax and sum are operations of the mode's, which compute row by row.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,31 +16,54 @@ _SCORES = 1 << 24
 """Elements of scores that are there at once, a schedule."""
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
-) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor:
     """Attention of each row over all keys of its window, in fp32.
 
     Args:
         query: [windows, rows, head size], scaled.
         key: the same.
         value: the same.
-        of_rows: [windows, rows, height, 1], added to scores.
-        of_columns: [windows, rows, 1, width], the same.
+        terms: added to scores, each [windows, rows, height or 1, width or 1] of keys.
 
     Returns:
         [windows, rows, head size] in the query's dtype.
     """
     each = max(1, _SCORES // query.shape[1] ** 2)
-    parts = zip(*(one.split(each) for one in (query, key, value, of_rows, of_columns)), strict=True)
+    parts = zip(*(one.split(each) for one in (query, key, value, *terms)), strict=True)
     return torch.cat([_attend(*(one.float() for one in part)) for part in parts]).to(query.dtype)
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
-) -> torch.Tensor:
-    scores = query @ key.mT + (of_rows + of_columns).flatten(2)
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor:
+    scores = query @ key.mT + reduce(torch.add, terms).flatten(2)
     return scores.softmax(-1) @ value
+
+
+def attend_in_transformers(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same in a class of Transformers'.
+
+    Args:
+        module: not read.
+        query: [items, heads, rows, head size].
+        key: the same.
+        value: the same.
+        attention_mask: [items, heads, rows, rows], added to scores.
+        scaling: of scores before that.
+        named: not read.
+
+    Returns:
+        [items, rows, heads, head size], and no weights.
+    """
+    flat = (one.flatten(0, 1) for one in (query * scaling, key, value))
+    found = attend(*flat, attention_mask.flatten(0, 1)[:, :, None])
+    return found.view(query.shape).transpose(1, 2).contiguous(), None
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:

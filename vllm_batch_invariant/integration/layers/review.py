@@ -55,10 +55,8 @@ def check(model: torch.nn.Module) -> None:
         _check_weights(name, tower)
         if problem := encoders.problem_of_tower(tower) or encoders.problem_of_heads(tower):
             raise NotCovered(f"the encoder {name}", problem, "serve text only, with --language-model-only")
-    unused = encoders.unused(model)
     for name, module in _all_modules(model):
-        problem = None if name.partition(".")[0] in unused else _problem(module)
-        if problem:
+        if problem := _problem(module):
             which = f"the layer {name}" if name else "the model itself"
             raise NotCovered(
                 f"{which} ({type(module).__module__}.{type(module).__qualname__})",

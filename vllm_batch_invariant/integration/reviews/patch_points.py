@@ -180,6 +180,8 @@ IMAGE_ID = PatchPoint(("vllm.multimodal.hasher",), "_get_image_id_bytes")
 """Takes the identifier of an image out of its file, where it has one, instead of its pixels."""
 NEMOTRON_TILER = PatchPoint(("vllm.transformers_utils.processors.nano_nemotron_vl",), "DynamicResolutionImageTiler")
 """Scales images of Nemotron Nano VL, beside a function that is compiled."""
+PARAKEET_EXTRACTOR = PatchPoint(("vllm.model_executor.models.parakeet",), "ParakeetExtractor")
+"""Makes spectrograms of Nemotron Nano Omni's sounds, by methods that are compiled."""
 MISSING_STAGE = PatchPoint(("vllm.model_executor.models.utils",), "StageMissingLayer")
 """Stands in a model for a part that vLLM has not built: for encoders where no request may carry what they encode."""
 LLAMA_MLP = PatchPoint(("vllm.model_executor.models.llama",), "LlamaMLP")

@@ -333,7 +333,8 @@ def _sizes(llm: Any, kind: str) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]]
     processor = _processor(llm).info.get_hf_processor()
     if kind == "audio":
-        return [(int(seconds * processor.feature_extractor.sampling_rate),) for seconds in SECONDS]
+        extractor = getattr(processor, "feature_extractor", None) or processor.audio_extractor.config  # Nemotron's
+        return [(int(seconds * extractor.sampling_rate),) for seconds in SECONDS]
     of_kind = getattr(processor, "video_processor" if kind == "video" else "image_processor", processor)
     side = getattr(of_kind, "image_size", 0)
     if side and (hasattr(of_kind, "base_size") or not getattr(of_kind, "size", None)):
