@@ -490,11 +490,11 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["Images of Kimi-VL and Muse Glimmer, and audio of Nemotron 3 Nano Omni, on a GPU"],
+        ROWS["Images of Kimi-VL and Muse Glimmer, GLM-ASR, audio of Nemotron 3 Nano Omni, on a GPU"],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
-            "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
-            "Voxtral and Whisper as text"
+            "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, GLM-ASR, Idefics 3, SmolVLM, Qwen2-Audio, "
+            "Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
@@ -519,6 +519,9 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     assert [as_text.used(config(muse, most)) for most in (0, 1)] == [None, None]
     kimi = "KimiVLForConditionalGeneration"
     assert [on_gpus.used(config(kimi, most)) for most in (0, 1)] == [None, f"image inputs of {kimi} on a GPU"]
+    glm_asr = "GlmAsrForConditionalGeneration"
+    assert on_gpus.used(config(glm_asr, 1)) == f"audio inputs of {glm_asr} on a GPU"
+    assert as_text.used(config(glm_asr, 0)) == f"{glm_asr} as text"
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
     assert as_text.used(config(mistral, 1)) is None
     assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]

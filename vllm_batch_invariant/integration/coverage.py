@@ -1648,7 +1648,8 @@ COVERED = (
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B, 12B), any number and lengths of it: "
-        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; of Nemotron 3 Nano Omni on a CPU; by one worker",
+        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; of GLM-ASR and Nemotron 3 Nano Omni on a CPU; by "
+        "one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -2153,8 +2154,8 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, Idefics 3, SmolVLM around other "
-        "text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
+        "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, GLM-ASR, Idefics 3, SmolVLM "
+        "around other text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and Muse Glimmer are "
         "proven to be text without their encoders",
         "serve one of these, or a text model",
@@ -2167,7 +2168,7 @@ REFUSED = (
         _rounded_to_bf16,
     ),
     Feature(
-        "Images of Kimi-VL and Muse Glimmer, and audio of Nemotron 3 Nano Omni, on a GPU",
+        "Images of Kimi-VL and Muse Glimmer, GLM-ASR, audio of Nemotron 3 Nano Omni, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU; Kimi-VL and Muse Glimmer as text, with --language-model-only, Omni with "
         "--limit-mm-per-prompt '{\"audio\": 0}'",
@@ -2176,8 +2177,8 @@ REFUSED = (
     ),
     Feature(
         "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
-        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
-        "Voxtral and Whisper as text",
+        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, GLM-ASR, Idefics 3, SmolVLM, Qwen2-Audio, "
+        "Qwen3-ASR, Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -2212,8 +2213,8 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
-        "Gemma 4, Nemotron 3 Nano Omni",
+        "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, GLM-ASR, Voxtral, "
+        "Whisper, Gemma 4, Nemotron 3 Nano Omni",
         "nobody compared what their encoders give",
         "serve text, with --language-model-only",
         _multimodal_inputs,
