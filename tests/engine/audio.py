@@ -28,6 +28,8 @@ SPECIAL = {AUDIO: "<|audio_pad|>", START: "<|audio_start|>", END: "<|audio_end|>
 """Tokens of the models here."""
 OF_QWEN2_AUDIO = {AUDIO: "<|AUDIO|>", START: "<|audio_bos|>", END: "<|audio_eos|>"}
 """What they are called where vLLM knows no other names."""
+OF_GLM_ASR = {AUDIO: "<|pad|>", START: "<|begin_of_audio|>", END: "<|end_of_audio|>"}
+"""The same of GLM-ASR."""
 OF_GEMMA_4 = 4004
 """What stands for a sound in Gemma 4's prompts."""
 RATE, HOP = 16000, 160
@@ -68,6 +70,35 @@ def qwen2_audio() -> transformers.PretrainedConfig:
         audio_config=tower | {"num_mel_bins": 128, "activation_function": "gelu"},
         audio_token_index=AUDIO,
     )
+
+
+GLM_ASR_CHUNK = 2 * RATE
+"""Samples of a chunk of GLM-ASR's, which the last one of a sound is filled to."""
+GLM_ASR_LONGEST = 40
+"""Seconds of a sound that GLM-ASR hears: what is behind them is cut off."""
+
+
+def glm_asr() -> transformers.PretrainedConfig:
+    """A tower with two heads of 64, of which a half is turned, and two convolutions: a chunk is 100 rows, which see
+    each other; four rows are a token.
+    """
+    tower = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512}
+    return transformers.GlmAsrConfig(
+        architectures=["GlmAsrForConditionalGeneration"],
+        text_config=multimodal.TEXT | {"model_type": "llama", "head_dim": 64, "tie_word_embeddings": False},
+        audio_config=tower,
+        audio_token_id=AUDIO,
+        tie_word_embeddings=False,
+    )
+
+
+def glm_asr_features(folder: str, wave: np.ndarray, **ignored: Any) -> dict[str, torch.Tensor]:
+    """Of the chunks of a sound [chunks, bins, frames] of the spectrogram, and [chunks, frames] whether one is heard."""
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
+    wave = wave[: GLM_ASR_LONGEST * RATE]
+    chunks = [wave[start : start + GLM_ASR_CHUNK] for start in range(0, len(wave), GLM_ASR_CHUNK)]
+    form = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
+    return extractor(chunks, sampling_rate=RATE, **form)
 
 
 def whisper() -> transformers.PretrainedConfig:
@@ -191,6 +222,7 @@ def _save_voxtral(config: Any, dtype: torch.dtype, folder: Path) -> torch.nn.Mod
 
 
 MODELS: dict[str, Any] = {
+    "glmasr": transformers.GlmAsrForConditionalGeneration,
     "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
     "qwen3_asr": transformers.Qwen3ASRForConditionalGeneration,
     "whisper": transformers.WhisperForConditionalGeneration,
@@ -228,7 +260,7 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
                 weight.mul_(4)
     made = made.to(dtype)
     made.save_pretrained(folder)
-    if config.model_type == "qwen2_audio":  # as published: Transformers writes a name twice
+    if config.model_type in ("qwen2_audio", "glmasr"):  # as published: Transformers writes a name twice
         file = folder / "model.safetensors"
         tensors = {name.replace(".model.model.", ".model."): one.clone() for name, one in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
@@ -238,18 +270,24 @@ def save(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: Path
         sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
         sound["chunk_length"] = 2 * config.max_source_positions * HOP // RATE
     else:
-        special = OF_QWEN2_AUDIO if config.model_type == "qwen2_audio" else SPECIAL
+        special = {"qwen2_audio": OF_QWEN2_AUDIO, "glmasr": OF_GLM_ASR}.get(config.model_type, SPECIAL)
         named = {"audio_token": special[AUDIO], "audio_bos_token": special[START], "audio_eos_token": special[END]}
         sound = {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "min_length": 0, "feature_size": 128}
         if config.model_type == "qwen2_audio":
             sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
+        elif config.model_type == "glmasr":
+            sound = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
+            sound["chunk_length"] = GLM_ASR_CHUNK // RATE
     words = {special.get(number, f"w{number}"): number for number in range(size)}
     template = images.chat_template(audio="".join(special.get(token, "") for token in (START, AUDIO, END)))
     settings = {"extra_special_tokens": named, "chat_template": template}
     images.save_tokenizer(folder, words, list(special.values()), settings)
     (folder / "preprocessor_config.json").write_text(json.dumps(sound))
     processor = type(made).__name__.replace("ForConditionalGeneration", "Processor")
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": processor}))
+    of_processor = {"processor_class": processor}
+    if config.model_type == "glmasr":
+        of_processor["max_audio_len"] = GLM_ASR_LONGEST
+    (folder / "processor_config.json").write_text(json.dumps(of_processor))
     return made
 
 
@@ -324,6 +362,22 @@ def _embeddings(lengths: Sequence[int], calls: Sequence[Sequence[int]], model: t
             if len({len(one) for one in rows}) == 1:
                 rows, masks = torch.stack(rows), torch.stack(masks)
             return model.embed_multimodal(input_features_padded=rows, input_features_mask=masks)
+        if hasattr(tower, "rotary_emb"):  # in chunks, the last one filled
+            most = GLM_ASR_CHUNK // HOP
+            counts = [-(-lengths[item] // most) for item in call]
+            padded = [
+                torch.nn.functional.pad(given[item], (0, count * most - lengths[item]), value=-0.5)
+                for item, count in zip(call, counts, strict=True)
+            ]
+            heard = [
+                torch.arange(count * most).view(count, most) < lengths[item]
+                for item, count in zip(call, counts, strict=True)
+            ]
+            return model.embed_multimodal(
+                input_features=torch.cat([one.unflatten(1, (-1, most)).transpose(0, 1) for one in padded]),
+                feature_attention_mask=torch.cat(heard).long().to(device),
+                chunk_counts=torch.tensor(counts),
+            )
         if hasattr(tower, "avg_pooler"):  # filled to the length that all have
             most = 2 * tower.max_source_positions
             padded = [torch.nn.functional.pad(given[item], (0, most - lengths[item])) for item in call]

@@ -121,7 +121,7 @@ def by_its_own_scales(llm: Any, planted: bool) -> int:
 
 
 def _read_by_its_own(model: torch.nn.Module, planted: bool) -> int:
-    impls = [layer.impl for layer in model.modules() if getattr(getattr(layer, "impl", None), "_writer", None)]
+    impls = [layer.impl for layer in model.modules() if getattr(getattr(layer, "impl", None), "writer", None)]
     for impl in impls:
         vars(impl).pop("scales_of", None)
         if planted:

@@ -19,6 +19,7 @@ from tests.engine.engines import (
     EAGER_ON_GPU,
     OF_DEVICE,
     PATHS,
+    UNTRIED_THERE,
     concurrent_requests,
     differing_answers,
     request,
@@ -27,6 +28,7 @@ from tests.engine.engines import (
 )
 from tests.engine.states import FAULTS
 from vllm_batch_invariant.envs import TP_TREE
+from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.coverage import CORES
 from vllm_batch_invariant.verify.harness.worker import Engine
 
@@ -166,6 +168,20 @@ needs_two, needs_four = (
 )
 WORKERS = [pytest.param(2, marks=needs_two), pytest.param(4, marks=needs_four)]
 BY_WORKERS = pytest.mark.parametrize("workers", WORKERS)
+BY_ANY = pytest.mark.parametrize("workers", [1, *WORKERS])
+
+
+def by_any_that_draft(beside: str) -> pytest.MarkDecorator:
+    """One worker and several; on a CPU those that may draft beside a prefix cache and layers of a kind."""
+    ran = reviews.ran().drafting_workers[beside]["cpu"]
+    several = [
+        pytest.param(count, marks=[*one.marks, pytest.mark.skipif(not ON_GPU and count not in ran, reason="refused")])
+        for one in WORKERS
+        for count in one.values
+    ]
+    return pytest.mark.parametrize("workers", [1, *several])
+
+
 by_first_runner = pytest.mark.skipif(
     ON_GPU, reason="refused there: a drafter of the test's needs the first model runner"
 )
@@ -487,6 +503,12 @@ def with_drafts(
 def cores_of(workers: int) -> dict[str, str]:
     """The variable that gives each worker of a CPU one of two cores."""
     return {} if ON_GPU else {CORES: "|".join(str(rank % 2) for rank in range(workers))}
+
+
+def shared_by(workers: int) -> dict[str, Any]:
+    """Settings and variables of engines of so many workers."""
+    cores = cores_of(workers) if workers > 1 else {}
+    return {"tensor_parallel_size": workers, "variables": UNTRIED_THERE | cores}
 
 
 def check_workers(

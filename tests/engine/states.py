@@ -112,8 +112,12 @@ def plant(llm: Any, fault: str, of: str = "ConvStates") -> None:
         StateStep.states_of = lambda self, held, kind: changed(self, held, kind)
 
 
-def keep_drafts(_llm: Any) -> None:
+def keep_drafts(llm: Any) -> None:
     """Have steps take drafts for tokens that stay, from now on: then a state is kept that has seen rejected ones."""
+    llm.collective_rpc(_keep_drafts)
+
+
+def _keep_drafts(_worker: Any) -> None:
     from vllm_batch_invariant.ops.delta_rule import DeltaRuleReduction
 
     DeltaRuleReduction.drafts = lambda self, rows: 0
@@ -150,10 +154,14 @@ def leave_full_pages(llm: Any) -> None:
     """Have a verify step that fills a page leave it as it was before, from now on: what is found there is the state
     before the step.
     """
+    llm.reset_prefix_cache()
+    llm.collective_rpc(_leave_full_pages)
+
+
+def _leave_full_pages(_worker: Any) -> None:
     from vllm.v1.worker import mamba_utils
 
     def leave(*, num_reqs: int, num_accepted_tokens_cpu_tensor: torch.Tensor, **_: object) -> None:
         num_accepted_tokens_cpu_tensor[:num_reqs] = 1
 
-    llm.reset_prefix_cache()
     mamba_utils.postprocess_mamba_align_gpu = leave

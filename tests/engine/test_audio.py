@@ -206,6 +206,39 @@ VOXTRAL = Family(
     few_calls=([0, 1], [2, 1, 0], [1] * 9),
     faults=(audio.OF_CALLS, images.OF_NUMBER),
 )
+BRIEFEST = 961
+"""Samples of a token of GLM-ASR."""
+GLM_ASR = Family(
+    config=audio.glm_asr,
+    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    | {"limit_mm_per_prompt": '{"audio": 4}'},
+    targets=[
+        asked(1, 60, [17 * SECOND + 77], 20),  # over borders of steps and pages
+        asked(2, 7, [SECOND // 2, 3 * SECOND, BRIEFEST]),
+        asked(3, 20, [CHUNK]),
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
+        asked(5, 40, []),
+    ],
+    few=[
+        asked(11, 3, [CHUNK + 1, SECOND // 4]),
+        asked(12, 45, []),
+        asked(13, 1, [41 * SECOND]),
+    ],  # the last one's end is cut off
+    many=[
+        asked(20 + n, 1 + 7 * n % 40, [[], [SECOND // 5], [BRIEFEST, SECOND + 300], [3 * SECOND]][n % 4], count=2)
+        for n in range(16)
+    ],
+    has_caches=True,
+    lengths=(7, 8, 9, 15, 16, 17, 99, 100, 101, 127, 128, 129, 193, 199, 200, 201, 399, 400, 401, 1000, 1703),
+    calls=(
+        [0, 1], [1, 0], range(21), range(20, 0, -3), [0] * 9, [3, 20, 3], [13, 14, 15], [15, 14, 2, 12], [20, 19, 18],
+        [15] * 30,
+    ),
+    few_lengths=(7, 100, 200, 201, 640),
+    few_calls=([0, 1], [2, 1, 0], [4, 3], [1] * 9),
+    faults=(audio.OF_CALLS, images.OF_NUMBER),
+)  # fmt: skip
 FRAME = 161
 """Samples of a frame of Gemma 4's."""
 
@@ -281,7 +314,7 @@ NEMOTRON_OMNI = Family(  # whose prompts have one token of a sound, too
 )  # fmt: skip
 FAMILIES = {
     "voxtral": VOXTRAL, "qwen3-asr": QWEN3_ASR, "qwen2-audio": QWEN2_AUDIO, "whisper": WHISPER, "gemma4": GEMMA_4,
-    "gemma4 12B": GEMMA_4_UNIFIED, "nemotron nano omni": NEMOTRON_OMNI,
+    "gemma4 12B": GEMMA_4_UNIFIED, "nemotron nano omni": NEMOTRON_OMNI, "glm-asr": GLM_ASR,
 }  # fmt: skip
 EXTRACTORS = {"voxtral": audio.voxtral_features, "nemotron nano omni": nemotron_vl.clips}
 """What makes features of a sound, where no class of Transformers' does."""
@@ -334,6 +367,8 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
         model = audio.save(family.config(), dtype, folder)
         if name in EXTRACTORS:
             return str(folder), model, EXTRACTORS[name]
+        if name == "glm-asr":
+            return str(folder), model, partial(audio.glm_asr_features, str(folder))
         return str(folder), model, transformers.AutoFeatureExtractor.from_pretrained(folder)
 
     def start(name: str, flag: str | None, **more: Any) -> tuple[Engine, Any, Any]:
@@ -447,7 +482,7 @@ def test_answers_about_a_sound_are_reproduced_beside_others(engine_of: Starts, t
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["gemma4", "whisper"])
+@pytest.mark.parametrize("name", ["gemma4", "glm-asr", "whisper"])
 def test_sounds_keep_their_bits_in_other_dtypes(name: str, dtype: str, engine_of: Starts) -> None:
     family = FAMILIES[name]
     few, targets = family.few, family.targets

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.engine import kept_states, multimodal
-from tests.engine.drafters import add_mtp
+from tests.engine.drafters import add_mtp, prefer_few
 from tests.engine.engines import UNTRIED_THERE, differing_answers, untried_on_gpu
 from tests.engine.kept_states import ON_GPU, REPEATING, SAME, decodes_as_it_prefills, distance_from_float64, written
 from tests.engine.states import FAULTS
@@ -40,12 +40,15 @@ LENGTH = 250
 """Of prompts that need a page of keys more than they begin with."""
 STATES = ("ConvStates", "DeltaStates")
 SMALL_STATES = {
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
+    workers: {
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+        "linear_num_key_heads": workers,
+        "linear_num_value_heads": 2 * workers,
+    }
+    for workers in (1, 2, 4)
 }
-PAGE = 32
-"""Of keys, in tokens, as large as such states."""
+PAGES_OF = {1: 32, 2: 64, 4: 64}
+"""Of keys, in tokens, as large as such states: each of several workers has one head of keys of attention, not two."""
 HEADS_FOR: dict[int, dict[str, int]] = {
     2: {},
     4: {
@@ -66,9 +69,9 @@ its value heads side by side.
 """
 
 
-EAGER_OR_NOT = pytest.mark.parametrize(
-    "eager", [True, pytest.param(False, marks=pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs"))]
-)
+IN_GRAPHS = pytest.param(False, marks=pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs"))
+BY_ANY_THAT_DRAFT = kept_states.by_any_that_draft("gated delta rules")
+EAGER_OR_NOT = pytest.mark.parametrize("eager", [True, IN_GRAPHS])
 OF_GRAPHS: dict[bool, dict[str, Any]] = {True: {}, False: {"enforce_eager": False, "max_num_seqs": 8}}
 """Settings of an engine that is eager or not: vLLM wants a page for each request of the largest graph."""
 
@@ -83,6 +86,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 def text_model(settings: dict[str, Any], folder: Path) -> Path:
     return written(transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**settings)), folder)
+
+
+def of_family(family: str, folder: Path, **more: Any) -> Path:
+    """A checkpoint of a family, with more settings."""
+    if family not in WITH_EXPERTS:
+        return text_model(kept_states.QWEN3_5 | more, folder)
+    model, config = WITH_EXPERTS[family]
+    return written(model(config(**kept_states.QWEN3_5_MOE | more)), folder)
 
 
 @pytest.fixture(scope="module")
@@ -264,30 +275,33 @@ def test_workers_with_whole_experts_have_the_bits_of_one(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("workers", [1, *kept_states.WORKERS])
+@kept_states.BY_ANY
 def test_an_answer_is_that_of_plain_decoding_whatever_is_proposed(
     started: Callable[..., Any], tmp_path: Path, workers: int
 ) -> None:
     """With a drafter that knows the answers and gives them, others, or none; and where a step takes drafts for tokens
-    that stay.
+    that stay. By a tree several workers have the answers of one.
     """
-    shared: dict[str, Any] = {}
-    tree, fault = UNTRIED_THERE, "keep_drafts"
-    if workers > 1:
-        tree, fault = tree | {TP_TREE.name: str(workers)}, ""
-        shared = {"tensor_parallel_size": workers}
+    tree = UNTRIED_THERE | ({TP_TREE.name: str(workers)} if workers > 1 else {})
+    shared = {"tensor_parallel_size": workers}
     folder = text_model(kept_states.QWEN3_5 | HEADS_FOR.get(workers, {}), tmp_path / "model")
-    found = kept_states.with_any_drafts(started, folder, tmp_path, fault, UNCACHED, tree, **shared)
+    found = kept_states.with_any_drafts(started, folder, tmp_path, "keep_drafts", UNCACHED, tree, **shared)
     kept_states.check_drafts(found)
     assert found["preemptions"] > 0 or workers == 4  # whose pages have fewer tokens
 
 
 @pytest.mark.exhaustive
 @kept_states.by_first_runner
-def test_drafts_beside_a_prefix_cache_leave_answers_alone(started: Callable[..., Any], tmp_path: Path) -> None:
-    folder = text_model(kept_states.QWEN3_5 | SMALL_STATES, tmp_path / "small")
-    found = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, kept_states.WAYS_TO_KEEP_PAGES)
-    kept_states.check_kept_pages(found)
+@BY_ANY_THAT_DRAFT
+def test_drafts_beside_a_prefix_cache_leave_answers_alone(
+    started: Callable[..., Any], tmp_path: Path, workers: int
+) -> None:
+    folder = of_family("Qwen3.5", tmp_path / "small", **SMALL_STATES[workers])
+    ways = kept_states.WAYS_TO_KEEP_PAGES[: None if workers == 1 else 1]
+    shared = kept_states.shared_by(workers)
+    kept_states.check_kept_pages(
+        kept_states.in_kept_pages(started, folder, tmp_path, PAGES_OF[workers], ways, **shared)
+    )
 
 
 COUNTED = {"Qwen3.5": "accepted", "Qwen3-Next": "drafts"}
@@ -312,48 +326,51 @@ def test_n_grams_leave_answers_alone(
 
 
 @pytest.mark.exhaustive
+@BY_ANY_THAT_DRAFT
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_n_grams_beside_a_prefix_cache_leave_answers_alone(
-    started: Callable[..., Any], checkpoint: Path, tmp_path: Path, family: str
+    started: Callable[..., Any], tmp_path: Path, family: str, workers: int
 ) -> None:
-    """Which plain decoding has not."""
-    folder, beside = checkpoint, {"enable_prefix_caching": True, "num_gpu_blocks_override": 18}
-    if family in WITH_EXPERTS:
-        model, config = WITH_EXPERTS[family]
-        folder = written(model(config(**kept_states.QWEN3_5_MOE)), tmp_path)
-    of_drafting = {"variables": UNTRIED_THERE} | beside | kept_states.IN_GRAPHS
-    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, REPEATING, UNCACHED, **of_drafting)
+    """Which plain decoding has not. Of models that give few tokens, which repeat."""
+    folder = prefer_few(of_family(family, tmp_path, **HEADS_FOR.get(workers, {})))
+    settings = UNCACHED | kept_states.shared_by(workers)
+    of_drafting = {"enable_prefix_caching": True, "num_gpu_blocks_override": 18} | kept_states.IN_GRAPHS
+    differing, counted = kept_states.with_drafts(started, folder, NGRAMS, REPEATING, settings, **of_drafting)
     assert differing == []
-    assert counted[COUNTED[family]] > 0
+    assert 0 < counted["accepted"] < counted["drafts"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["Qwen3.5", *WITH_EXPERTS])
-@EAGER_OR_NOT
+@pytest.mark.parametrize(
+    ("workers", "eager"),
+    [
+        (1, True),
+        pytest.param(1, *IN_GRAPHS.values, marks=IN_GRAPHS.marks),
+        *(pytest.param(*one.values, not ON_GPU, marks=one.marks) for one in kept_states.WORKERS),
+    ],
+)
 def test_a_layer_that_predicts_more_tokens_leaves_answers_alone(
-    started: Callable[..., Any], tmp_path: Path, family: str, eager: bool
+    started: Callable[..., Any], tmp_path: Path, family: str, workers: int, eager: bool
 ) -> None:
     """Of random weights; three drafts run it three times."""
-    model, config, sizes = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig, kept_states.QWEN3_5
-    if family in WITH_EXPERTS:
-        (model, config), sizes = WITH_EXPERTS[family], kept_states.QWEN3_5_MOE
-    folder = add_mtp(written(model(config(**sizes)), tmp_path))
-    few, of_drafting = kept_states.drafted_requests()[::3], {"variables": UNTRIED_THERE} | OF_GRAPHS[eager]
-    differing, counted = kept_states.with_drafts(started, folder, {"method": "mtp"}, few, UNCACHED, **of_drafting)
+    folder = add_mtp(of_family(family, tmp_path, **HEADS_FOR.get(workers, {})))
+    few, settings = kept_states.drafted_requests()[::3], UNCACHED | kept_states.shared_by(workers)
+    differing, counted = kept_states.with_drafts(started, folder, {"method": "mtp"}, few, settings, **OF_GRAPHS[eager])
     assert differing == []
     assert counted["drafts"] > 0
 
 
 @pytest.mark.exhaustive
+@BY_ANY_THAT_DRAFT
 @pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next"])
 def test_a_layer_that_predicts_more_tokens_beside_a_prefix_cache_leaves_answers_alone(
-    started: Callable[..., Any], tmp_path: Path, family: str
+    started: Callable[..., Any], tmp_path: Path, family: str, workers: int
 ) -> None:
-    model, config = WITH_EXPERTS.get(family, (transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig))
-    sizes = kept_states.QWEN3_5_MOE if family in WITH_EXPERTS else kept_states.QWEN3_5
-    folder = add_mtp(written(model(config(**sizes | SMALL_STATES)), tmp_path / "small"))
-    ways = [kept_states.WAYS_TO_KEEP_PAGES[0] | kept_states.IN_GRAPHS]
-    [found] = kept_states.in_kept_pages(started, folder, tmp_path, PAGE, ways, {"method": "mtp"})
+    folder = add_mtp(of_family(family, tmp_path / "small", **SMALL_STATES[workers]))
+    ways, shared = [kept_states.WAYS_TO_KEEP_PAGES[0] | kept_states.IN_GRAPHS], kept_states.shared_by(workers)
+    page, drafts = PAGES_OF[workers], {"method": "mtp"}
+    [found] = kept_states.in_kept_pages(started, folder, tmp_path, page, ways, drafts, **shared)
     assert differing_answers(found["answers"], found["expected"]) == []
     assert found["counts"]["drafts"] > 0
     assert sum(one["cached"] > 0 for one in found["answers"]) > 0

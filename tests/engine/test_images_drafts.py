@@ -35,7 +35,7 @@ from tests.engine.quantised_layers import (
     with_scales_of_cache,
     write,
 )
-from tests.engine.test_delta_rule import PAGE, SMALL_STATES
+from tests.engine.test_delta_rule import PAGES_OF, SMALL_STATES
 from tests.engine.test_images import FILM, LARGE, LEAST, LIMITS, OBLONG, SMALL, STRIP, TALL, asked, text
 from tests.engine.test_quantised_images import MIXED, MIXTURE
 from tests.mixed_checkpoints import write as write_mixed
@@ -62,15 +62,15 @@ MODELS = {
     "qwen2.5-vl": images.qwen2_5_vl,
     "qwen3-vl": images.qwen3_vl,
     "qwen3.5": images.qwen3_5,
-    IN_PAGES: partial(images.qwen3_5, kept_states.QWEN3_5 | SMALL_STATES),
-    OF_EXPERTS: partial(images.qwen3_5, kept_states.QWEN3_5_MOE | SMALL_STATES),
-    OF_INTERN: partial(images.intern_s2, kept_states.QWEN3_5_MOE | SMALL_STATES),
+    IN_PAGES: partial(images.qwen3_5, kept_states.QWEN3_5 | SMALL_STATES[1]),
+    OF_EXPERTS: partial(images.qwen3_5, kept_states.QWEN3_5_MOE | SMALL_STATES[1]),
+    OF_INTERN: partial(images.intern_s2, kept_states.QWEN3_5_MOE | SMALL_STATES[1]),
 }
 MODELS |= {
     name: partial(
         images.qwen3_5,
         (kept_states.QWEN3_5_MOE if OF_EXPERTS in name else kept_states.QWEN3_5)
-        | SMALL_STATES
+        | SMALL_STATES[1]
         | WHOLE_BLOCKS
         | (OF_CODED if name in CODED else {}),
     )
@@ -89,7 +89,10 @@ CASES = [
 ]
 SETTINGS_OF: dict[str, dict[str, Any]] = {
     "qwen3.5": {"enable_prefix_caching": False},
-    **{name: {"block_size": PAGE, **kept_states.KEEPS_ALL} for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)},
+    **{
+        name: {"block_size": PAGES_OF[1], **kept_states.KEEPS_ALL}
+        for name in (IN_PAGES, OF_EXPERTS, OF_INTERN, *IN_CODES)
+    },
 }
 SETTINGS_OF[OF_INTERN] |= {"trust_remote_code": True, "mamba_ssm_cache_dtype": "float32"}
 """A model with states has one of each request, or one at the end of each page."""

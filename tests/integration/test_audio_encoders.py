@@ -358,3 +358,56 @@ def test_a_clip_of_nemotrons_is_encoded_without_what_its_call_is_filled_with() -
             assert_near(together[number, :rows], expected[number, :rows], factor=8)
     encoder.config._attn_implementation = "sdpa"
     assert encoders.problem_of_tower(encoder) == "Transformers' attention is sdpa"
+
+
+def glm_asr_processor(kind: Any) -> Any:
+    """vLLM's processor of GLM-ASR, of a class, around Transformers' with chunks of two seconds."""
+    import tokenizers
+    from transformers import GlmAsrProcessor, PreTrainedTokenizerFast, WhisperFeatureExtractor
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|pad|>": 0, "w": 1}, unk_token="w"))
+    words.add_special_tokens(["<|pad|>"])
+    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
+    inner = GlmAsrProcessor(extractor, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>"))
+
+    def call_hf_processor(processor: Any, data: dict[str, Any], settings: dict[str, Any]) -> Any:
+        return processor(**data, **settings)
+
+    made = kind.__new__(kind)
+    made.dummy_inputs = SimpleNamespace(get_dummy_text=lambda counts: "<|pad|>" * counts["audio"])
+    made.info = SimpleNamespace(
+        get_hf_processor=lambda **settings: inner,
+        get_feature_extractor=lambda **settings: extractor,
+        ctx=SimpleNamespace(call_hf_processor=call_hf_processor),
+    )
+    return made
+
+
+def test_sounds_of_glm_asr_are_processed_by_themselves() -> None:
+    """Of a request vLLM has those processed that it does not find among others': plainly, one is all that may be."""
+    import numpy as np
+    from vllm.exceptions import VLLMValidationError
+    from vllm.model_executor.models.glmasr import GlmAsrMultiModalProcessor
+
+    kind: Any = type("GlmAsrMultiModalProcessor", (GlmAsrMultiModalProcessor,), {})
+    plain, ours = glm_asr_processor(GlmAsrMultiModalProcessor), glm_asr_processor(kind)
+    items.each_sound_by_itself(ours)
+    items.each_sound_by_itself(ours)  # once
+    assert not hasattr(GlmAsrMultiModalProcessor._call_hf_processor, "__wrapped__")
+    rng = np.random.default_rng(0)
+    sounds = [(0.2 * rng.standard_normal(count)).astype(np.float32) for count in (961, 32000, 32001, 70000)]
+
+    def processed(by: Any, *given: int, **settings: Any) -> Any:
+        data = {"text": by._get_hf_mm_text({"audio": len(given)}), "audio": [sounds[number] for number in given]}
+        return by._call_hf_processor(data, {"return_tensors": "pt", **settings})
+
+    together, chunks = processed(ours, 0, 1, 2, 3), [1, 1, 2, 3]
+    for name in ("input_features", "input_features_mask"):
+        for number, part in enumerate(together[name].split(chunks)):
+            assert_same_bits(part, processed(ours, number)[name], f"{name} of sound {number}")
+            assert_same_bits(part, processed(plain, number)[name], f"{name} of sound {number} in plain vLLM")
+    with pytest.raises(ValueError, match="1 text but 2 audios"):
+        processed(plain, 0, 1)  # the negative control
+    for given in ((0,), (0, 3)):
+        with pytest.raises(VLLMValidationError, match="not filled to whole chunks"):
+            processed(ours, *given, padding=True)

@@ -235,7 +235,7 @@ def test_a_class_of_vllms_encodes_for_the_models_that_it_serves() -> None:
     assert encoding.encoded_by(other) == ()
 
 
-def test_cross_attention_passes_over_as_many_rows_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_attention_passes_over_as_many_rows_as_there_are_tokens() -> None:
     [row] = [row for name, row in ROWS.items() if name.startswith("Encoder-decoder")]
 
     def said(device: str = "cpu", **changes: Any) -> str | None:
@@ -246,11 +246,7 @@ def test_cross_attention_passes_over_as_many_rows_as_there_are_tokens(monkeypatc
         model = SimpleNamespace(**whisper | changes, hf_config=SimpleNamespace(max_source_positions=1500))
         return row.used(SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device)))
 
-    assert said() is said("cuda", dtype="torch.float32") is None
-    assert said("cuda") == "cross attention in float16 on a GPU"
-    with monkeypatch.context() as patch:
-        patch.setenv(UNTRIED.name, "1")
-        assert said("cuda") is None
+    assert said() is said("cuda") is None
     assert said(architecture="BartForConditionalGeneration") == "cross attention of BartForConditionalGeneration"
     assert said(max_model_len=1501) == "cross attention with --max-model-len 1501"
     assert said(is_encoder_decoder=False) is None
@@ -498,11 +494,11 @@ def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pyte
 
 def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus, as_text = (
-        ROWS["DeepSeek-OCR, images of Kimi-VL and Muse Glimmer, and audio of Nemotron 3 Nano Omni, on a GPU"],
+        ROWS["Images of Kimi-VL and Muse Glimmer, GLM-ASR, audio of Nemotron 3 Nano Omni, on a GPU"],
         ROWS[
             "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
-            "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
-            "Voxtral and Whisper as text"
+            "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, GLM-ASR, Idefics 3, SmolVLM, Qwen2-Audio, "
+            "Qwen3-ASR, Voxtral and Whisper as text"
         ],
     )
     assert on_gpus.devices == ("cuda",)
@@ -514,8 +510,7 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
         return SimpleNamespace(model_config=model)
 
     mistral, ocr = "Mistral3ForConditionalGeneration", "DeepseekOCRForCausalLM"
-    assert on_gpus.used(config(ocr, 1)) == f"image inputs of {ocr} on a GPU"
-    assert on_gpus.used(config(mistral, 1)) is None
+    assert on_gpus.used(config(mistral, 1)) is on_gpus.used(config(ocr, 1)) is None
     gemma = "Gemma4ForConditionalGeneration"
     assert on_gpus.used(config(gemma, 1)) is None
     ran = replace(coverage.RAN, encoded_on_cpus_alone={gemma: ("audio",)})
@@ -528,6 +523,9 @@ def test_a_model_that_has_run_with_images_on_a_cpu_alone_is_found_elsewhere(monk
     assert [as_text.used(config(muse, most)) for most in (0, 1)] == [None, None]
     kimi = "KimiVLForConditionalGeneration"
     assert [on_gpus.used(config(kimi, most)) for most in (0, 1)] == [None, f"image inputs of {kimi} on a GPU"]
+    glm_asr = "GlmAsrForConditionalGeneration"
+    assert on_gpus.used(config(glm_asr, 1)) == f"audio inputs of {glm_asr} on a GPU"
+    assert as_text.used(config(glm_asr, 0)) == f"{glm_asr} as text"
     assert as_text.used(config(mistral, 0)) == f"{mistral} as text"
     assert as_text.used(config(mistral, 1)) is None
     assert [row.used(config("Gemma3ForConditionalGeneration", 0)) for row in (on_gpus, as_text)] == [None, None]
@@ -1326,9 +1324,12 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     for kind, found_of in kinds.items():
         assert found_of(**by_n_grams) is found_of(**by_n_grams, enable_prefix_caching=False) is None
         assert found_of(**by_a_model) == f"{kind} with speculative decoding with draft_model"
-    two = by_n_grams | {"tensor_parallel_size": 2}
-    assert found_of_rules(**two, enable_prefix_caching=False) is None
-    assert found_of_rules(**two) == "gated delta rules with speculative decoding and a prefix cache by 2 workers"
+    for workers in (2, 4):
+        several = by_n_grams | {"tensor_parallel_size": workers}
+        said = f"with speculative decoding and a prefix cache by {workers} workers"
+        assert found_of_rules(**several, enable_prefix_caching=False) is None
+        assert found_of_rules(**several) == (f"gated delta rules {said}" if workers == 4 else None)
+        assert found_of_spaces(**several) == f"state spaces of Mamba-2 {said}"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     uncached, cached = ({**by_n_grams, "device": "cuda", "enable_prefix_caching": keeps} for keeps in (False, True))
     for kind, found_of in kinds.items():
@@ -1344,6 +1345,7 @@ def test_drafts_beside_states_are_those_that_have_run(monkeypatch: pytest.Monkey
     assert found_of_spaces(**by_mtp, is_moe=True) is None
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found_of_spaces(**cached, is_moe=True) is None
+    assert {found_of_rules(**cached, tensor_parallel_size=workers) for workers in (2, 4)} == {None}
     for kind, found_of in kinds.items():
         assert found_of(**uncached) is None
         assert found_of(**uncached | {"enable_prefix_caching": True}) is None
@@ -1401,12 +1403,17 @@ def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: py
     for by[0] in of_modelopt:
         assert on_a_gpu() is on_a_gpu(is_moe=True) is on_a_gpu(tensor_parallel_size=2) is spaces(device="cuda") is None
         said = "gated delta rules with speculative decoding and quantised weights on a GPU"
-        assert drafting(enable_prefix_caching=False) == (None if "float4" in by[0] else said)
+        assert drafting(enable_prefix_caching=False) is None
+        by_ngrams = on_a_gpu(speculative_config=SimpleNamespace(method="ngram"), enable_prefix_caching=False)
+        assert by_ngrams == (None if "float4" in by[0] else said)
         of_next = on_a_gpu(architecture="Qwen3NextForCausalLM", is_moe=True)
         assert of_next == (None if "float4" in by[0] else f"gated delta rules with quantisation {by[0]}")
     assert len(of_modelopt) == 2
     by[0] = next(kind for kind in of_modelopt if "float4" in kind).replace("modelopt", "compressed-tensors")
-    assert on_a_gpu() == f"gated delta rules with quantisation {by[0]}"
+    assert on_a_gpu() is on_a_gpu(is_moe=True) is None
+    of_next = on_a_gpu(architecture="Qwen3NextForCausalLM", is_moe=True)
+    assert of_next == f"gated delta rules with quantisation {by[0]}"
+    assert drafting(enable_prefix_caching=False) == said
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
     by[0] = "compressed-tensors with int4 weights"
     assert rules(is_moe=True) is convolutions() is spaces() is None
@@ -1440,7 +1447,8 @@ def test_quantised_experts_of_nemotron_h_are_served_where_they_have_run(
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     assert nano(device="cuda") is None
     by[0] = kind.replace("modelopt", "compressed-tensors")
-    assert nano(device="cuda") == f"state spaces of Mamba-2 with quantisation {by[0]}"
+    of_kind = f"quantisation {by[0]}" if "float8" in kind else "a KV cache in fp8"
+    assert nano(device="cuda") == f"state spaces of Mamba-2 with {of_kind}"
 
 
 def test_latent_experts_are_served_where_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1687,15 +1695,14 @@ def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_we
     shared = SimpleNamespace(num_kv_shared_layers=2)
     scheme = SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False})
     unquantised = partial(two_head_sizes, "cuda", "0.33.0", cache_dtype="fp8")
-    assert unquantised(is_moe=True) == f"{said} with experts in 16 bits on a GPU"
-    assert unquantised(text=shared) == f"{said} that layers share, of weights in 16 bits on a GPU"
+    assert unquantised(is_moe=True) is unquantised(text=shared) is None
     assert on_gpus(text=shared) is on_gpus(quant_config=scheme) is None
     assert on_gpus(text=shared, quant_config=scheme).endswith(
         "that layers share, with scales of the checkpoint on a GPU"
     )
     by[:] = [kind for kind in ran if kind.startswith("compressed-tensors with float4")]
     assert on_gpus(is_moe=True) is None, "26B-A4B has run so"
-    assert on_gpus() == f"heads of two sizes with quantisation {by[0]}"
+    assert on_gpus() == f"{said} beside quantisation {by[0]}"
     by[:] = [ran[0]]
     unified = "Gemma4UnifiedForConditionalGeneration"
     of_unified = two_head_sizes("cuda", "0.33.0", cache_dtype="fp8", architecture=unified)
@@ -1830,7 +1837,8 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({}, None),
         ({"is_moe": True}, None),
         ({"version": "0.31.0"}, "attention in chunks with vLLM 0.31.0"),
-        ({"device": "cuda", "version": "0.33.0"}, "attention in chunks on a GPU"),
+        ({"device": "cuda", "version": "0.33.0"}, None),
+        ({"device": "cuda", "version": "0.33.0", "untried": "0"}, "attention in chunks on a GPU"),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "attention in chunks with tensor parallelism 4"),
         ({"is_moe": True, "enable_expert_parallel": True}, "attention in chunks with expert parallelism"),
@@ -1843,9 +1851,10 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
 def test_what_has_not_run_with_attention_in_chunks_is_found(
     changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(UNTRIED.name, "1")
+    monkeypatch.setenv(UNTRIED.name, changes.get("untried", "1"))
     llama = {"of": "Attention in chunks", "architecture": "Llama4ForConditionalGeneration"}
-    assert two_head_sizes(**llama | changes) == said
+    asked = {name: value for name, value in changes.items() if name != "untried"}
+    assert two_head_sizes(**llama | asked) == said
 
 
 def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **changes: Any) -> str | None:
@@ -1912,8 +1921,27 @@ def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **
             {"speculative_config": SimpleNamespace(method="suffix")},
             "latent attention with speculative decoding with suffix",
         ),
+        *(
+            ({"speculative_config": SimpleNamespace(method=method), "tensor_parallel_size": workers} | beside, said)
+            for method in ("ngram", "mtp")
+            for workers in (2, 4)
+            for beside, said in (
+                ({}, None if workers == 2 else "latent attention with speculative decoding by 4 workers"),
+                (
+                    {"tree": "4", "enable_expert_parallel": True},
+                    "latent attention with speculative decoding "
+                    + (f"and {TP_TREE.name}=4" if workers == 2 else "by 4 workers"),
+                ),
+                ({"device": "cuda", "version": "0.33.0", "untried": True}, None),
+            )
+        ),
         (
-            {"speculative_config": SimpleNamespace(method="mtp"), "tensor_parallel_size": 2},
+            {
+                "speculative_config": SimpleNamespace(method="mtp"),
+                "tensor_parallel_size": 2,
+                "device": "cuda",
+                "version": "0.33.0",
+            },
             "latent attention with speculative decoding by 2 workers",
         ),
         ({"speculative_config": SimpleNamespace(method="ngram")}, None),

@@ -196,6 +196,18 @@ def test_a_tree_of_four_gpus_is_refused_but_where_untried_settings_start(monkeyp
     assert refused(**FOUR_GPUS) == refused(**FOUR_GPUS | {"is_moe": True}) == []
 
 
+@pytest.mark.parametrize("of_model", [{}, {"is_moe": True}, {"is_moe": True, "enable_expert_parallel": True}], ids=str)
+@pytest.mark.parametrize("gpus", [TWO_GPUS, FOUR_GPUS], ids=str)
+def test_several_gpus_draft_only_where_untried_settings_start(
+    monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any], of_model: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert "several GPUs with speculative decoding" in refused(**gpus, **of_model, drafts=True)
+    monkeypatch.setenv(UNTRIED.name, "1")
+    for second_runner in (False, True):
+        assert refused(**gpus, **of_model, drafts=True, second_runner=second_runner) == []
+
+
 def test_embeddings_as_prompts_are_refused_in_stages_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     two_stages = {"pipeline_parallel_size": 2, "embeds": True}

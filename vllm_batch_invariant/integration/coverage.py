@@ -851,7 +851,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     )
     drafts_quantised = drafts_mixed or (
         kept is _DELTA_RULES
-        and (method == "mtp" or not {*_kinds(config)} & {*RAN.delta_rule_quantised_drafted_by_mtp_alone_on_gpus})
+        and all(method in RAN.delta_rule_quantised_drafters_on_gpus.get(kind, (method,)) for kind in _kinds(config))
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
@@ -875,7 +875,8 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
         and ran_on == "cuda"
         and kept is _STATE_SPACES
         and schemes.has_experts(model),
-        f"speculative decoding and a prefix cache by {workers} workers": caches_drafts and workers > 1,
+        f"speculative decoding and a prefix cache by {workers} workers": caches_drafts
+        and not _have_drafted(config, kept.name),
         f"states in {dtype}": dtype not in ("auto", of_model),
         f"states of {kept.of_rules} in {of_rules}": kept.of_rules and of_rules not in ("auto", "float32"),
         "stochastic rounding": rounds,
@@ -905,6 +906,16 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     }
     first = _first(found)
     return _when(first, f"{kept.name} with {first}")
+
+
+def _have_drafted(config: Config, beside: str) -> bool:
+    """Whether one worker drafts, or as many as have beside layers of a kind and a prefix cache, with weights that are
+    not quantised; on a GPU any number starts untried.
+    """
+    workers, device = config.parallel_config.tensor_parallel_size, devices.of_config(config).ops.type
+    if workers == 1 or (device == "cuda" and envs.starts_untried()):
+        return True
+    return not config.model_config.quantization and workers in RAN.drafting_workers.get(beside, {}).get(device, ())
 
 
 def _states_shared(config: Config) -> str | None:
@@ -1079,15 +1090,10 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
     model, scheme = config.model_config, getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
     if _cache_dtype(config) not in FP8_CACHES:
         return None
-    sizes = getattr(model, "hf_text_config", None)
-    shares = getattr(sizes, "num_kv_shared_layers", 0)
-    found = {
-        "with experts in 16 bits": schemes.has_experts(model) and not model.quantization,
-        "that layers share, of weights in 16 bits": shares and not model.quantization,
-        "that layers share, with scales of the checkpoint": shares and scheme,
-    }
-    first = _first(found)
-    return _when(first, f"a KV cache in {_cache_dtype(config)} {first} on a GPU")
+    shares = getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0) and scheme
+    return _when(
+        shares, f"a KV cache in {_cache_dtype(config)} that layers share, with scales of the checkpoint on a GPU"
+    )
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -1131,10 +1137,10 @@ def _beside_layers(
         draft_model = getattr(config.speculative_config, "draft_model_config", None)
         return _when(getattr(draft_model, "architecture", "") in models, f"a draft model with {named}")
     device, version = devices.of_config(config), patch_points.installed_version()
-    ops = device.ops
-    if ops.type not in ran:
+    ops, untried = device.ops, _is_untried_on_gpus(config)
+    if ops.type not in ran and not untried:
         return f"{named} on {ops.name}"
-    if not version.startswith(ran[ops.type]):
+    if not version.startswith(ran.get(ops.type, RAN.on_gpus)):
         return f"{named} with vLLM {version}"
     model, method = config.model_config, _method(config)
     several, workers = _several(config), config.parallel_config.tensor_parallel_size
@@ -1144,7 +1150,6 @@ def _beside_layers(
     in_fp8 = _is_fp8_with_these_weights(config, named, ran_on)
     other = None if in_fp8 else _other_quantisation(config, quantised.get(ran_on, ()))
     by_gpus = ran_on == "cuda"
-    untried = _is_untried_on_gpus(config)
     shares_quantised = has_tree or workers <= 2 or untried
     if workers in (*numbers.get(ran_on, ()), *(of_trees if has_tree else ())):
         del several[f"tensor parallelism {workers}"]
@@ -1152,7 +1157,7 @@ def _beside_layers(
         **several,
         f"{envs.TP_TREE.name}={slices}": slices > 1 and not has_tree,
         f"speculative decoding with {method}": method not in (None, *drafters.get(ran_on, ())),
-        f"speculative decoding by {workers} workers": method is not None and workers > 1,
+        f"speculative decoding by {workers} workers": method is not None and not _have_drafted(config, named),
         f"speculative decoding and {envs.TP_TREE.name}={slices}": method is not None and slices > 1,
         f"quantisation {other}": other,
         f"quantised weights by {workers} workers": model.quantization and not shares_quantised,
@@ -1425,10 +1430,9 @@ def _encoder_decoder(config: Config) -> str | None:
     model = config.model_config
     if not model.is_encoder_decoder:
         return None
-    rows, dtype = getattr(model.hf_config, "max_source_positions", 0), _dtype_of(model)
+    rows = getattr(model.hf_config, "max_source_positions", 0)
     found = {
         f"of {model.architecture}": not encoding.encoded(model),
-        f"in {dtype} on a GPU": _by_gpus_alone(config) and dtype != "float32",
         f"with --max-model-len {model.max_model_len}": model.max_model_len > rows,
     }
     first = _first(found)
@@ -1626,25 +1630,26 @@ COVERED = (
     ),
     Feature(
         "Images, by one GPU",
-        "of LFM2-VL, PaddleOCR-VL, of Pixtral, Mistral Small and Ministral 3 in Mistral's own form (params.json), and, "
-        "with videos, of GLM-4.1V, 4.5V, GLM-OCR, Intern-S2 Preview, InternVL in its own form (InternVLChatModel) and, "
-        "in bf16, Nemotron Nano VL and 3 Nano Omni, also pruned (EVS): on a CPU with vLLM 0.32, a GPU with 0.33",
+        "of LFM2-VL, PaddleOCR-VL, DeepSeek-OCR, Pixtral, Mistral Small and Ministral 3 in Mistral's form "
+        "(params.json), and, with videos, of GLM-4.1V, 4.5V, GLM-OCR, Intern-S2 Preview, InternVL in its own form "
+        "(InternVLChatModel), in bf16 Nemotron Nano VL, 3 Nano Omni, also pruned (EVS): on a CPU with vLLM 0.32, a "
+        "GPU with 0.33",
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4 and Kimi-VL, and by one worker of DeepSeek-OCR and, with videos, of Muse Glimmer: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, and by one worker, with videos, of Muse Glimmer: with vLLM 0.32",
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "of encoders in 16 bits, on a GPU with vLLM 0.33: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
-        "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, NVFP4, FP8 (ModelOpt) of Qwen2.5-VL, rows of "
-        "Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, FP8 of Ministral 3; on a CPU with 0.32 more",
+        "of encoders in 16 bits, on a GPU: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
+        "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, FP8 (ModelOpt) of these and Qwen3.5, NVFP4 of "
+        "Qwen2.5-VL, Nemotron, rows of Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, Ministral 3; on a CPU more",
     ),
     Feature(
         "Audio",
         "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B, 12B), any number and lengths of it: "
-        "on a CPU with vLLM 0.32, on a GPU with 0.33; of Whisper so, on a GPU in fp32; of Nemotron 3 Nano Omni on a "
-        "CPU; by one worker",
+        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; of GLM-ASR and Nemotron 3 Nano Omni on a CPU; by "
+        "one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1714,8 +1719,8 @@ COVERED = (
     Feature(
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
-        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with drafts of n-grams and "
-        "MTP by 1, also in W4A4 NVFP4, on a CPU with vLLM 0.32; without Kimi-VL in bf16 by 1 or 2 GPUs with 0.33",
+        "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with n-grams and MTP by 1 "
+        "or 2, in NVFP4 too, on a CPU with vLLM 0.32; but Kimi-VL in bf16 by 1 or 2 GPUs (NVFP4 1) with 0.33",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -1737,7 +1742,7 @@ COVERED = (
         "Gated delta rules",
         "Qwen3.5 and Qwen3.5-MoE, also with --language-model-only, and Qwen3-Next: on a CPU with vLLM 0.32, by one "
         "worker, two or four, in bf16 on one GPU or two with 0.33; with drafts of n-grams and of MTP, beside a prefix "
-        "cache by one worker; states in fp32",
+        "cache by one worker, on a CPU two; states in fp32",
     ),
     Feature(
         "State spaces of Mamba-2",
@@ -1760,8 +1765,8 @@ COVERED = (
     Feature(
         "ModelOpt's FP8 and W4A4 NVFP4, KV caches in FP8, beside state spaces",
         "FP8 with given scales, also of Qwen3.5, NVFP4 as weights alone, also of delta rules, experts of Qwen3.5 "
-        "and Nemotron-H, caches of Nemotron-H, LFM2, Qwen3.5, Qwen3-Next: by one worker on a CPU with vLLM 0.32, a "
-        "GPU with 0.33; on a CPU NVFP4 of compressed-tensors, Nano by rows",
+        "and Nemotron-H, both also in compressed-tensors' NVFP4, Nano in FP8 by rows, caches of Nemotron-H, LFM2, "
+        "Qwen3.5, Qwen3-Next: by one worker on a CPU with vLLM 0.32, a GPU with 0.33",
     ),
     Feature(
         "LoRA adapters",
@@ -1779,7 +1784,7 @@ COVERED = (
         "LoRA adapters beside images",
         "of text models of Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Mistral 3, InternVL, GLM-4.1V, Idefics 3, SmolVLM "
         "on a CPU with vLLM 0.32, of the first three also by two workers and with new weights in 16 bits, and on a GPU "
-        "with 0.33; on a CPU of the first three beside INT4, of the VLs FP8 by rows, of Qwen3s by blocks",
+        "with 0.33; of the VLs also beside INT4, FP8 by rows, of Qwen3-VL by blocks, of Qwen3.5 both on a CPU",
     ),
     Feature(
         "LoRA adapters of mixtures of experts",
@@ -1812,7 +1817,7 @@ COVERED = (
     Feature(
         "Speculative decoding",
         "n-grams, a draft model, EAGLE, EAGLE-3, MTP of MiMo, GLM-4.5, GLM-4.7-Flash, DeepSeek-V3, Qwen3.5, "
-        "Qwen3-Next, Nemotron-H, ERNIE 4.5, Gemma 4, suffixes, custom drafters, Medusa and DFlash on a CPU: the "
+        "Qwen3-Next, Nemotron-H, ERNIE 4.5, Gemma 4, GLM-OCR, suffixes, DFlash, custom drafters, Medusa on a CPU: the "
         "answers and logprobs are those of plain decoding, greedy and with a seed; beside parsers of reasoning, "
         "without budgets",
     ),
@@ -2112,8 +2117,7 @@ REFUSED = (
         "Speculative decoding with another drafter",
         "its layers have not been run beside the mode's",
         f"choose among {', '.join(RAN.drafters)}; mtp of "
-        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa, dflash on a CPU, ngram_gpu on a "
-        "GPU",
+        f"{', '.join(name.removesuffix('_mtp') for name in RAN.mtp_models)}; medusa on a CPU, ngram_gpu on a GPU",
         _drafter,
         arguments=(SPECULATION, TENSOR, envs.TP_TREE.name),
     ),
@@ -2150,8 +2154,8 @@ REFUSED = (
         _moving_experts,
     ),
     Feature(
-        "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, Idefics 3, SmolVLM around other "
-        "text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
+        "Other multimodal models, also as text; InternVL, Mistral 3, Pixtral, Voxtral, GLM-ASR, Idefics 3, SmolVLM "
+        "around other text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and Muse Glimmer are "
         "proven to be text without their encoders",
         "serve one of these, or a text model",
@@ -2164,7 +2168,7 @@ REFUSED = (
         _rounded_to_bf16,
     ),
     Feature(
-        "DeepSeek-OCR, images of Kimi-VL and Muse Glimmer, and audio of Nemotron 3 Nano Omni, on a GPU",
+        "Images of Kimi-VL and Muse Glimmer, GLM-ASR, audio of Nemotron 3 Nano Omni, on a GPU",
         "they have been run on a CPU alone",
         "serve them on a CPU; Kimi-VL and Muse Glimmer as text, with --language-model-only, Omni with "
         "--limit-mm-per-prompt '{\"audio\": 0}'",
@@ -2173,8 +2177,8 @@ REFUSED = (
     ),
     Feature(
         "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
-        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, Idefics 3, SmolVLM, Qwen2-Audio, Qwen3-ASR, "
-        "Voxtral and Whisper as text",
+        "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, GLM-ASR, Idefics 3, SmolVLM, Qwen2-Audio, "
+        "Qwen3-ASR, Voxtral and Whisper as text",
         "they have been run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
@@ -2209,8 +2213,8 @@ REFUSED = (
         arguments=(EMBEDDINGS,),
     ),
     Feature(
-        "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, Voxtral, Whisper, "
-        "Gemma 4, Nemotron 3 Nano Omni",
+        "Images and videos of models that no row above names; audio but of Qwen2-Audio, Qwen3-ASR, GLM-ASR, Voxtral, "
+        "Whisper, Gemma 4, Nemotron 3 Nano Omni",
         "nobody compared what their encoders give",
         "serve text, with --language-model-only",
         _multimodal_inputs,
@@ -2270,8 +2274,8 @@ REFUSED = (
     ),
     Feature(
         "Gated delta rules elsewhere, over 4 workers (codes 2), 2 GPUs, engines, drafts but n-grams, MTP, other "
-        "codes, embeddings, sleep on a CPU, states not in fp32; by several FP8 caches, cached drafts; on GPUs "
-        "codes so as text, ModelOpt's FP8 so, not bf16",
+        "codes, embeddings, sleep on a CPU, states not fp32; by several FP8 caches, cached drafts by 4, of codes; on "
+        "GPUs codes so as text, ModelOpt's FP8, not bf16",
         "these have not been run",
         "pass --mamba-ssm-cache-dtype float32, or --no-enable-prefix-caching",
         _delta_rules_elsewhere,
@@ -2316,8 +2320,8 @@ REFUSED = (
     ),
     Feature(
         "MLA elsewhere, with indexers, not 512 + 64, over 4 workers or 2 GPUs (quantised 2), engines, whole "
-        "experts but by a CPU's tree, drafts but n-grams and MTP by one, other quantisation, FP8 caches, LoRA, "
-        "embeddings, poolers, sleep, exact arithmetic, FlexAttention",
+        "experts but by a CPU's tree, drafts but n-grams, MTP by 2 (quantised 1), other quantisation, FP8 caches, "
+        "LoRA, embeddings, poolers, sleep, exact arithmetic, FlexAttention",
         "these have not been run",
         f"leave it out; {envs.UNTRIED.name}=1 starts more",
         _latent_elsewhere,
@@ -2327,10 +2331,9 @@ REFUSED = (
         ),
     ),
     Feature(
-        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound, on a GPU in fp32",
+        "Encoder-decoder models but Whisper, with no longer texts than it has rows of sound",
         "cross attention has not been run otherwise",
-        "serve a decoder-only model, leave --max-model-len out, or pass --dtype float32; "
-        f"{envs.UNTRIED.name}=1 starts 16 bits",
+        "serve a decoder-only model, or leave --max-model-len out",
         _encoder_decoder,
     ),
     Feature(

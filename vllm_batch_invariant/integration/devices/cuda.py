@@ -29,7 +29,7 @@ from ..layers import (
     quantised_experts,
 )
 from ..parallel import collectives
-from ..reviews import patch_points
+from ..reviews import patch_points, ran
 from ..sampling import exact_sampler, sampler
 from .record import ExactDevice, VllmDevice
 from .refusal import not_covered
@@ -83,6 +83,9 @@ class Cuda(VllmDevice):
         attention is not FlexAttention's.
         """
         compilation, modes = vllm_config.compilation_config, patch_points.CUDAGRAPH_MODE.get()
+        if getattr(vllm_config.model_config, "architecture", "") in ran().chunked_models:  # whose chunks have none
+            compilation.cudagraph_mode = modes.NONE
+            return
         if not vllm_config.use_v2_model_runner or envs.ATTENTION.read() == "flex":
             compilation.cudagraph_mode = modes.FULL_DECODE_ONLY
             return

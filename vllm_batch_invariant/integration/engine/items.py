@@ -24,7 +24,7 @@ from ..reviews import patch_points
 def install() -> None:
     """Refuse requests that name an item by an identifier of their own, whose sound gets noise, or whose videos would
     be sampled as one of them says; take no identifier out of an image, and make what is made of a sound of its own
-    samples, and of an image of its own pixels.
+    samples, one of GLM-ASR by itself, and of an image of its own pixels.
     """
     renderer = patch_points.RENDERER.get() if patch_points.RENDERER.is_there() else None
     process = getattr(renderer, "_process_mm_uuids", None)
@@ -71,6 +71,7 @@ def _without_noise(process: Any) -> Any:
                 "set dither to 0, in preprocessor_config.json or mm_processor_kwargs"
             )
         if "audio" in mm_data:
+            each_sound_by_itself(self.get_mm_processor())
             of_own_samples(getattr(self.get_mm_processor().info.get_hf_processor(), "feature_extractor", None))
         info = self.get_mm_processor().info
         if type(info).__name__ == "NanoNemotronVLProcessingInfo":
@@ -113,6 +114,35 @@ def of_own_samples(extractor: Any) -> None:
         return np.pad(made, ((0, behind), (0, 0))), np.pad(seen, (0, behind))
 
     kind._extract_spectrogram = _extract_spectrogram
+
+
+def each_sound_by_itself(processor: Any) -> None:
+    """Have the class of vLLM's processor of GLM-ASR process each sound by itself, and refuse one that is not filled to
+    whole chunks. Transformers wants a text for each sound and vLLM gives one for all that it does not find among those
+    of other requests, so one request would fail as others come before it; and their chunks are encoded as one tensor.
+
+    Args:
+        processor: vLLM's, of any model.
+    """
+    kind: Any = type(processor)
+    call: Any = getattr(kind, "_call_hf_processor", None)
+    if kind.__name__ != "GlmAsrMultiModalProcessor" or hasattr(call, "__wrapped__"):
+        return
+
+    @wraps(call)
+    def _call_hf_processor(self: Any, hf_data: Mapping[str, Any], hf_kwargs: Mapping[str, Any]) -> Any:
+        """Of chunks of all sounds: features [chunks, bins, frames], and [chunks, frames] which of them are heard."""
+        text, frames = self._get_hf_mm_text({"audio": 1}), self.info.get_feature_extractor().nb_max_frames
+        made = [call(self, {**hf_data, "text": text, "audio": [sound]}, hf_kwargs) for sound in hf_data["audio"]]
+        if any(one["input_features"].shape[-1] != frames for one in made):
+            raise patch_points.VALIDATION_ERROR.get()(
+                "batch-invariant mode does not cover sounds of GLM-ASR that are not filled to whole chunks; leave "
+                "padding and lengths out of mm_processor_kwargs"
+            )
+        names = "input_features", "input_features_mask"
+        return type(made[0])({name: torch.cat([one[name] for one in made]) for name in names})
+
+    kind._call_hf_processor = _call_hf_processor
 
 
 def of_own_pixels() -> None:

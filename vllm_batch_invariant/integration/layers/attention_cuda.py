@@ -98,7 +98,10 @@ class PlannedMetadataBuilder(MetadataBuilder):
             keys = min(keys, blocks * spec.block_size)
         # A draft model reads what was sampled beside the tokens of a step.
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * max(self.verify, default=0)
-        return shape, scheduler.max_num_seqs, tokens, keys
+        requests = scheduler.max_num_seqs
+        if chunk := getattr(spec, "attention_chunk_size", None):  # a request is one for each of its chunks
+            requests = 2 * requests + tokens // chunk
+        return shape, requests, tokens, keys
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         for layer in self._of_codes:  # where a CUDA graph reads them, whatever weights have come since

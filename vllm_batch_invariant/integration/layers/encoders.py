@@ -24,7 +24,7 @@ from . import complex_rotary, convolution, relative_positions
 
 HEAD_SIZES = (64, 72, 80, 88, 96, 128)
 """Of the towers of Qwen2.5-VL, Qwen3-VL, Gemma 3 and 4, Llama 4, Mistral 3, InternVL, GLM, Muse Glimmer, Qwen2-Audio,
-Qwen3-ASR and Whisper.
+Qwen3-ASR, GLM-ASR and Whisper.
 """
 ON_CPUS_ALONE = (96,)
 """Those that no GPU has run."""

@@ -231,7 +231,6 @@ class Ran:
         delta_rule_models: with gated delta rules beside attention.
         delta_rule_experts_on_gpus: kinds of quantised weights that GPUs have served of those with experts.
         delta_rule_quantised_by_two_gpus: kinds that two GPUs have shared, without experts.
-        delta_rule_quantised_drafted_by_mtp_alone_on_gpus: kinds with which a GPU has run drafts of mtp alone.
         activations_by_two_gpus: kinds of quantised weights and activations of dense models that two GPUs have shared.
         expert_activations_by_two_gpus: the same of mixtures of experts.
         quantised_experts_draft_on_cpus_alone: kinds of mixtures of experts that have drafted on no GPU.
@@ -287,6 +286,7 @@ class Ran:
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
         short_convolution_drafters: methods of speculative decoding that have been run beside them, by device.
         drafts_beside_prefix_caches_on_gpus: methods that GPUs have run beside layers with states and a prefix cache.
+        delta_rule_quantised_drafters_on_gpus: methods that GPUs have run beside some kinds of their quantised weights.
         delta_rules: versions whose engines have served gated delta rules, by device.
         delta_rule_workers: numbers of workers above 1 that have shared them, by device.
         delta_rule_drafters: methods of speculative decoding that have been run beside them, by device.
@@ -336,6 +336,7 @@ class Ran:
         encoded_quantised_experts: those of them that models with heads of two sizes have had of experts, too.
         text_of: multimodal models that are served as text, with what else they take.
         text_models: types of the text models that have been run in multimodal ones which may have others, too.
+        drafting_workers: numbers of workers above 1 that have drafted beside a prefix cache, by layers and device.
         drafters: methods of speculative decoding, with the devices.
         dflash: versions whose engines have had drafts of dflash, by device.
     """
@@ -356,7 +357,6 @@ class Ran:
     delta_rule_models: tuple[str, ...]
     delta_rule_experts_on_gpus: tuple[str, ...]
     delta_rule_quantised_by_two_gpus: tuple[str, ...]
-    delta_rule_quantised_drafted_by_mtp_alone_on_gpus: tuple[str, ...]
     activations_by_two_gpus: tuple[str, ...]
     expert_activations_by_two_gpus: tuple[str, ...]
     quantised_experts_draft_on_cpus_alone: tuple[str, ...]
@@ -403,6 +403,7 @@ class Ran:
     short_convolution_workers: Mapping[str, tuple[int, ...]]
     short_convolution_drafters: Mapping[str, tuple[str, ...]]
     drafts_beside_prefix_caches_on_gpus: Mapping[str, tuple[str, ...]]
+    delta_rule_quantised_drafters_on_gpus: Mapping[str, tuple[str, ...]]
     delta_rules: Mapping[str, str]
     delta_rule_workers: Mapping[str, tuple[int, ...]]
     delta_rule_drafters: Mapping[str, tuple[str, ...]]
@@ -448,6 +449,7 @@ class Ran:
     encoded_quantised_experts: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
+    drafting_workers: Mapping[str, Mapping[str, tuple[int, ...]]]
     drafters: Mapping[str, tuple[str, ...]]
     dflash: Mapping[str, str]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
