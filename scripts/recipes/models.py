@@ -460,6 +460,14 @@ PUBLISHED: tuple[tuple[Model, dict[str, str]], ...] = (
             "audio_config": {"d_model": 1024, "encoder_layers": 1, "encoder_attention_heads": 16,
                              "output_dim": 2048}}}),
      {"Qwen/Qwen3-ASR-1.7B": ""}),
+    (Model("GlmAsrForConditionalGeneration", {
+        "model_type": "glmasr", "torch_dtype": "bfloat16",
+        "text_config": {"model_type": "llama", "hidden_size": 2048, "num_attention_heads": 16,
+                        "num_key_value_heads": 4, "num_hidden_layers": 28, "head_dim": 128,
+                        "intermediate_size": 6144, "vocab_size": 59264, "max_position_embeddings": 8192},
+        "audio_config": {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20,
+                         "intermediate_size": 5120}}),
+     {"zai-org/GLM-ASR-Nano-2512": ""}),
     (_of_transformers(*_LAGUNA), {
         **{f"poolside/Laguna-{name}": "" for name in ("XS.2", "XS-2.1")},
         **{f"poolside/Laguna-XS.2-{form}": UNKNOWN for form in ("FP8", "NVFP4", "INT4")},
@@ -529,7 +537,6 @@ CLASSES = {
         *("RedHatAI/diffusiongemma-26B-A4B-it-NVFP4", "nvidia/diffusiongemma-26B-A4B-it-NVFP4"),
     ),
     "Ernie4_5_VLMoeForConditionalGeneration": (*("baidu/ERNIE-4.5-VL-28B-A3B-PT", "baidu/ERNIE-4.5-VL-424B-A47B-PT"),),
-    "GlmAsrForConditionalGeneration": ("zai-org/GLM-ASR-Nano-2512",),
     "HunYuanVLForConditionalGeneration": ("tencent/HunyuanOCR",),
     "InklingForConditionalGeneration": (
         *("thinkingmachines/Inkling-Small-NVFP4", "thinkingmachines/Inkling-Small", "thinkingmachines/Inkling"),
