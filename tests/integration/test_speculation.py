@@ -300,7 +300,6 @@ def test_tokens_behind_a_stop_string_and_their_logprobs_are_dropped() -> None:
         ("eagle", "cuda", "auto", []),
         ("suffix", "cuda", "auto", []),
         ("mlp_speculator", "cpu", "auto", ["speculative decoding with mlp_speculator"]),
-        ("dflash", "cuda", "auto", ["speculative decoding with dflash on a GPU"]),
         ("dspark", "cuda", "auto", ["speculative decoding with dspark"]),
         ("extract_hidden_states", "cuda", "auto", ["speculative decoding with extract_hidden_states"]),
         ("a later one", "cpu", "auto", ["speculative decoding with a later one"]),
@@ -449,8 +448,16 @@ def test_what_a_covered_method_has_not_run_with_is_refused_by_name(options: dict
         ({}, None),
         ({"architectures": ["DFlashLagunaForCausalLM"]}, None),
         ({"layer_types": ["sliding_attention"] * 2}, None),
-        ({"device": "cuda"}, "speculative decoding with dflash on a GPU"),
-        ({"device": "cuda", "untried": True, "version": "0.33.0"}, None),
+        ({"device": "cuda"}, "speculative decoding with dflash and vLLM 0.32.0"),
+        ({"device": "cuda", "version": "0.33.0"}, None),
+        (
+            {"device": "cuda", "version": "0.33.0", "cache_dtype": "fp8"},
+            "speculative decoding with dflash and a KV cache in fp8 on a GPU",
+        ),
+        (
+            {"device": "cuda", "version": "0.33.0", "target": {"dtype": "torch.float16"}},
+            "speculative decoding with dflash in float16 on a GPU",
+        ),
         ({"version": "0.31.0"}, "speculative decoding with dflash and vLLM 0.31.0"),
         ({"architectures": ["DFlash2DraftModel"]}, "speculative decoding with dflash of DFlash2DraftModel"),
         ({"workers": 2}, "speculative decoding with dflash by 2 workers"),
@@ -483,7 +490,7 @@ def test_draft_models_of_dflash_that_have_not_run_are_refused_by_name(
     for variable, name in ((ARITHMETIC, "arithmetic"), (ATTENTION, "attention")):
         if given[name]:
             monkeypatch.setenv(variable.name, given[name])
-    target = {"architecture": "Qwen3ForCausalLM", "quantization": None} | given["target"]
+    target = {"architecture": "Qwen3ForCausalLM", "quantization": None, "dtype": "torch.bfloat16"} | given["target"]
     monkeypatch.setattr(patch_points, "installed_version", lambda: given["version"])
     monkeypatch.setenv(UNTRIED.name, "1" if given["untried"] else "0")
     draft = SimpleNamespace(

@@ -851,7 +851,11 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     )
     drafts_quantised = drafts_mixed or (
         kept is _DELTA_RULES
-        and all(method in RAN.delta_rule_quantised_drafters_on_gpus.get(kind, (method,)) for kind in _kinds(config))
+        and all(
+            kind not in RAN.delta_rule_quantised_drafters_on_gpus
+            or f"{method} of {model.architecture}" in RAN.delta_rule_quantised_drafters_on_gpus[kind]
+            for kind in _kinds(config)
+        )
     )
     other = _other_quantisation(config, _quantised_beside(config, kept, ran_on))
     of_four = RAN.delta_rule_quantised_by_four if kept is _DELTA_RULES else {}
@@ -915,7 +919,12 @@ def _have_drafted(config: Config, beside: str) -> bool:
     workers, device = config.parallel_config.tensor_parallel_size, devices.of_config(config).ops.type
     if workers == 1 or (device == "cuda" and envs.starts_untried()):
         return True
-    return not config.model_config.quantization and workers in RAN.drafting_workers.get(beside, {}).get(device, ())
+    model = config.model_config
+    if beside != kept_by(model.architecture) and (
+        kept_by(model.architecture) or _method(config) not in ("ngram", "mtp")
+    ):
+        return False
+    return not model.quantization and workers in RAN.drafting_workers.get(beside, {}).get(device, ())
 
 
 def _states_shared(config: Config) -> str | None:
@@ -949,6 +958,8 @@ def _quantised_beside(config: Config, kept: _Kept, ran_on: str) -> tuple[str, ..
         ran = by_two if several else RAN.delta_rule_experts_on_gpus
     elif _is_nemotron(config) and schemes.has_experts(config.model_config):
         ran = RAN.mamba2_quantised_experts.get(ran_on, ())
+        if ran_on == "cuda" and _has_latent_experts(config.model_config):
+            ran = tuple(kind for kind in ran if kind.startswith("modelopt"))
     without = RAN.quantised_not_run_with.get(ran_on, {}).get(config.model_config.architecture, ())
     return tuple(kind for kind in ran if kind not in without)
 
@@ -1039,6 +1050,9 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     kind = next((kind for kind in _kinds(config) if kind in RAN.large_head_quantised_by_one), "")
     if kind and (several or (drafts and kind not in drafted)):
         return f"{named} with quantisation {kind} by several workers or beside drafts"
+    shares = getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0)
+    if kind.startswith("compressed-tensors") and shares and _by_gpus_alone(config):
+        return f"{named} with quantisation {kind} and KV caches that layers share on a GPU"
     of_cache = f"{named} with a KV cache in {_cache_dtype(config)}"
     if _is_fp8_with_other_weights(config, named, _ran_on(devices.of_config(config).ops.type)):
         return f"{of_cache} beside quantisation {' and '.join(_kinds(config))}"
@@ -1486,8 +1500,7 @@ def _drafter(config: Config) -> str | None:
     if not speculation or not device.has_speculation:  # where all are refused
         return None
     method, on = speculation.method, device.ops.type
-    untried = method == "dflash" and envs.starts_untried()
-    if on not in RAN.drafters.get(method, ()) and not untried:
+    if on not in RAN.drafters.get(method, ()):
         where = f" on a {'GPU' if on == 'cuda' else 'CPU'}" if method in RAN.drafters else ""
         return f"speculative decoding with {method}{where}"
     if method == "mtp":
@@ -1514,16 +1527,21 @@ def _dflash(config: Config) -> str | None:
     most, attention = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices()), envs.ATTENTION.read()
     draft, version = config.speculative_config.draft_model_config, patch_points.installed_version()
     kind, attentions = draft.architectures[0], {*(getattr(draft.hf_config, "layer_types", None) or ())}
+    by_gpus = _by_gpus_alone(config)
     found = {
-        f"speculative decoding with dflash and vLLM {version}": not version.startswith(
-            RAN.dflash.get(device.ops.type, RAN.on_gpus)
-        ),
+        f"speculative decoding with dflash and vLLM {version}": not version.startswith(RAN.dflash[device.ops.type]),
         f"speculative decoding with dflash for {model.architecture}": model.architecture not in RAN.dflash_targets,
         f"speculative decoding with dflash and quantisation {model.quantization}": model.quantization,
         f"speculative decoding with dflash and a KV cache in {TOKEN_CACHE}": _cache_dtype(config) == TOKEN_CACHE,
         "speculative decoding with dflash in exact arithmetic": device.is_exact,
         f"speculative decoding with dflash and {envs.ATTENTION.name}={attention}": attention not in encoding.ATTENTION,
         f"speculative decoding with dflash by {most} workers": most > 1 and not envs.starts_untried(),
+        f"speculative decoding with dflash and a KV cache in {_cache_dtype(config)} on a GPU": by_gpus
+        and _cache_dtype(config) in FP8_CACHES,
+        f"speculative decoding with dflash for {model.architecture} by the first model runner on a GPU": by_gpus
+        and not getattr(config, "use_v2_model_runner", True)
+        and model.architecture not in RAN.dflash_targets_of_the_first_runner_on_gpus,
+        f"speculative decoding with dflash in {_dtype_of(model)} on a GPU": by_gpus and _dtype_of(model) != "bfloat16",
         f"speculative decoding with dflash of {kind}": kind not in RAN.dflash_models,
         f"drafts of dflash with quantisation {draft.quantization}": draft.quantization,
         f"drafts of dflash with {' and '.join(sorted(attentions))}": len(attentions) > 1,
@@ -1647,9 +1665,8 @@ COVERED = (
     ),
     Feature(
         "Audio",
-        "of Qwen2-Audio, Qwen3-ASR, Voxtral (Mini, Small) and Gemma 4 (E2B, E4B, 12B), any number and lengths of it: "
-        "and of Whisper: on a CPU with vLLM 0.32, on a GPU with 0.33; of GLM-ASR and Nemotron 3 Nano Omni on a CPU; by "
-        "one worker",
+        "of Qwen2-Audio, Qwen3-ASR, GLM-ASR, Voxtral (Mini, Small), Whisper, Nemotron 3 Nano Omni and Gemma 4 (E2B, "
+        "E4B, 12B), any number and lengths of it: on a CPU with vLLM 0.32, on a GPU with 0.33; by one worker",
     ),
     Feature("dtypes", "fp32, bf16, fp16 (weights, activations, KV cache)"),
     Feature(
@@ -1720,7 +1737,7 @@ COVERED = (
         "Multi-head latent attention (MLA)",
         "DeepSeek-V2 and V3, Moonlight, GLM-4.7-Flash, and Kimi-VL, in fp32, bf16 and fp16, by 1, 2 or 4 workers, "
         "all but Kimi-VL by 1 or 2 in FP8 by blocks, INT4 and INT8, with images by 1 or 2, with n-grams and MTP by 1 "
-        "or 2, in NVFP4 too, on a CPU with vLLM 0.32; but Kimi-VL in bf16 by 1 or 2 GPUs (NVFP4 1) with 0.33",
+        "or 2, in NVFP4 too, on a CPU with vLLM 0.32; all but Kimi-VL in bf16 by 1 or 2 GPUs (NVFP4 1)",
     ),
     Feature(
         "Heads of two sizes, shared KV caches",
@@ -2158,7 +2175,7 @@ REFUSED = (
         "around other text than Qwen2, Qwen3, Mistral, Ministral 3 and Llama",
         "only Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen3.5-MoE, Gemma 3, Gemma 4, Llama 4, Kimi-VL and Muse Glimmer are "
         "proven to be text without their encoders",
-        "serve one of these, or a text model",
+        "serve these, or a text model",
         _unknown_multimodal,
     ),
     Feature(
@@ -2168,10 +2185,9 @@ REFUSED = (
         _rounded_to_bf16,
     ),
     Feature(
-        "Images of Kimi-VL and Muse Glimmer, GLM-ASR, audio of Nemotron 3 Nano Omni, on a GPU",
+        "Images of Kimi-VL and Muse Glimmer on a GPU",
         "they have been run on a CPU alone",
-        "serve them on a CPU; Kimi-VL and Muse Glimmer as text, with --language-model-only, Omni with "
-        "--limit-mm-per-prompt '{\"audio\": 0}'",
+        "serve them on a CPU, or as text, with --language-model-only",
         _multimodal_not_run_on_gpus,
         ("cuda",),
     ),
@@ -2179,7 +2195,7 @@ REFUSED = (
         "Mistral 3, Pixtral, DeepSeek-OCR, PaddleOCR-VL, GLM-OCR, LFM2-VL, Nemotron Nano VL and Omni, Intern-S2 "
         "Preview, Qwen3-VL with experts, InternVL, GLM-4.1V, GLM-4.5V, GLM-ASR, Idefics 3, SmolVLM, Qwen2-Audio, "
         "Qwen3-ASR, Voxtral and Whisper as text",
-        "they have been run with their encoders alone",
+        "they have run with their encoders alone",
         "leave --language-model-only and a --limit-mm-per-prompt of 0 out",
         _text_of_what_sees,
     ),

@@ -225,6 +225,7 @@ class Ran:
         encoded_in_bf16: those of them whose encoder gives bf16, whatever dtype the model has.
         mtp_models: types of models whose layers for more tokens have run.
         dflash_targets: models that have been drafted for by dflash.
+        dflash_targets_of_the_first_runner_on_gpus: those of them by vLLM's first model runner on GPUs.
         dflash_models: architectures of draft models of dflash that have run.
         encoders: models whose tokens see those after them that have pooled.
         convolution_models: with short convolutions beside attention.
@@ -351,6 +352,7 @@ class Ran:
     encoded_in_bf16: tuple[str, ...]
     mtp_models: tuple[str, ...]
     dflash_targets: tuple[str, ...]
+    dflash_targets_of_the_first_runner_on_gpus: tuple[str, ...]
     dflash_models: tuple[str, ...]
     encoders: tuple[str, ...]
     convolution_models: tuple[str, ...]
