@@ -707,8 +707,10 @@ def _has_fp8_caches(place: Place) -> bool:
 
 def _has_cache_beside(settings: Any, place: Place) -> bool:
     """Whether one in fp8 may be beside a model's weights: of quantised ones some with images or heads of two sizes,
-    there without drafts.
+    there without drafts, and no drafts of dflash on a GPU.
     """
+    if settings.drafts and settings.drafter == "dflash" and place.device == "cuda":
+        return False
     if not place.is_quantised:
         return True
     architecture = next(iter(place.model.get("architectures") or ()), "")
