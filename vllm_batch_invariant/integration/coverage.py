@@ -826,7 +826,7 @@ def _states_elsewhere(config: Config, kept: _Kept) -> str | None:
     if not _keeps(config, kept):
         return None
     ops, version = devices.of_config(config).ops, patch_points.installed_version()
-    untried = ops.type == "cuda" and envs.starts_untried() and version.startswith(RAN.on_gpus)
+    untried = _is_untried_on_gpus(config) and version.startswith(RAN.on_gpus)
     if ops.type not in kept.ran and not untried:
         return f"{kept.name} on {ops.name}"
     if not untried and not version.startswith(kept.ran[ops.type]):
@@ -917,7 +917,7 @@ def _have_drafted(config: Config, beside: str) -> bool:
     not quantised; on a GPU any number starts untried.
     """
     workers, device = config.parallel_config.tensor_parallel_size, devices.of_config(config).ops.type
-    if workers == 1 or (device == "cuda" and envs.starts_untried()):
+    if workers == 1 or _is_untried_on_gpus(config):
         return True
     model = config.model_config
     if beside != kept_by(model.architecture) and (
