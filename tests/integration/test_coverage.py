@@ -1824,7 +1824,8 @@ def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_we
     drafts = {"speculative_config": SimpleNamespace(method="mtp", draft_model_config=None)}
     assert given(tensor_parallel_size=2) == given(**drafts) == by_several
     by[:] = [kind for kind in ran if kind.startswith("modelopt")]
-    assert given() == of_scales
+    assert given() == on_gpus(text=shared) == f"{said} that layers share, beside quantisation {by[0]} on a GPU"
+    assert on_gpus() is None, "31B has run so"
     by[:] = [ran[0]]
     by[:] = [kind for kind in ran if kind.startswith("compressed-tensors with float4")]
     assert on_gpus(is_moe=True) is None, "26B-A4B has run so"

@@ -1109,11 +1109,12 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
     if _cache_dtype(config) not in FP8_CACHES:
         return None
     shares, seen = _shares_caches(model), bool(_encoded(config)) and not model.quantization
-    other = _other_quantisation(config, RAN.fp8_kv_cache_shared_with_scales_on_gpus.get(model.architecture, ()))
+    other = _other_quantisation(config, RAN.fp8_kv_cache_shared_on_gpus)
     found = {
+        f"that layers share, beside quantisation {other}": shares and other,
         "that layers share, with scales of the checkpoint": shares
         and scheme
-        and (other or model.architecture not in RAN.fp8_kv_cache_shared_with_scales_on_gpus),
+        and model.architecture not in RAN.fp8_kv_cache_shared_with_scales_on_gpus,
         "that layers share, with images, of weights in 16 bits": shares and seen,
         "with images, of experts in 16 bits": seen and schemes.has_experts(model),
     }

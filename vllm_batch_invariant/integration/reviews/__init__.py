@@ -284,8 +284,8 @@ class Ran:
             has, by device.
         fp8_kv_cache_quantised: kinds of quantised weights beside which it has with two sizes and images, by device;
             some with experts alone.
-        fp8_kv_cache_shared_with_scales_on_gpus: models whose layers have shared such a cache, with scales of the
-            checkpoint, on GPUs, and kinds of their weights.
+        fp8_kv_cache_shared_on_gpus: kinds of quantised weights whose layers have shared such a cache on GPUs.
+        fp8_kv_cache_shared_with_scales_on_gpus: models that have with scales of the checkpoint.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
@@ -407,7 +407,8 @@ class Ran:
     fp8_kv_cache_head_workers: Mapping[str, tuple[int, ...]]
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     fp8_kv_cache_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
-    fp8_kv_cache_shared_with_scales_on_gpus: Mapping[str, tuple[str, ...]]
+    fp8_kv_cache_shared_on_gpus: tuple[str, ...]
+    fp8_kv_cache_shared_with_scales_on_gpus: tuple[str, ...]
     short_convolutions: Mapping[str, str]
     short_convolution_quantised: Mapping[str, tuple[str, ...]]
     short_convolution_workers: Mapping[str, tuple[int, ...]]
