@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import transformers
 
 from tests.engine import kept_states
-from vllm_batch_invariant.ops.attention import AttentionReduction, PagedAttention
+from vllm_batch_invariant.ops.attention import AttentionReduction, PagedCache, attend
 from vllm_batch_invariant.verify.harness.worker import Engine
 from vllm_batch_invariant.verify.receipt import engine_info
 
@@ -123,13 +124,27 @@ def _split_by_requests(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if type(layer).__name__ != "ChunkedLocalAttention":
             continue
-        if vars(layer.impl).pop("_call", None) is None:
-            layer.impl._call = partial(_call_by_requests, layer.impl._call)
+        if vars(layer.impl).pop("_attend", None) is None:
+            layer.impl._attend = partial(_attend_by_requests, layer.impl._attend)
 
 
-def _call_by_requests(made: Callable[..., PagedAttention], *given: Any) -> PagedAttention:
-    call = made(*given)
-    return replace(call, reduction=AttentionReduction(16, key_tile=32)) if len(call.seq_lens) > 3 else call
+def _attend_by_requests(
+    attend_in_step: Callable[..., None],
+    layer: Any,
+    query: torch.Tensor,
+    cache: PagedCache,
+    batch: Any,
+    out: torch.Tensor,
+) -> None:
+    """A step's plan has its reduction, so that a call with another has a plan of its own."""
+    call = layer.impl._call(query, cache, batch)
+    if len(call.seq_lens) <= 3:
+        attend_in_step(layer, query, cache, batch, out)
+        return
+    call, plan = replace(call, reduction=AttentionReduction(16, key_tile=32)), None
+    if kept_states.ON_GPU:  # else there is no Triton
+        plan = import_module("vllm_batch_invariant.ops.attention.cuda").plan_alone(call)
+    attend(call, layer.impl.implementation, out, plan)
 
 
 def _leave_input_alone(model: torch.nn.Module) -> None:

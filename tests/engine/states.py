@@ -150,6 +150,29 @@ def _with_lower_scores(call: Callable[..., PagedAttention], *given: Any) -> Page
     return replace(made, spec=replace(made.spec, scale=made.spec.scale * (1 - 2**-10))) if few else made
 
 
+def accept_every_draft(llm: Any) -> None:
+    """Have verify steps of either model runner take drafts for what was sampled, from now on: CUDA graphs have no part
+    of that.
+    """
+    llm.collective_rpc(_accept_every_draft)
+
+
+def _accept_every_draft(_worker: Any) -> None:
+    from vllm_batch_invariant.integration.sampling import speculation
+
+    speculation.accept = partial(_accepted_all, speculation.accept)
+
+
+def _accepted_all(
+    accept: Callable[..., Any], sampled: torch.Tensor, inputs: torch.Tensor, starts: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    drafts = inputs.roll(-1).to(sampled.dtype)
+    is_draft = drafts >= 0
+    is_draft[starts[1:].long() - 1] = False  # the last row of a request, which none follows
+    taken: tuple[torch.Tensor, torch.Tensor] = accept(torch.where(is_draft, drafts, sampled), inputs, starts, width)
+    return taken
+
+
 def leave_full_pages(llm: Any) -> None:
     """Have a verify step that fills a page leave it as it was before, from now on: what is found there is the state
     before the step.

@@ -112,7 +112,13 @@ def test_quantised_experts_of_gemma_4_pass_beside_images_in_kinds_that_have_run(
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
     kinds = coverage.RAN.encoded_quantised | {gemma["architecture"]: dict.fromkeys(("cpu", "cuda"), on_cpus)}
     monkeypatch.setattr(coverage, "RAN", replace(coverage.RAN, encoded_quantised=kinds))
-    assert found(**IMAGES, **with_experts, is_moe=True, device="cuda") == [said]
+    by_rows = [kind for kind in on_cpus if "channel" in kind]
+    for by[:] in ([kind] for kind in on_cpus):
+        by_a_gpu = found(**IMAGES, **with_experts, is_moe=True, device="cuda")
+        assert by_a_gpu == ([] if by == by_rows else [said])
+    by[:] = by_rows
+    in_fp16 = found(**IMAGES, **with_experts, is_moe=True, device="cuda", dtype="torch.float16")
+    assert in_fp16 == ["image inputs with quantised weights in float16 on a GPU"]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found(**IMAGES, **with_experts, is_moe=True, device="cuda") == []
 
@@ -136,7 +142,10 @@ def test_a_cache_in_fp8_passes_beside_images_and_quantised_weights_that_have_run
     said = "image inputs with quantised weights and a KV cache in fp8"
     assert found(**IMAGES, **cache, quantization="a method") == [said], "of Qwen3-VL"
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    assert found(**of_gemma, device="cuda") == ["image inputs with a KV cache in fp8"]
+    assert found(**of_gemma, device="cuda") == []
+    for architecture in ("Gemma3ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"):
+        of_another = of_gemma | {"architecture": architecture}
+        assert found(**of_another, device="cuda") == ["image inputs with a KV cache in fp8"]
     monkeypatch.setenv(UNTRIED.name, "1")
     assert found(**of_gemma, device="cuda", quantization="a method") == []
 
@@ -147,7 +156,7 @@ def test_quantised_text_models_pass_beside_images_on_devices_that_have_run_them(
 ) -> None:
     by: list[str] = []
     monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
-    text = SimpleNamespace(model_type=coverage.RAN.text_models.get(architecture, ("",))[0])
+    text = SimpleNamespace(model_type=coverage.RAN.text_models.get(architecture, ("gemma4_text",))[0])
     beside = partial(found, architecture=architecture, quantization="a method", hf_text_config=text, **IMAGES)
     ran = coverage.RAN.encoded_quantised[architecture]
     for kind in ran["cpu"]:
@@ -157,6 +166,103 @@ def test_quantised_text_models_pass_beside_images_on_devices_that_have_run_them(
         monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
         said = [] if kind in ran.get("cuda", ()) else [f"image inputs with quantisation {kind}"]
         assert beside(is_moe=False, device="cuda") == said
+
+
+BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dynamic group 128 activations"
+AWQ, INT4 = "awq with int4 weights", "compressed-tensors with int4 weights"
+OF_ROWS = "compressed-tensors with float8 weights (one scale a channel) and float8 dynamic token activations"
+NVFP4 = tuple(
+    f"{by} with float4 weights (one scale a tensor_group 16) and float4 dynamic tensor_group activations"
+    for by in ("compressed-tensors", "modelopt")
+)
+OF_MODELOPT = "modelopt with float8 weights (one scale a tensor) and float8 static tensor activations"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kinds", "refused"),
+    [
+        ("Qwen3VL", "qwen3_vl_text", NVFP4, ["gptq with int4 weights"]),
+        ("Qwen2_5_VL", "qwen2_5_vl_text", [AWQ, NVFP4[1]], [INT4, NVFP4[0]]),
+        ("Gemma3", "gemma3_text", [AWQ, OF_ROWS], [INT4, NVFP4[0]]),
+        ("Mistral3", "mistral", [INT4, OF_ROWS, AWQ], ["gptq with int4 weights", NVFP4[1]]),
+        ("Gemma4", "gemma4_text", [BLOCKS, AWQ, OF_MODELOPT, NVFP4[1], OF_ROWS, INT4], [NVFP4[0]]),
+        ("InternVL", "qwen2", [OF_ROWS, AWQ], [INT4, NVFP4[0]]),
+        ("Llama4", "llama4_text", [], [OF_MODELOPT, NVFP4[1]]),
+    ],
+)
+def test_a_gpu_sees_images_beside_quantised_weights_as_it_has_run_them(
+    name: str, text: str, kinds: list[str], refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone: not in other dtypes, by the first model runner, with drafts or a cache in FP8, or by two."""
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    architecture = f"{name}ForConditionalGeneration"
+    of_model = {**IMAGES, "architecture": architecture, "quantization": "a method"}
+    on_a_gpu = partial(found, **of_model, hf_text_config=SimpleNamespace(model_type=text), device="cuda")
+    for by[:] in ([kind] for kind in refused):
+        assert on_a_gpu() == [f"image inputs with quantisation {by[0]}"]
+    for by[:] in ([kind] for kind in kinds):
+        assert on_a_gpu() == []
+        in_fp16 = [] if (name, by[0]) == ("Qwen2_5_VL", AWQ) else ["quantised weights in float16 on a GPU"]
+        assert on_a_gpu(dtype="torch.float16") == [f"image inputs with {said}" for said in in_fp16]
+        assert on_a_gpu(dtype="torch.float32") == ["image inputs with quantised weights in float32 on a GPU"]
+        assert on_a_gpu(use_v2_model_runner=False) == ["image inputs with the first model runner"]
+        assert on_a_gpu(tensor_parallel_size=2) != []
+        for method in ("ngram", "mtp"):
+            assert on_a_gpu(speculative_config=SimpleNamespace(method=method)) != [] or by == [INT4]
+        in_fp8 = on_a_gpu(cache_config=SimpleNamespace(cache_dtype="fp8"))
+        assert (in_fp8 == []) is (by[0] in RAN.fp8_kv_cache_quantised.get(architecture, {}).get("cuda", ()))
+        monkeypatch.setenv(UNTRIED.name, "1")
+        assert on_a_gpu(dtype="torch.float16") == []
+        monkeypatch.delenv(UNTRIED.name)
+
+
+def test_a_gpu_sees_images_beside_quantised_weights_around_text_models_that_it_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    static = "fp8 with float8 weights (one scale a tensor) and float8 static tensor activations"
+    others = {"Mistral3": "ministral3", "InternVL": "qwen3", "Gemma4": "gemma4_text"}
+    for name, text in others.items():
+        architecture, shares = f"{name}ForConditionalGeneration", name == "Gemma4"
+        of_text = SimpleNamespace(model_type=text, num_kv_shared_layers=20 * shares)
+        of_model = {**IMAGES, "architecture": architecture, "quantization": "a method", "hf_text_config": of_text}
+        caches = " whose layers share KV caches" if shares else ""
+        for by[:] in ([kind] for kind in RAN.encoded_quantised[architecture]["cuda"]):
+            monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+            said = f"image inputs with quantisation {by[0]} around one of the type {text!r}{caches} on a GPU"
+            has_run = by[0] in {"Mistral3": (static,), "InternVL": (), "Gemma4": (OF_ROWS, INT4)}[name]
+            assert found(**of_model, device="cuda") == ([] if has_run else [said])
+            monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+            assert found(**of_model) == []
+
+
+def test_a_drafter_of_gemma_4_drafts_beside_images_and_codes_with_a_cache_of_codes_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And beside INT4 with one in 16 bits."""
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    gemma = {**IMAGES, "architecture": "Gemma4ForConditionalGeneration", "quantization": "a method"}
+    gemma |= {"hf_text_config": SimpleNamespace(model_type="gemma4_text")}
+    drafts = {"speculative_config": SimpleNamespace(method="mtp")}
+    in_fp8 = {"cache_config": SimpleNamespace(cache_dtype="fp8")}
+    said = "speculative decoding beside quantised weights and a KV cache in 16 bits on a GPU"
+    for by[:] in ([kind] for kind in RAN.encoded_quantised_drafted[gemma["architecture"]]["cuda"]["mtp"]):
+        if by == [NVFP4[0]]:
+            continue  # of experts alone
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+        in_16_bits = found(**gemma, **drafts, device="cuda")
+        assert in_16_bits == ([] if by == [INT4] else [f"image inputs with {said}"])
+        assert (found(**gemma, **drafts, **in_fp8, device="cuda") == []) is (by != [INT4])
+        monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
+        assert found(**gemma, **drafts) == []
+    monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
+    assert found(**gemma | {"quantization": None}, **drafts, **in_fp8, device="cuda") == []
+    by_n_grams = {"speculative_config": SimpleNamespace(method="ngram")}
+    assert found(**gemma | {"quantization": None}, **by_n_grams, **in_fp8, device="cuda") != []
 
 
 def test_audio_passes_on_a_cpu_where_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -878,9 +984,6 @@ def test_which_pooling_models_are_refused(changes: dict[str, Any], said: list[st
     assert refusals_of_pooling(**changes) == said
 
 
-BLOCKS = "fp8 with float8 weights (one scale a block (128, 128)) and float8 dynamic group 128 activations"
-
-
 def refusals_of_adapters(version: str = "0.32.0", device: str = "cpu", **changes: Any) -> list[str]:
     """Of a dense model with LoRA, with changes to any part of its configuration; with ``is_moe`` of Qwen3-MoE."""
     parts = {
@@ -997,6 +1100,21 @@ def test_adapters_of_experts_pass_where_they_have_run(monkeypatch: pytest.Monkey
     on_a_gpu = partial(refusals_of_adapters, "0.33.0", "cuda", is_moe=True)
     for architecture in coverage.RAN.lora_experts["cuda"]:
         assert on_a_gpu(architecture=architecture) == []
+    hybrid = partial(on_a_gpu, **KEEPING | {"architecture": "Qwen3_5MoeForCausalLM"})
+    assert hybrid() == []
+    for more, said in (
+        ({"tensor_parallel_size": 2}, "of a mixture of experts by 2 workers on a GPU"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "of experts beside states and drafts"),
+        ({"quantization": "fp8", "kind": BLOCKS}, "of quantised experts"),
+        ({"cache_dtype": "fp8"}, "beside a KV cache in fp8"),
+        ({"enable_mixed_moe_lora_format": True}, "of Qwen3_5MoeForCausalLM with --enable-mixed-moe-lora-format"),
+        ({"enable_expert_parallel": True}, "of experts beside expert parallelism"),
+    ):
+        assert f"LoRA adapters {said}" in hybrid(**more)
+    seeing = hybrid(is_multimodal_model=True, architecture="Qwen3_5MoeForConditionalGeneration")
+    assert "LoRA adapters with the multimodal model Qwen3_5MoeForConditionalGeneration" in seeing
+    of_next = hybrid(architecture="Qwen3NextForCausalLM")
+    assert "LoRA adapters of the mixture of experts Qwen3NextForCausalLM" in of_next
     two = partial(on_a_gpu, tensor_parallel_size=2)
     assert two() == ["LoRA adapters of a mixture of experts by 2 workers on a GPU"]
     monkeypatch.setenv(UNTRIED.name, "1")
@@ -1693,13 +1811,37 @@ def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_we
     unquantised = partial(two_head_sizes, "cuda", "0.33.0", cache_dtype="fp8")
     assert unquantised(is_moe=True) is unquantised(text=shared) is None
     assert on_gpus(text=shared) is on_gpus(quant_config=scheme) is None
-    assert on_gpus(text=shared, quant_config=scheme).endswith(
-        "that layers share, with scales of the checkpoint on a GPU"
-    )
+    assert "channel" in by[0]
+    given = partial(on_gpus, text=shared, quant_config=scheme)
+    assert given() is None, "E2B has run so"
+    of_scales = f"{said} that layers share, with scales of the checkpoint on a GPU"
+    seeing = "Gemma4ForConditionalGeneration"
+    assert given(architecture=seeing) == of_scales
+    assert given(dtype="torch.float16") == "heads of two sizes with quantised weights in float16 on a GPU"
+    assert given(use_v2_model_runner=False) == "heads of two sizes with the first model runner"
+    assert given(lora_config=object()) == "heads of two sizes with LoRA adapters"
+    by_several = f"{said} by several workers or beside drafts"
+    drafts = {"speculative_config": SimpleNamespace(method="mtp", draft_model_config=None)}
+    assert given(tensor_parallel_size=2) == given(**drafts) == by_several
+    by[:] = [kind for kind in ran if kind.startswith("modelopt")]
+    assert given() == on_gpus(text=shared) == f"{said} that layers share, beside quantisation {by[0]} on a GPU"
+    assert on_gpus() is None, "31B has run so"
+    by[:] = [ran[0]]
     by[:] = [kind for kind in ran if kind.startswith("compressed-tensors with float4")]
     assert on_gpus(is_moe=True) is None, "26B-A4B has run so"
     assert on_gpus() == f"{said} beside quantisation {by[0]}"
     by[:] = [ran[0]]
+    sees = {"is_multimodal_model": True, "hf_config": None}
+    sees |= {"multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: int(kind == "image"))}
+    with_images = partial(unquantised, architecture=seeing, **sees)
+    assert with_images() is with_images(**drafts) is None, "31B has run so"
+    assert with_images(text=shared) == f"{said} that layers share, with images, of weights in 16 bits on a GPU"
+    assert with_images(is_moe=True) == f"{said} with images, of experts in 16 bits on a GPU"
+    assert with_images(dtype="torch.float16") == f"{said} in float16 on a GPU"
+    assert with_images(tensor_parallel_size=2) == by_several
+    assert (
+        on_gpus(architecture=seeing, **sees, is_moe=True) is on_gpus(architecture=seeing, **sees, text=shared) is None
+    )
     unified = "Gemma4UnifiedForConditionalGeneration"
     of_unified = two_head_sizes("cuda", "0.33.0", cache_dtype="fp8", architecture=unified)
     assert of_unified == f"{said} of {unified} on a GPU"
@@ -1745,6 +1887,9 @@ def two_head_sizes(
         "use_mla": False,
         "enable_sleep_mode": False,
         "enforce_eager": True,
+        "is_multimodal_model": False,
+        "multimodal_config": None,
+        "hf_config": None,
     }
     chunk = changes.pop("attention_chunk_size", None)
     text = changes.pop("text", SimpleNamespace(attention_chunk_size=chunk))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.assertions import assert_same_bits
+from tests.engine import states
 from vllm_batch_invariant.envs import ARITHMETIC, ATTENTION, UNTRIED
 from vllm_batch_invariant.integration import coverage
 from vllm_batch_invariant.integration.engine import refusals, thoughts
@@ -172,6 +173,10 @@ def test_the_second_runners_step_samples_every_row_and_keeps_what_equals_the_dra
     invalid = torch.tensor([False, False, True, False, False, False])
     done = speculation.verify_in_second_runner(rejection_sampler, logits, batch, invalid_drafts=invalid)
     assert done.num_sampled.tolist() == [2, 1]
+    monkeypatch.setattr(speculation, "accept", speculation.accept)
+    states.accept_every_draft(SimpleNamespace(collective_rpc=lambda plant: plant(None)))
+    done = speculation.verify_in_second_runner(rejection_sampler, logits, batch)
+    assert done.sampled_token_ids.tolist() == [[5, 6, 0, 8], [4, 3, NO_TOKEN, NO_TOKEN]], "a fault for engines"
 
 
 @dataclass

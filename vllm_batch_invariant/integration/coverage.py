@@ -1036,6 +1036,11 @@ def _has_heads_of_two_sizes(config: Config) -> bool:
     return getattr(config.model_config, "architecture", "") in RAN.two_head_sizes
 
 
+def _shares_caches(model: Any) -> bool:
+    """Whether layers read the KV cache of another."""
+    return bool(getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0))
+
+
 def _two_head_sizes_elsewhere(config: Config) -> str | None:
     """What has not been run with models whose layers have heads of two sizes, or share KV caches."""
     named = TWO_SIZES
@@ -1050,8 +1055,7 @@ def _two_head_sizes_elsewhere(config: Config) -> str | None:
     kind = next((kind for kind in _kinds(config) if kind in RAN.large_head_quantised_by_one), "")
     if kind and (several or (drafts and kind not in drafted)):
         return f"{named} with quantisation {kind} by several workers or beside drafts"
-    shares = getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0)
-    if kind.startswith("compressed-tensors") and shares and _by_gpus_alone(config):
+    if kind.startswith("compressed-tensors") and _shares_caches(model) and _by_gpus_alone(config):
         return f"{named} with quantisation {kind} and KV caches that layers share on a GPU"
     of_cache = f"{named} with a KV cache in {_cache_dtype(config)}"
     if _is_fp8_with_other_weights(config, named, _ran_on(devices.of_config(config).ops.type)):
@@ -1104,10 +1108,18 @@ def _fp8_of_two_head_sizes_elsewhere(config: Config) -> str | None:
     model, scheme = config.model_config, getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
     if _cache_dtype(config) not in FP8_CACHES:
         return None
-    shares = getattr(getattr(model, "hf_text_config", None), "num_kv_shared_layers", 0) and scheme
-    return _when(
-        shares, f"a KV cache in {_cache_dtype(config)} that layers share, with scales of the checkpoint on a GPU"
-    )
+    shares, seen = _shares_caches(model), bool(_encoded(config)) and not model.quantization
+    other = _other_quantisation(config, RAN.fp8_kv_cache_shared_on_gpus)
+    found = {
+        f"that layers share, beside quantisation {other}": shares and other,
+        "that layers share, with scales of the checkpoint": shares
+        and scheme
+        and model.architecture not in RAN.fp8_kv_cache_shared_with_scales_on_gpus,
+        "that layers share, with images, of weights in 16 bits": shares and seen,
+        "with images, of experts in 16 bits": seen and schemes.has_experts(model),
+    }
+    first = _first(found)
+    return _when(first, f"a KV cache in {_cache_dtype(config)} {first} on a GPU")
 
 
 def _chunks_elsewhere(config: Config) -> str | None:
@@ -1339,6 +1351,17 @@ def _has_shared_codes(config: Config, shared: Mapping[str, Mapping[str, Mapping[
     return bool(kinds) and {*_kinds(config)} <= kinds
 
 
+def _around_another_text_model(config: Config) -> str | None:
+    """Of quantised weights what GPUs have run with images around other text models alone."""
+    model = config.model_config
+    text = getattr(getattr(model, "hf_text_config", None), "model_type", "")
+    around = RAN.encoded_quantised_around_on_gpus.get(model.architecture, {})
+    kinds = (kind for kind in _kinds(config) if kind in around)
+    kind = next((kind for kind in kinds if text not in around[kind] or _shares_caches(model)), None)
+    caches = " whose layers share KV caches" * _shares_caches(model)
+    return kind and f"{kind} around one of the type {text!r}{caches} on a GPU"
+
+
 def _beside_encoded(config: Config) -> str | None:
     """What has not been run with models that encode."""
     named = _encoded(config)
@@ -1350,6 +1373,9 @@ def _beside_encoded(config: Config) -> str | None:
     in_fp8 = _is_fp8_with_these_weights(config, model.architecture, ran_on)
     of_experts = RAN.encoded_quantised_experts.get(model.architecture, {}).get(ran_on, ())
     drafters = RAN.encoded_drafters.get(model.architecture, {}).get(ran_on, ())
+    around = _around_another_text_model(config) if ran_on == "cuda" else None
+    dtype = _dtype_of(model) if model.quantization else ""
+    in_float16 = RAN.encoded_quantised_in_float16_on_gpus.get(model.architecture, ())
     method = _method(config)
     most = max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
     found = {
@@ -1360,12 +1386,21 @@ def _beside_encoded(config: Config) -> str | None:
         and _other_quantisation(config, _kinds_beside_drafts(config)),
         f"speculative decoding beside a KV cache in {_cache_dtype(config)}": _cache_dtype(config) in FP8_CACHES
         and _drafts_beside_other_caches(config),
+        "speculative decoding beside quantised weights and a KV cache in 16 bits on a GPU": method
+        and ran_on == "cuda"
+        and _cache_dtype(config) not in FP8_CACHES
+        and {*_kinds(config)} & {*RAN.encoded_quantised_drafted_in_fp8_alone_on_gpus.get(model.architecture, ())},
         f"quantisation {other}": other and not in_fp8,
         f"quantised experts of {model.architecture}": model.quantization
         and _has_heads_of_two_sizes(config)
         and schemes.has_experts(model)
         and not in_fp8
         and _other_quantisation(config, of_experts),
+        f"quantisation {around}": around and not in_fp8,
+        f"quantised weights in {dtype} on a GPU": model.quantization
+        and ran_on == "cuda"
+        and dtype != "bfloat16"
+        and (dtype != "float16" or _other_quantisation(config, in_float16)),
         f"a KV cache in {_cache_dtype(config)}": _is_fp8_elsewhere(config, model.architecture, ran_on),
         f"quantised weights and a KV cache in {_cache_dtype(config)}": _is_fp8_with_other_weights(
             config, model.architecture, ran_on
@@ -1659,9 +1694,9 @@ COVERED = (
     ),
     Feature(
         "Quantised text models beside images and videos",
-        "of encoders in 16 bits, on a GPU: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, INT4 "
-        "of these without, GPTQ, NVFP4 of the latter, AWQ, rows of VLs, FP8 (ModelOpt) of these and Qwen3.5, NVFP4 of "
-        "Qwen2.5-VL, Nemotron, rows of Gemma 3, 4, GLM-4.5V, INT4, FP8 of 4, Ministral 3; on a CPU more",
+        "of encoders in 16 bits, on a GPU in bf16: FP8 in blocks of Qwen3-VL, Qwen3.5, with experts, too, Gemma 4, "
+        "INT4 of these without, GPTQ of Qwen3.5, NVFP4 of these, Nemotron, AWQ, rows, FP8 of VLs, Gemma 3, 4, Mistral "
+        "3, InternVL 3, rows of GLM-4.5V, but what no GPU has run; on a CPU more",
     ),
     Feature(
         "Audio",
@@ -1806,8 +1841,8 @@ COVERED = (
     Feature(
         "LoRA adapters of mixtures of experts",
         "of experts, attention and dense layers of Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss that are not "
-        "quantised, on a CPU with vLLM 0.32 by one or two, new weights, too, and by one of Qwen3.5-MoE, on a GPU with "
-        "0.33 by one, with drafts of n-grams; each expert with its own products, or stacked",
+        "quantised, on a CPU with vLLM 0.32 by one or two, new weights, too, on a GPU with 0.33 by one, with drafts of "
+        "n-grams; of Qwen3.5-MoE by one, without drafts; each expert with its own products, or stacked",
     ),
     Feature(
         "Scheduling",
@@ -2246,8 +2281,8 @@ REFUSED = (
     ),
     Feature(
         "Images, videos and audio with stages, engines, other quantisation, drafts and FP8 caches but of Qwens "
-        "and Gemma 4 by one worker, on GPUs of two Qwen-VLs, exact arithmetic, FlexAttention; on GPUs vLLM's "
-        "first model runner",
+        "and Gemma 4 by one worker, exact arithmetic, FlexAttention; on GPUs the first model runner, codes but "
+        "in bf16 (AWQ of Qwen2.5-VL)",
         "nobody ran them",
         f"leave one out, or pass --language-model-only; {envs.UNTRIED.name}=1 starts what a CPU has run",
         _beside_encoded,

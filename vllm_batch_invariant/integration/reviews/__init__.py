@@ -264,6 +264,8 @@ class Ran:
         chunks: versions whose engines have served these, by device.
         encoded_drafters: methods of speculative decoding that one worker has run beside images, by model and device.
         encoded_quantised_drafted: kinds of quantised weights beside which they have, by model, device and method.
+        encoded_quantised_drafted_in_fp8_alone_on_gpus: those beside which GPUs have with a KV cache in FP8 alone, by
+            model.
         encoded_drafters_beside_fp8_caches: methods that have run beside a KV cache in FP8, by model and device.
         grammars_behind_thoughts: versions whose engines have had them beside drafts, by device.
         chunk_workers: numbers of workers above 1 that have shared such models, by device.
@@ -282,6 +284,8 @@ class Ran:
             has, by device.
         fp8_kv_cache_quantised: kinds of quantised weights beside which it has with two sizes and images, by device;
             some with experts alone.
+        fp8_kv_cache_shared_on_gpus: kinds of quantised weights whose layers have shared such a cache on GPUs.
+        fp8_kv_cache_shared_with_scales_on_gpus: models that have with scales of the checkpoint.
         short_convolutions: versions whose engines have served them, by device.
         short_convolution_quantised: kinds of quantised weights that have been served beside them, by device.
         short_convolution_workers: numbers of workers above 1 that have shared them, by device.
@@ -334,6 +338,9 @@ class Ran:
         served_by: classes of vLLM's that serve models of other names.
         encoded_quantised: kinds of quantised weights of their text models that have been served beside that, by model
             and device.
+        encoded_quantised_around_on_gpus: types of the text models around which GPUs have run some of those, whose
+            layers share no KV caches, by model and kind.
+        encoded_quantised_in_float16_on_gpus: those that GPUs have run in float16, too, by model.
         encoded_quantised_experts: those of them that models with heads of two sizes have had of experts, too.
         text_of: multimodal models that are served as text, with what else they take.
         text_models: types of the text models that have been run in multimodal ones which may have others, too.
@@ -400,6 +407,8 @@ class Ran:
     fp8_kv_cache_head_workers: Mapping[str, tuple[int, ...]]
     fp8_kv_cache_beside: Mapping[str, tuple[str, ...]]
     fp8_kv_cache_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
+    fp8_kv_cache_shared_on_gpus: tuple[str, ...]
+    fp8_kv_cache_shared_with_scales_on_gpus: tuple[str, ...]
     short_convolutions: Mapping[str, str]
     short_convolution_quantised: Mapping[str, tuple[str, ...]]
     short_convolution_workers: Mapping[str, tuple[int, ...]]
@@ -448,6 +457,8 @@ class Ran:
     encoded_on_cpus_alone: Mapping[str, tuple[str, ...]]
     served_by: Mapping[str, str]
     encoded_quantised: Mapping[str, Mapping[str, tuple[str, ...]]]
+    encoded_quantised_around_on_gpus: Mapping[str, Mapping[str, tuple[str, ...]]]
+    encoded_quantised_in_float16_on_gpus: Mapping[str, tuple[str, ...]]
     encoded_quantised_experts: Mapping[str, Mapping[str, tuple[str, ...]]]
     text_of: Mapping[str, tuple[str, ...]]
     text_models: Mapping[str, tuple[str, ...]]
@@ -456,6 +467,7 @@ class Ran:
     dflash: Mapping[str, str]
     encoded_drafters: Mapping[str, Mapping[str, tuple[str, ...]]]
     encoded_quantised_drafted: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]
+    encoded_quantised_drafted_in_fp8_alone_on_gpus: Mapping[str, tuple[str, ...]]
     encoded_drafters_beside_fp8_caches: Mapping[str, Mapping[str, tuple[str, ...]]]
     grammars_behind_thoughts: Mapping[str, str]
 
