@@ -237,8 +237,7 @@ def test_the_fastest_schedule_that_agrees_is_used(untuned, monkeypatch, cublaslt
             assert set(times) == timed, bucket
             assert all(0 < time < 1000 for time in times.values())
             if not tuned.refused:
-                gain = autotune._TRITON_GAIN if bucket > autotune._FEW else 1.0
-                costs = {**times, "cublaslt": times["cublaslt"] * gain}
+                costs = {**times, "cublaslt": times["cublaslt"] * autotune._TRITON_GAIN}
                 assert costs[tuned.served_by.lower()] == min(costs.values()), bucket
     whole = sequential_k(x, weight)
     for m in (count for count in ROW_COUNTS if count <= 300):

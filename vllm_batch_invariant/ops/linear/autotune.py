@@ -26,7 +26,6 @@ from ...errors import NotCovered
 from ..common.compile_errors import reason
 from ..common.gpu import Gpu
 from ..common.graph_timer import GraphTimer, copies_beyond_cache
-from ..norm.cuda import rms_norm
 from . import triton_gemm
 from .k_slices import Gemm, in_slices
 from .problem import GemmProblem
@@ -46,15 +45,9 @@ _ASKED_FOR_FEWER = 2
 _MAX_M_OF_SMALL_TILES = 256
 _REPLAYS = 5
 _TRITON_GAIN = 0.97
-"""For more rows than :data:`_FEW` Triton must be faster than this share of cuBLASLt's time to be chosen: its launch
-costs the host twice as much, which a CUDA graph hides. Gluon's kernels are launched by Triton.
+"""Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much.
+Gluon's kernels are launched by Triton.
 """
-_FEW = 64
-_MOST_BEHIND_NORM = 256
-"""Up to so many rows a norm is launched before each call that is timed, as in a layer: launches overlap there, so that
-a kernel that asks for its weight before it waits has a part of it when the norm ends.
-"""
-_NORM_LENGTH = 4096
 
 _Key = tuple[NarrowTile, torch.dtype, MatmulSpec]
 _uncompiled: set[_Key] = set()
@@ -82,7 +75,7 @@ class TunedSchedule:
     refused: tuple[str, ...]
     """Algorithms and tiles whose bits differed, or that did not run at every M."""
     microseconds: dict[str, float]
-    """Median time at the largest M by library, where it was measured; for few rows a norm's before it is in all."""
+    """Median time at the largest M by library, where it was measured."""
     tile: NarrowTile | None = None
     """Of Gluon's narrow kernel."""
 
@@ -206,8 +199,8 @@ class Tuner(ABC):
         """The library whose schedule it is; None is the base."""
         return library_of(schedule)
 
-    def cost(self, schedule: Any, microseconds: float, m: int) -> float:  # noqa: ARG002 - of some
-        """What to choose a schedule for M rows by."""
+    def cost(self, schedule: Any, microseconds: float) -> float:  # noqa: ARG002 - of some
+        """What to choose a schedule by."""
         return microseconds
 
     def ms_to_verify(self, bucket: int, sizes: Iterable[int]) -> tuple[int, ...]:
@@ -260,9 +253,7 @@ class Tuner(ABC):
         times: dict[Any, float] = {}
         if timer and len(schedules) > 1:
             times = self.times(m, schedules[:-1], timer)
-            schedules = sorted(
-                (one for one in schedules if one in times), key=lambda one: self.cost(one, times[one], m)
-            )
+            schedules = sorted((one for one in schedules if one in times), key=lambda one: self.cost(one, times[one]))
         refused = []
         for schedule in schedules:
             if schedule is None or self.runs_and_verifies(schedule, ms):
@@ -288,26 +279,11 @@ class Tuner(ABC):
         )
 
     def median_times(
-        self, m: int, ways: dict[Any, list[Callable[[], Any]]], expected: float, timer: GraphTimer
+        self, ways: dict[Any, list[Callable[[], Any]]], expected: float, timer: GraphTimer
     ) -> dict[Any, float]:
-        """Median microseconds of ways to run the same for M rows, of which each should take about so many."""
-        calls = list(ways.values())
-        if m <= _MOST_BEHIND_NORM:
-            norm = _norm(m, torch.device("cuda", self.problem.device))
-            calls = [[partial(_in_turn, norm, call) for call in one] for one in calls]
-        samples = timer.time(calls, expected, _REPLAYS if expected < 1000 else 2)
+        """Median microseconds of ways to run the same, of which each should take about so many."""
+        samples = timer.time(list(ways.values()), expected, _REPLAYS if expected < 1000 else 2)
         return dict(zip(ways, map(statistics.median, samples), strict=True))
-
-
-def _norm(m: int, device: torch.device) -> Callable[[], Any]:
-    """What launches the norm of M rows, into memory that it has already: a graph is captured."""
-    x = torch.zeros(m, _NORM_LENGTH, dtype=torch.bfloat16, device=device)
-    return partial(rms_norm, x, x.new_ones(_NORM_LENGTH), 1e-6, None, None, out=torch.empty_like(x))
-
-
-def _in_turn(*calls: Callable[[], Any]) -> None:
-    for call in calls:
-        call()
 
 
 @dataclass
@@ -395,9 +371,9 @@ class Autotuner(Tuner):
 
         return run
 
-    def cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float, m: int) -> float:
-        """What to choose a schedule for M rows by. What is run behind cuBLASLt's launch is Triton's."""
-        is_cheap = m > _FEW and library_of(schedule) == "cuBLASLt" and self.finished is self.product
+    def cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
+        """What to choose a schedule by. What is run behind cuBLASLt's launch is Triton's."""
+        is_cheap = library_of(schedule) == "cuBLASLt" and self.finished is self.product
         return microseconds * _TRITON_GAIN if is_cheap else microseconds
 
     def compile(self, buckets: Sequence[int]) -> None:
@@ -453,7 +429,7 @@ class Autotuner(Tuner):
         ways = {one: [whole(one, b) for b in weights] for one in (None, *runs)}
         bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
         expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
-        return self.median_times(m, ways, expected, timer)
+        return self.median_times(ways, expected, timer)
 
     def _runs(self, schedule: "Algorithm | NarrowTile", a: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether a schedule can be run here at all."""

@@ -132,7 +132,7 @@ class ScaledTuner(Tuner):
             way: [partial(run, codes, scale, one, weight_scale, out) for one in weights] for way, run in ways.items()
         }
         expected = 2 + (p.n * p.k + m * (2 * p.n + p.k)) / 4e6 + 2 * m * p.n * p.k / 1.3e9
-        return self.median_times(m, runs, expected, timer or GraphTimer(p.device))
+        return self.median_times(runs, expected, timer or GraphTimer(p.device))
 
     @staticmethod
     def _runs(run: Run, given: tuple[torch.Tensor, ...]) -> bool:
