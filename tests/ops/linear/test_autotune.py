@@ -305,6 +305,16 @@ def test_the_fastest_schedule_is_not_chosen_for_its_speed_alone(autotuner) -> No
     assert tuned.refused == ("wrong",)
 
 
+def test_of_few_rows_others_that_agree_and_take_little_more_time_are_kept(autotuner) -> None:
+    algorithms = one("a"), one("b"), one("wrong", off_by_one), one("slow")
+    tuned = autotuner(*algorithms).tune(16, (), Clock(4.5, 4.2, 4, 4.1, 5))
+    assert tuned.algorithm.about == "b"
+    assert [near and near.about for near in tuned.near] == ["a", None]
+    assert autotuner(*algorithms).tune(16, (), None).near == (), "untimed"
+    many = Chosen(PROBLEM, SimpleNamespace(algorithms=lambda m, most: list(algorithms[:2])), 96)
+    assert many.tune(96, (), Clock(9, 4.2, 4)).near == ()
+
+
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], list[NarrowTile]]:
     """Proposes two narrow tiles that multiply as they are told to; returns those that are run."""

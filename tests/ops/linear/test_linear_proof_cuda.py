@@ -8,7 +8,7 @@ import torch
 from tests.assertions import ROW_COUNTS, assert_same_bits
 from tests.ops.linear.cases import HALVES, KINDS, operands, sequential_k, turned
 from vllm_batch_invariant.ops.common.gpu import Gpu
-from vllm_batch_invariant.ops.linear import linear, mm, prepare
+from vllm_batch_invariant.ops.linear import linear, mm, prepare, settle
 
 pytest.importorskip("triton")
 
@@ -242,6 +242,22 @@ def test_the_fastest_schedule_that_agrees_is_used(untuned, monkeypatch, cublaslt
     whole = sequential_k(x, weight)
     for m in (count for count in ROW_COUNTS if count <= 300):
         assert_same_bits(linear(x[:m], weight), whole[:m], f"{m} rows")
+
+
+@pytest.mark.usefixtures("sm90")
+def test_products_that_are_timed_in_a_row_keep_their_bits(untuned, monkeypatch):
+    monkeypatch.setattr(cuda, "_TUNING_SECONDS", 30.0)
+    shapes = (896, 4864), (4864, 896), (1280, 896)
+    given = [operands("cancelling", 64, n, k, torch.bfloat16)[:2] for n, k in shapes]
+    for _, weight in [*given, *given]:
+        prepare(weight, 64, sizes=(1, 40))
+    assert any(tuned.near for x, weight in given for tuned in schedules(x, weight).values())
+    settle(torch.device("cuda"))
+    for x, weight in given:
+        assert not any(tuned.near for tuned in schedules(x, weight).values())
+        whole = sequential_k(x, weight)
+        for m in (1, 2, 7, 8, 9, 16, 17, 33, 40, 63, 64):
+            assert_same_bits(linear(x[:m], weight), whole[:m], f"{m} rows")
 
 
 @pytest.mark.usefixtures("sm90")

@@ -12,6 +12,7 @@ from ...ops import dispatch
 from ...ops.attention import AttentionReduction
 from ...ops.common.gpu import Gpu
 from ...ops.devices import DEVICES
+from ...ops.linear import settle
 from ..engine import adapters, cuda_graphs, draft_graphs
 from ..layers import (
     activation,
@@ -115,8 +116,9 @@ class Cuda(VllmDevice):
         return external_ops
 
     def after_loading(self, worker: Any) -> None:
-        """As on every device; and the recurrences of a model are compared."""
+        """As on every device; products are timed in a row, and the recurrences of a model are compared."""
         super().after_loading(worker)
+        settle(worker.device)
         for of_layers in (one.RECURRENCE for one in (delta_rule, mamba2, lightning, kda)):
             of_layers.certify(worker.get_model())
 

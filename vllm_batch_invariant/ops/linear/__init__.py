@@ -168,6 +168,13 @@ def prepare(
     module_for("linear", weight.device.type).prepare(weight, max_m, spec, sizes, dtype)
 
 
+def settle(device: torch.device) -> None:
+    """Choose once more among the schedules of weights that were prepared for a device, as they follow one another: when
+    a model is loaded. No bit depends on it.
+    """
+    module_for("linear", device.type).settle()
+
+
 def _same_dtype(*operands: torch.Tensor | None) -> None:
     dtypes = {operand.dtype for operand in operands if operand is not None}
     if len(dtypes) > 1:

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,11 @@ _ASKED_UNTUNED = 3
 _ASKED_FOR_FEWER = 2
 _MAX_M_OF_SMALL_TILES = 256
 _REPLAYS = 5
+CHAINED = 64
+"""Up to so many rows several schedules are kept, among which :mod:`.chain` chooses."""
+_MOST_NEAR = 4
+_NEAR = 1.15
+"""Times the shortest time, of a schedule that is kept beside the fastest."""
 _TRITON_GAIN = 0.97
 """Triton must be faster than this share of cuBLASLt's time to be chosen: its launch costs the host twice as much.
 Gluon's kernels are launched by Triton.
@@ -78,11 +83,24 @@ class TunedSchedule:
     """Median time at the largest M by library, where it was measured."""
     tile: NarrowTile | None = None
     """Of Gluon's narrow kernel."""
+    near: "tuple[Algorithm | NarrowTile | None, ...]" = field(default=(), compare=False)
+    """Others that agree and took little more time. Not stored: known only where they have just been timed."""
+
+    @property
+    def schedule(self) -> "Algorithm | NarrowTile | None":
+        """What serves; None is Triton's."""
+        return self.algorithm or self.tile
+
+    def served_with(self, schedule: "Algorithm | NarrowTile | None") -> "TunedSchedule":
+        """The same with another schedule, and none near it."""
+        is_tile = isinstance(schedule, NarrowTile)
+        algorithm, tile = (None, schedule) if is_tile else (schedule, None)
+        return replace(self, algorithm=algorithm, tile=tile, near=())
 
     @property
     def served_by(self) -> str:
         """The library: cuBLASLt, Gluon or Triton."""
-        return library_of(self.algorithm or self.tile)
+        return library_of(self.schedule)
 
     def to_json(self) -> dict[str, Any]:
         algorithm = self.algorithm
@@ -269,14 +287,20 @@ class Tuner(ABC):
         known: dict[str, float] = {}
         for one in sorted(times.keys() - set(refused), key=times.get):
             known.setdefault(self.name_of(one).lower(), times[one])
-        is_tile = isinstance(schedule, NarrowTile)
-        return TunedSchedule(
-            None if is_tile else schedule,
-            ms,
-            tuple(one.about for one in refused),
-            known,
-            schedule if is_tile else None,
+        near = self.near(schedule, [one for one in schedules if one not in refused], times, ms)
+        return replace(
+            TunedSchedule(None, ms, tuple(one.about for one in refused), known).served_with(schedule), near=near
         )
+
+    def near(
+        self,
+        chosen: Any,  # noqa: ARG002 - of some
+        schedules: Sequence[Any],  # noqa: ARG002 - of some
+        times: dict[Any, float],  # noqa: ARG002 - of some
+        ms: Sequence[int],  # noqa: ARG002 - of some
+    ) -> tuple[Any, ...]:
+        """Schedules to keep beside the one that is chosen, of those that were not refused, the fastest first."""
+        return ()
 
     def median_times(
         self, ways: dict[Any, list[Callable[[], Any]]], expected: float, timer: GraphTimer
@@ -371,6 +395,15 @@ class Autotuner(Tuner):
 
         return run
 
+    def near(
+        self, chosen: Any, schedules: Sequence[Any], times: dict[Any, float], ms: Sequence[int]
+    ) -> tuple[Any, ...]:
+        """Those of few rows that took little more time than the one that is chosen, and agree."""
+        if not times or ms[-1] > CHAINED:
+            return ()
+        others = [one for one in schedules if one != chosen and times[one] <= _NEAR * times[chosen]]
+        return tuple(one for one in others[:_MOST_NEAR] if one is None or self.runs_and_verifies(one, ms))
+
     def cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
         """What to choose a schedule by. What is run behind cuBLASLt's launch is Triton's."""
         is_cheap = library_of(schedule) == "cuBLASLt" and self.finished is self.product
@@ -418,18 +451,25 @@ class Autotuner(Tuner):
         # that was an error.
         out = self.new_out(None, m)
         finished = out if self.finished is self.product else a.new_empty(m, p.columns)
-
-        def whole(schedule: "Algorithm | NarrowTile | None", b: torch.Tensor) -> Callable[[], torch.Tensor]:
-            run = self.run_base if schedule is None else self.runner(schedule)
-            if self.finishes(schedule):
-                return lambda: run(a, b, finished)
-            return lambda: self._finish(run(a, b, out), finished)
-
         runs = [one for one in schedules if self._runs(one, a, finished if self.finishes(one) else out)]
-        ways = {one: [whole(one, b) for b in weights] for one in (None, *runs)}
+        ways = {one: [self.whole(one, a, b, out, finished) for b in weights] for one in (None, *runs)}
         bytes_moved = a.element_size() * (p.n * p.k + m * (p.n + p.k))
         expected = 2 + bytes_moved / 4e6 + 2 * m * p.n * p.k / 7e8  # roughly, on a large GPU
         return self.median_times(ways, expected, timer)
+
+    def whole(
+        self,
+        schedule: "Algorithm | NarrowTile | None",
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        finished: torch.Tensor,
+    ) -> Callable[[], torch.Tensor]:
+        """What runs a schedule, by way of ``out`` [M, N], with what is behind it, into ``finished``."""
+        run = self.run_base if schedule is None else self.runner(schedule)
+        if self.finishes(schedule):
+            return lambda: run(a, b, finished)
+        return lambda: self._finish(run(a, b, out), finished)
 
     def _runs(self, schedule: "Algorithm | NarrowTile", a: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether a schedule can be run here at all."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from ... import envs
 from ...installing import how_to_install
 from ..common.gpu import Gpu
 from ..formats import Format
-from . import autotune, autotune_cache, triton_gemm
+from . import autotune, autotune_cache, chain, triton_gemm
 from .autotune import M_BUCKETS, TunedSchedule, m_bucket
 from .k_slices import by_mm, in_slices
 from .problem import ALIGNMENT, LARGEST_SIDE, GemmProblem, leading_dim, problem_of
@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
         raise
     cublaslt = None
 
-__all__ = ["accumulate", "accumulate_batch", "bmm", "known", "matmul", "mm", "prepare", "tuned_schedules"]
+__all__ = ["accumulate", "accumulate_batch", "bmm", "known", "matmul", "mm", "prepare", "settle", "tuned_schedules"]
 
 logger = logging.getLogger("vllm.batch_invariant")
 
@@ -80,6 +80,7 @@ class MatmulDispatcher:
         self._tuned: dict[GemmProblem, dict[int, TunedSchedule]] = {}
         self._inconsistent: dict[GemmProblem, autotune.Inconsistent] = {}
         self._uses: Counter[tuple[GemmProblem, int]] = Counter()
+        self._prepared: Counter[GemmProblem] = Counter()
         self._lock = threading.RLock()
 
     def matmul(
@@ -198,6 +199,7 @@ class MatmulDispatcher:
         if problem is None or max_m < 1:
             return
         with self._lock:
+            self._prepared[problem] += 1
             found, matmul, sizes = self.tuned_schedules(problem), _matmul_of(problem), sorted(set(sizes))
             missing = []
             for bucket in (bucket for bucket in M_BUCKETS if bucket <= m_bucket(min(max_m, LARGEST_SIDE))):
@@ -216,6 +218,34 @@ class MatmulDispatcher:
             problem,
             " and ".join(f"{count} by {name}" for name, count in sorted(served.items())) or "Triton",
             max_m,
+            time.monotonic() - started,
+        )
+
+    def settle(self) -> None:
+        """Choose again, in a row, among the schedules of what has been prepared more than once, as layers are."""
+        with self._lock:
+            problems = [problem for problem, count in self._prepared.items() if count > 1]
+            self._prepared.clear()
+            tuned = {problem: self.tuned_schedules(problem) for problem in problems}
+            if len(problems) < 2 or not any(one.near for found in tuned.values() for one in found.values()):
+                return
+            started, device = time.monotonic(), problems[0].device
+            try:
+                with torch.cuda.device(device), torch.no_grad():
+                    better = chain.settled(problems, tuned, chain.Chain(problems, _matmul_of))
+            except torch.OutOfMemoryError:
+                logger.warning("GEMMs are left as they were chosen alone: no memory to time them in a row.")
+                return
+            stored = {}
+            for problem, found in tuned.items():
+                found.update(better.get(problem, {}))
+                found.update({bucket: replace(one, near=()) for bucket, one in found.items() if one.near})
+                stored[str(problem)] = {str(bucket): one.to_json() for bucket, one in better.get(problem, {}).items()}
+            autotune_cache.save(_environment(device), stored)
+        logger.info(
+            "GEMMs of %d shapes timed in a row: %d ranges of rows have another schedule, in %.1f s.",
+            len(problems),
+            sum(map(len, better.values())),
             time.monotonic() - started,
         )
 
@@ -244,7 +274,12 @@ class MatmulDispatcher:
 
 
 dispatcher = MatmulDispatcher()
-matmul, prepare, tuned_schedules = dispatcher.matmul, dispatcher.prepare, dispatcher.tuned_schedules
+matmul, prepare, settle, tuned_schedules = (
+    dispatcher.matmul,
+    dispatcher.prepare,
+    dispatcher.settle,
+    dispatcher.tuned_schedules,
+)
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -221,16 +221,17 @@ def rms_norm(
     variance_size: int | None,
     adds_one: bool = False,
     codes: QuantiseReduction | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See the operation's package. No copy is made of tensors [rows, N] or [rows, heads, N] that are packed along N and
-    start every row at a multiple of 16 bytes.
+    start every row at a multiple of 16 bytes. ``out`` is memory for the result, packed.
 
     With ``codes`` the kernel also quantises the normalised rows, and keeps that with them (:func:`..quantise.kept`), if
     a program has a whole row and its groups in a tile.
     """
     length, num_rows = x.shape[-1], _checked_rows(x, weight, residual)
     reduction = NormReduction.of_device("cuda", length, x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     residual_out = None if residual is None else torch.empty_like(out)
     if num_rows:
         x, *x_rows = _indexed(x, reduction.stride_unit)
