@@ -396,10 +396,11 @@ def test_a_wrong_value_of_the_flag_stops_vllm_with_one_line(checkpoint: Path, pr
             "NotCovered: batch-invariant mode does not cover VLLM_USE_RUST_FRONTEND=1: "
             f"{reviews.variables().default_only['VLLM_USE_RUST_FRONTEND'][1]}; unset VLLM_USE_RUST_FRONTEND.",
         ),
-        (
+        pytest.param(
             {},
             ["--headless"],
             "NotCovered: batch-invariant mode does not cover an engine without its server (--headless)",
+            marks=pytest.mark.exhaustive,  # test_reviewed.py has the refusal, the other case the server's one line
         ),
     ],
 )

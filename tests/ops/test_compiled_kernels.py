@@ -21,6 +21,8 @@ OLDEST = "3.6.0"
 def program(name: str, *arguments: str, path: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
     """A program of ``tests.ops`` with the installed Triton, or one in a folder of its ``path``."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # large tensors that nobody reads: memory is kept for the next, or the system clears every page of it anew
+    environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
     if path:
         environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     return subprocess.run(
