@@ -5,8 +5,11 @@ PyPI fits PyTorch's CPU builds. A model that is served as text calls none of it.
 becomes a tensor, is scaled and resized; to decode one and the rest raises.
 """
 
+import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 _FILES = {
     "__init__.py": '__version__ = "0.28.0"\n',
@@ -138,3 +141,16 @@ def where_missing(folder: Path) -> list[str]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
     return [str(folder)]
+
+
+def import_beside(folder: Path, name: str) -> ModuleType:
+    """A module of vLLM's that asks for a torchvision, which nothing that is imported later finds."""
+    before, path = {*sys.modules}, [*sys.path]
+    sys.path[:0] = where_missing(folder)
+    try:
+        return import_module(name)
+    finally:
+        faked, sys.path[:] = sys.path != path, path
+        for one in {*sys.modules} - before if faked else ():
+            if one.partition(".")[0] == "torchvision":
+                del sys.modules[one]

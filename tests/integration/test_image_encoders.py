@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,15 +283,7 @@ def test_a_square_of_zeros_is_encoded_and_a_tower_that_attends_under_a_mask_is_r
 
 def test_an_image_of_nemotron_is_scaled_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM scales images that it has not seen down together, until they fit."""
-    before = {*sys.modules}
-    for path in torchvision.where_missing(tmp_path):  # which vLLM's module of InternVL asks for
-        monkeypatch.syspath_prepend(path)
-
-    from vllm.transformers_utils.processors import nano_nemotron_vl as processor
-
-    for name in {*sys.modules} - before:
-        if name.partition(".")[0] == "torchvision":
-            del sys.modules[name]
+    processor = torchvision.import_beside(tmp_path, "vllm.transformers_utils.processors.nano_nemotron_vl")
     compiled, kind = processor._bicubic_resize_and_normalize, processor.DynamicResolutionImageTiler
     for owner, name in ((processor, compiled.__name__), (kind, "_images_to_pixel_values_lst")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards

@@ -1,10 +1,12 @@
 """The plugin's entry point: found by vLLM, silent without the flag, clear about a wrong setting."""
 
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
 import vllm_batch_invariant
+from tests.fakes import torchvision
 from vllm_batch_invariant import envs
 from vllm_batch_invariant.cli import main
 from vllm_batch_invariant.errors import BadSetting, NotCovered
@@ -102,7 +104,9 @@ def test_a_device_without_implementation_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", patch_points.ALL)
-def test_the_installed_vllm_has_every_patch_point(name: str) -> None:
+def test_the_installed_vllm_has_every_patch_point(name: str, tmp_path: Path) -> None:
+    if name == "NEMOTRON_TILER":
+        torchvision.import_beside(tmp_path, *patch_points.NEMOTRON_TILER.modules)
     assert patch_points.ALL[name].is_there() or name in patch_points.OPTIONAL
 
 
