@@ -504,7 +504,7 @@ def test_encoders_with_faults_fail_the_same_comparison(name: str, fault: str, se
     ]
     + [
         (name, {"dtype": dtype})
-        for name in ("glm-ocr", "internvl3.5 in its own form")
+        for name in ("glm-ocr", "internvl3.5 in its own form", "llama4")
         for dtype in ("bfloat16", "float16")
     ]
     + [(name, ONES) for name in ("nemotron nano vl", "nemotron nano omni", *PRUNED)],

@@ -18,11 +18,10 @@ from vllm_batch_invariant.integration import reviews
 from vllm_batch_invariant.integration.reviews import patch_points
 from vllm_batch_invariant.verify.harness.worker import Engine
 
-COVERED = reviews.ran().on_gpus if ON_GPU else reviews.ran().chunks["cpu"]
+COVERED = reviews.ran().chunks["cuda" if ON_GPU else "cpu"]
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.exhaustive,
-    untried_on_gpu,
     pytest.mark.skipif(not patch_points.installed_version().startswith(COVERED), reason="refused with this vLLM"),
 ]
 DEFAULT = {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 60, "block_size": 32, "dtype": "float32"}
@@ -103,6 +102,7 @@ def by_workers(checkpoint: Path, workers: int, tree: str, ask: Callable[[Engine]
     return started(checkpoint, ask, variables=variables, **settings)
 
 
+@untried_on_gpu
 @kept_states.needs_two
 def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
     found: Callable[[], dict[str, Any]], checkpoint: Path
@@ -116,6 +116,7 @@ def test_two_workers_keep_their_bits_and_are_near_transformers_in_float64(
     assert found()["alone"] != shared["alone"], "the negative control"
 
 
+@untried_on_gpu
 @kept_states.needs_two
 def test_by_a_tree_two_workers_have_the_bits_of_one(checkpoint: Path) -> None:
     one, two = (by_workers(checkpoint, workers, "2", kept_states.ask_briefly) for workers in (1, 2))

@@ -1979,7 +1979,8 @@ def test_what_has_not_run_with_heads_of_two_sizes_is_found(changes: dict[str, An
         ({"is_moe": True}, None),
         ({"version": "0.31.0"}, "attention in chunks with vLLM 0.31.0"),
         ({"device": "cuda", "version": "0.33.0"}, None),
-        ({"device": "cuda", "version": "0.33.0", "untried": "0"}, "attention in chunks on a GPU"),
+        ({"device": "cuda", "version": "0.33.0", "untried": "0"}, None),
+        ({"device": "cuda", "version": "0.32.0", "untried": "0"}, "attention in chunks with vLLM 0.32.0"),
         ({"tensor_parallel_size": 2}, None),
         ({"tensor_parallel_size": 4}, "attention in chunks with tensor parallelism 4"),
         ({"is_moe": True, "enable_expert_parallel": True}, "attention in chunks with expert parallelism"),
@@ -1996,6 +1997,51 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     llama = {"of": "Attention in chunks", "architecture": "Llama4ForConditionalGeneration"}
     asked = {name: value for name, value in changes.items() if name != "untried"}
     assert two_head_sizes(**llama | asked) == said
+
+
+def test_a_gpu_serves_attention_in_chunks_as_it_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one worker in the second model runner: text in any dtype, in codes in bf16 alone, and images in fp32."""
+    by: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
+    named, seeing = "attention in chunks with", "Llama4ForConditionalGeneration"
+    of_chunks = partial(two_head_sizes, of="Attention in chunks", is_moe=True)
+    on_a_gpu = partial(of_chunks, "cuda", "0.33.0", architecture="Llama4ForCausalLM")
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert on_a_gpu(dtype=f"torch.{dtype}") is None
+    drafts = {"speculative_config": SimpleNamespace(method="ngram", draft_model_config=None)}
+    elsewhere: list[tuple[dict[str, Any], str]] = [
+        ({"tensor_parallel_size": 2}, "tensor parallelism 2"),
+        ({"use_v2_model_runner": False}, "the first model runner"),
+        ({"lora_config": object()}, "LoRA adapters"),
+        (drafts, "speculative decoding with ngram"),
+        ({"enable_expert_parallel": True}, "expert parallelism"),
+        ({"cache_dtype": "fp8"}, "a KV cache in fp8"),
+        ({"enable_sleep_mode": True}, "sleep on a GPU"),
+    ]
+    for more, said in elsewhere:
+        assert on_a_gpu(**more) == f"{named} {said}"
+    as_text = {"is_multimodal_model": True, "architecture": seeing, "quantization": "a method"}
+    as_text |= {"multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: 0)}
+    for by[:] in ([OF_MODELOPT], [NVFP4[1]]):
+        for cache in ("auto", "fp8"):
+            in_codes = partial(on_a_gpu, **as_text, cache_dtype=cache)
+            assert in_codes() is None
+            for dtype in ("float32", "float16"):
+                assert in_codes(dtype=f"torch.{dtype}") == f"{named} quantised weights in {dtype} on a GPU"
+            assert in_codes(tensor_parallel_size=2) == f"{named} tensor parallelism 2"
+            assert in_codes(use_v2_model_runner=False) == f"{named} the first model runner"
+        assert on_a_gpu(quantization="a method") == f"{named} quantised weights of Llama4ForCausalLM"
+    for by[:] in ([BLOCKS], [INT4], [NVFP4[0]]):
+        assert on_a_gpu(**as_text) == f"{named} quantisation {by[0]}"
+    sees = {"is_multimodal_model": True, "architecture": seeing}
+    sees |= {"multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda kind: int(kind == "image"))}
+    assert on_a_gpu(**sees, dtype="torch.float32") is None
+    for dtype in ("bfloat16", "float16"):
+        assert on_a_gpu(**sees, dtype=f"torch.{dtype}") == f"{named} image inputs in {dtype} on a GPU"
+        assert of_chunks(**sees, dtype=f"torch.{dtype}") is None, "a CPU is not asked"
+    assert on_a_gpu(**sees, dtype="torch.float32", cache_dtype="fp8") == f"{named} a KV cache in fp8"
+    monkeypatch.setenv(UNTRIED.name, "1")
+    assert on_a_gpu(**sees) is on_a_gpu(tensor_parallel_size=2) is None
 
 
 def latent(untried: bool = False, tree: str = "1", of: str = "MLA elsewhere", **changes: Any) -> str | None:

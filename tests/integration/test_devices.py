@@ -18,7 +18,7 @@ from vllm_batch_invariant.integration.devices import cpu as cpu_device
 from vllm_batch_invariant.integration.engine import loading
 from vllm_batch_invariant.integration.layers import exact as exact_layers
 from vllm_batch_invariant.integration.layers import experts, linear
-from vllm_batch_invariant.integration.reviews import patch_points
+from vllm_batch_invariant.integration.reviews import patch_points, ran
 from vllm_batch_invariant.ops import dispatch
 from vllm_batch_invariant.ops.devices import DEVICES
 from vllm_batch_invariant.ops.dispatch import MODULES, module_for
@@ -178,6 +178,16 @@ def test_a_device_decides_which_steps_are_cuda_graphs(
     assert compilation.custom_ops == ["all", "+norm"]
     assert made.attention_config.backend.name == devices.of_config(made).attention_choices[0]
     assert (2048 in compilation.cudagraph_capture_sizes) == (graphs == "FULL")
+
+
+@pytest.mark.parametrize("asked", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("architecture", ran().chunked_models)
+def test_attention_in_chunks_has_no_cuda_graphs_whatever_is_asked(asked: str, architecture: str) -> None:
+    """An engine that asks for them ends as it starts: vLLM's backend for chunks says that it has none."""
+    made = config("cuda", asked)
+    made.model_config = SimpleNamespace(architecture=architecture, runner_type="generate", use_mla=False)
+    devices.of_config(made).update_config(made)
+    assert made.compilation_config.cudagraph_mode.name == "NONE"
 
 
 @pytest.mark.parametrize(

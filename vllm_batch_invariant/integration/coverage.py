@@ -1128,10 +1128,18 @@ def _chunks_elsewhere(config: Config) -> str | None:
     if found := _beside_layers(config, "attention in chunks", *of_models, {}, RAN.chunk_trees, RAN.chunk_quantised):
         return found
     model, most = config.model_config, max(config.parallel_config.tensor_parallel_size, tensor_tree.k_slices())
-    if getattr(model, "architecture", "") in RAN.chunked_models and model.quantization:
-        beside = {f"by {most} workers": most > 1, f"of {model.architecture}": not model.is_multimodal_model}
+    if getattr(model, "architecture", "") in RAN.chunked_models:
+        quantised, by_gpus, dtype = bool(model.quantization), _by_gpus_alone(config), _dtype_of(model)
+        images, given = _encoded(config), dtype in RAN.chunk_image_dtypes_on_gpus
+        beside = {
+            f"quantised weights by {most} workers": quantised and most > 1,
+            f"quantised weights of {model.architecture}": quantised and not model.is_multimodal_model,
+            f"quantised weights in {dtype} on a GPU": quantised and by_gpus and dtype != "bfloat16",
+            f"{images} in {dtype} on a GPU": images and not quantised and by_gpus and not given,
+            "sleep on a GPU": by_gpus and getattr(model, "enable_sleep_mode", False),
+        }
         if first := _first(beside):
-            return f"attention in chunks with quantised weights {first}"
+            return f"attention in chunks with {first}"
     chunk = getattr(getattr(config.model_config, "hf_text_config", None), "attention_chunk_size", None)
     page = getattr(config.cache_config, "block_size", None)
     # vLLM, which makes a request of each chunk, ends at the first one
@@ -1690,7 +1698,8 @@ COVERED = (
     ),
     Feature(
         "Images on a CPU",
-        "of Llama 4 and Kimi-VL, and by one worker, with videos, of Muse Glimmer: with vLLM 0.32",
+        "of Llama 4 and Kimi-VL, and by one worker, with videos, of Muse Glimmer: with vLLM 0.32; of Llama 4 in fp32 "
+        "also by one GPU with 0.33",
     ),
     Feature(
         "Quantised text models beside images and videos",
@@ -1783,7 +1792,9 @@ COVERED = (
     Feature(
         "Attention in chunks",
         "Llama 4 (Scout, Maverick), with images and as text: experts whose input is weighted, layers without angles, "
-        "temperatures: on a CPU with vLLM 0.32, by one worker or two, also by a tree",
+        "temperatures: on a CPU with vLLM 0.32, by one worker or two, also by a tree, on one GPU with 0.33, without "
+        "CUDA graphs, there with images in fp32 and as text, also in ModelOpt's FP8 and NVFP4 (Scout) and their FP8 "
+        "caches",
     ),
     Feature(
         "Short convolutions",
@@ -2454,14 +2465,14 @@ REFUSED = (
         ),
     ),
     Feature(
-        "Attention in chunks (Llama 4) elsewhere, of no whole pages, by more than two workers, by engines, whole "
-        "experts without a tree, stages, drafts, LoRA, prompt embeddings, poolers, exact arithmetic, FlexAttention, "
-        "quantised but by ModelOpt, FP8 caches alone",
-        "these have not been run",
-        "serve Llama 4 by one worker or two on a CPU with vLLM 0.32",
+        "Attention in chunks (Llama 4) elsewhere, of no whole pages, over 2 workers, engines, whole experts without a "
+        "tree, stages, drafts, LoRA, embeddings, poolers, exact arithmetic, FlexAttention, quantised but by ModelOpt, "
+        "FP8 caches alone; on GPUs 2, the first runner, images but fp32, codes but bf16, sleep",
+        "not run",
+        "pass --language-model-only, one worker",
         _chunks_elsewhere,
         arguments=(
-            *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, RUNNER),
+            *(TENSOR, PIPELINE, SPECULATION, KV_CACHE, EMBEDDINGS, ADAPTERS, WHOLE_EXPERTS, RUNNER, SLEEP),
             envs.TP_TREE.name,
         ),
     ),

@@ -84,7 +84,9 @@ class Cuda(VllmDevice):
         attention is not FlexAttention's.
         """
         compilation, modes = vllm_config.compilation_config, patch_points.CUDAGRAPH_MODE.get()
-        if getattr(vllm_config.model_config, "architecture", "") in ran().chunked_models:  # whose chunks have none
+        if getattr(vllm_config.model_config, "architecture", "") in ran().chunked_models:
+            # vLLM's backend for chunks says that it has none, and an engine that asks for them ends.
+            logger.info("Layers that see a token's own chunk run without CUDA graphs.")
             compilation.cudagraph_mode = modes.NONE
             return
         if not vllm_config.use_v2_model_runner or envs.ATTENTION.read() == "flex":

@@ -252,6 +252,7 @@ class Ran:
             images, and with drafts beside these alone
             and, with images, in :attr:`encoded_quantised`.
         chunked_models: models with layers that see the keys of a token's own chunk alone.
+        chunk_image_dtypes_on_gpus: dtypes in which GPUs have served them with images, of unquantised weights.
         latent_models: models whose layers have latent attention.
         latent_on_cpus_alone: those of them that no GPU has run.
         latent: versions whose engines have served it, by device.
@@ -383,6 +384,7 @@ class Ran:
     two_head_sizes: tuple[str, ...]
     large_heads_on_cpus_alone: tuple[str, ...]
     chunked_models: tuple[str, ...]
+    chunk_image_dtypes_on_gpus: tuple[str, ...]
     latent_models: tuple[str, ...]
     latent_on_cpus_alone: tuple[str, ...]
     latent: Mapping[str, str]
