@@ -148,6 +148,15 @@ def test_without_a_prefix_cache_the_bits_are_the_same(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", ["triton", "flashinfer"])
+def test_the_kernel_that_vllm_would_prefill_with_moves_no_bit(
+    started: Callable[..., Any], found: dict[str, Any], checkpoint: Path, kernel: str
+) -> None:
+    named = started(checkpoint, **DEFAULT, gdn_prefill_backend=kernel)
+    assert [name for name in SAME if named[name] != found["alone"]] == []
+
+
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs")
 @pytest.mark.parametrize("settings", [DEFAULT, UNCACHED], ids=["prefix cache", "no prefix cache"])
 def test_steps_of_decode_in_cuda_graphs_have_the_same_bits(

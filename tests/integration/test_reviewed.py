@@ -60,6 +60,17 @@ def test_every_field_of_the_configuration_of_multimodal_models_was_reviewed() ->
     assert configuration.unreviewed("MultiModalConfig", fields) == set()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "triton", "flashinfer"])
+def test_a_kernel_whose_layers_are_the_modes_may_be_named(kernel: str) -> None:
+    config = patch_points.CONFIG.get()()
+    config.additional_config = {"gdn_prefill_backend": kernel}
+    configuration.check(config)
+    for others in ({"gdn_prefill_backend": "cutedsl"}, {"gdn_prefill_backend": kernel, "fp32_lm_head": True}):
+        config.additional_config = others
+        with pytest.raises(NotCovered, match="additional_config="):
+            configuration.check(config)
+
+
 def test_defaults_are_accepted_and_what_is_free_may_have_any_value() -> None:
     configuration.check(SchedulerConfig())
     configuration.check(SchedulerConfig(max_num_seqs=1))
