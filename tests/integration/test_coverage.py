@@ -59,6 +59,37 @@ def found(**changes: Any) -> list[str]:
     return [what for name in names if (what := ROWS[name].found(config))]
 
 
+@pytest.mark.parametrize(
+    ("device", "changes", "refused"),
+    [
+        ("cpu", {"head_dtype": "torch.bfloat16"}, None),
+        ("cpu", {"head_dtype": "torch.float32"}, None),
+        ("cpu", {"head_dtype": "torch.float32", "dtype": "torch.float16"}, None),
+        ("cpu", {"head_dtype": "torch.float16"}, "an output head in float16 of a model in bfloat16"),
+        ("cpu", {"head_dtype": "torch.bfloat16", "dtype": "torch.float32"}, "a model in float32"),
+        ("cpu", {"head_dtype": "torch.float32", "exact": "exact"}, "an output head in float32"),
+        ("cuda", {"head_dtype": "torch.float32"}, "an output head in float32 of a model in bfloat16"),
+        ("cuda", {"head_dtype": "torch.float32", "untried": "1"}, None),
+        ("cuda", {"head_dtype": "torch.float16", "untried": "1"}, "an output head in float16"),
+        ("cuda", {"head_dtype": "torch.float32", "runner_type": "pooling"}, None),
+        ("cuda", {}, None),
+    ],
+)
+def test_an_output_head_in_fp32_passes_where_it_has_run(
+    device: str, changes: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, name in ((UNTRIED, "untried"), (ARITHMETIC, "exact")):
+        monkeypatch.delenv(variable.name, raising=False)
+        if name in changes:
+            monkeypatch.setenv(variable.name, changes[name])
+    model = {"dtype": "torch.bfloat16", "runner_type": "generate"} | changes
+    [row] = [row for row in coverage.REFUSED if row.used is coverage._output_head]
+    found = row.found(
+        SimpleNamespace(model_config=SimpleNamespace(**model), device_config=SimpleNamespace(device_type=device))
+    )
+    assert found is None if refused is None else refused in found
+
+
 def test_a_known_model_as_text_passes() -> None:
     assert found() == []
     assert found(supports_multimodal_inputs=False) == []

@@ -627,6 +627,17 @@ def _outputs_beside_tokens(config: Config) -> str | None:
     return _when(first, f"{on[0]} {first}")
 
 
+def _output_head(config: Config) -> str | None:
+    """A generating model's head in another dtype than the model, ``head_dtype`` of its configuration."""
+    model, device = config.model_config, devices.of_config(config)
+    of_model = _dtype_of(model)
+    dtype = str(getattr(model, "head_dtype", of_model)).removeprefix("torch.")
+    has_run = device.ops.type == "cpu" or _is_untried_on_gpus(config)
+    if _pools(config) or dtype == of_model or (dtype == "float32" and has_run and not device.is_exact):
+        return None
+    return f"an output head in {dtype} of a model in {of_model}"
+
+
 def _pools(config: Config) -> bool:
     return config.model_config.runner_type == "pooling"
 
@@ -1931,6 +1942,13 @@ COVERED = (
 
 REFUSED = (
     Feature("Other dtypes", "the mode has no kernels for them", "pass --dtype bfloat16, float16 or float32", _dtype),
+    Feature(
+        "An output head in another dtype than the model (`head_dtype`), but one in float32 on a CPU",
+        "no engine has run with one there",
+        "leave head_dtype out of --hf-overrides and of config.json",
+        _output_head,
+        arguments=("--hf-overrides", "head_dtype"),
+    ),
     Feature(
         "Another attention backend",
         "its splits follow the batch",

@@ -76,7 +76,10 @@ def recompute(
     trace = _Trace(receipt.trace, len(given))
     count, reason = _end(receipt)
     try:
-        decoder: Any = arithmetic.decoder(config_of(folder), weights_of(folder, arithmetic.dtypes), receipt.environment)
+        config = config_of(folder)
+        if (head := config.get("head_dtype")) not in (None, "model"):
+            raise NoTestError(f"without an engine an output head in {head} is not computed again")
+        decoder: Any = arithmetic.decoder(config, weights_of(folder, arithmetic.dtypes), receipt.environment)
         _check_tokens([*prompt, *ids], decoder.vocabulary)
         logits = decoder.logits(given, slice(len(prompt) - 1, None), trace.compare)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:  # of a made-up config.json
