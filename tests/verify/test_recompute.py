@@ -196,6 +196,14 @@ def test_a_quantised_checkpoint_refuses(folder: Path, greedy: Receipt, tmp_path:
         recompute(greedy, str(tmp_path))
 
 
+def test_an_output_head_in_another_dtype_refuses(folder: Path, greedy: Receipt, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"head_dtype": "float32"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NoTestError, match="an output head in float32 is not computed again"):
+        recompute(greedy, str(tmp_path / "model"))
+
+
 def test_missing_files_and_prompts_refuse(greedy: Receipt, folder: Path) -> None:
     with pytest.raises(NoTestError, match="are not on this machine"):
         recompute(greedy, "nobody/nothing")
