@@ -771,6 +771,13 @@ OPTIONS = (
     ),
     Option("adapters", {"on": _ADAPTERS}, (NONE, "on", NONE, NONE), _takes_adapters, is_first=True),
     Option("embeds", {"on": (coverage.EMBEDDINGS,)}, (NONE, "on")),
+    Option(
+        "head",
+        {"float32": ("--hf-overrides", json.dumps({"head_dtype": "float32"}))},
+        (NONE, "float32", NONE),
+        lambda place: place.device == "cpu" and in_vllm("model_executor/layers/logits_processor.py", "head_dtype"),
+        lambda settings, _: not settings.exact and "adapters" not in settings.options,
+    ),
     # of states and windows also those behind pages that an answer has filled
     Option(
         "retention",
