@@ -75,12 +75,10 @@ def test_a_job_whose_time_is_over_says_what_it_has_and_is_ended_with_all_that_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_jobs, "LAST_WORDS", 1.0)
-    asked = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print(1000 - 7)"
+    polite = "trap 'echo $((1000 - 7)); exit' INT; sleep 60 & wait"  # bash is there at once
     stubborn = "(trap '' INT; setsid sleep 61 & wait); sleep 60"
-    script = tmp_path / "asked.py"
-    script.write_text(asked)
     began = time.monotonic()
-    jobs = job("polite", f"python3 {script}", seconds=3) + job("stubborn", stubborn, seconds=1)
+    jobs = job("polite", polite, seconds=3) + job("stubborn", stubborn, seconds=1)
     assert run(tmp_path, jobs) == 2
     assert time.monotonic() - began < 20
     assert "993" in (tmp_path / "polite.log").read_text()
