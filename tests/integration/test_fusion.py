@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm_batch_invariant.envs import ARITHMETIC
 from vllm_batch_invariant.integration import devices
-from vllm_batch_invariant.integration.devices import record
+from vllm_batch_invariant.integration.devices import cuda, record
 from vllm_batch_invariant.integration.layers import activation, code_fusion, norm_fusion, norm_rotary
 from vllm_batch_invariant.integration.layers.fusion import ForwardFusion, Fusion
 from vllm_batch_invariant.integration.reviews import sources
@@ -64,6 +64,16 @@ def test_a_worker_fuses_what_its_device_lists(monkeypatch: pytest.MonkeyPatch) -
     worker = SimpleNamespace(get_model=lambda: None, vllm_config=config)
     after_loading(worker)
     assert seen[2:] == ["reviewed", "watched", worker]
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "exact"])
+def test_products_are_timed_in_a_row_where_floats_are_added(arithmetic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ARITHMETIC.name, arithmetic)
+    monkeypatch.setattr(record.VllmDevice, "after_loading", lambda *_: None)
+    monkeypatch.setattr(cuda, "settle", (settled := []).append)
+    worker = SimpleNamespace(get_model=torch.nn.Module, device="a GPU")
+    devices.get("cuda").after_loading(worker)
+    assert settled == (["a GPU"] if arithmetic == "float" else [])
 
 
 def fusion(kind: type) -> ForwardFusion:

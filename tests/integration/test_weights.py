@@ -131,7 +131,7 @@ def test_a_weight_on_a_gpu_is_prepared_again_without_vllms_configuration(monkeyp
     layer = SimpleNamespace(weight=SimpleNamespace(is_cuda=True, ndim=2), bias=None)
     for _ in range(2):
         Method().process_weights_after_loading(layer)
-    assert prepared == [(layer.weight, 300, PRODUCT, (1, 2, 4), None)] * 2
+    assert prepared == [(layer.weight, 300, PRODUCT, (1, 2, 4), None, True)] * 2
     assert layer.processed == 2
 
 

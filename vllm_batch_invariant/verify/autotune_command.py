@@ -102,7 +102,7 @@ def _print(
             title=escape(printable(f"Matmul {name}")),
         )
         for bucket, tuned in sorted(found.items()):
-            schedule = tuned.algorithm or tuned.tile
+            schedule = tuned.schedule
             served = schedule.about if schedule else "Triton"
             times = [
                 f"{tuned.microseconds[key]:.1f}" if key in tuned.microseconds else ""

@@ -63,10 +63,16 @@ def test_many_rows_and_what_has_no_choice_are_not_timed() -> None:
     assert not told.asked
 
 
+def test_a_range_that_one_has_not_is_settled_of_the_others(of_one_range) -> None:
+    told = Told({(WIDE, TILE): 106.0, (SMALL, TILE): 107.0, (WIDE, None): 105.0, (SMALL, None): 103.0})
+    other = GemmProblem(512, 64, torch.bfloat16, PRODUCT, device=0)
+    found = chain.settled([other, UP, DOWN], of_one_range | {other: {}}, told)
+    assert {problem: one[8].schedule for problem, one in found.items()} == {UP: SMALL, DOWN: None}
+
+
 @pytest.fixture
-def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path) -> cuda.MatmulDispatcher:
-    """One whose cache is empty and whose GPU is made up."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT_CACHE", str(tmp_path))
+def dispatcher(monkeypatch: pytest.MonkeyPatch) -> cuda.MatmulDispatcher:
+    """One that keeps what it stores, and whose GPU is made up."""
     monkeypatch.setattr(autotune_cache, "save", lambda of, gemms: saved.update(gemms))
     monkeypatch.setattr(cuda, "_environment", lambda device: {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
@@ -82,9 +88,9 @@ def test_layers_that_repeat_are_settled_once_and_kept(dispatcher, monkeypatch, o
     monkeypatch.setattr(chain, "Chain", lambda problems, matmul_of: asked.append(problems) or Told(rows))
     head = GemmProblem(512, 64, torch.bfloat16, PRODUCT, device=0)
     dispatcher._tuned = of_one_range | {head: {8: tuned(TILE, OTHER)}}
-    dispatcher._prepared.update({UP: 36, DOWN: 36, head: 1})
+    dispatcher._prepared.update({UP: 36, DOWN: 36, head: 0})
     dispatcher.settle()
-    assert asked == [[UP, DOWN]], "the output embedding is once in a model"
+    assert asked == [[UP, DOWN]], "embeddings are no layers"
     assert [dispatcher._tuned[problem][8].schedule for problem in (UP, DOWN, head)] == [SMALL, None, TILE]
     assert {
         name: {bucket: one["tile"] and one["tile"]["block_n"] for bucket, one in kept.items()}
@@ -95,15 +101,19 @@ def test_layers_that_repeat_are_settled_once_and_kept(dispatcher, monkeypatch, o
     assert len(asked) == 1, "what has been chosen in a row has nothing near"
 
 
-def test_without_memory_schedules_stay_as_they_were(dispatcher, monkeypatch, of_one_range, caplog) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUDA error: out of memory")])
+def test_where_a_row_cannot_be_timed_schedules_stay_as_they_were(
+    error, dispatcher, monkeypatch, of_one_range, log
+) -> None:
     def full(problems, matmul_of) -> None:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(chain, "Chain", full)
     dispatcher._tuned = of_one_range
     dispatcher._prepared.update({UP: 2, DOWN: 2})
     dispatcher.settle()
     assert [dispatcher._tuned[problem][8].schedule for problem in (UP, DOWN)] == [WIDE, TILE]
+    assert f"left as they were chosen alone: {error}" in log.text
 
 
 def test_one_product_alone_and_none_are_left(dispatcher) -> None:

@@ -250,7 +250,7 @@ def test_products_that_are_timed_in_a_row_keep_their_bits(untuned, monkeypatch):
     shapes = (896, 4864), (4864, 896), (1280, 896)
     given = [operands("cancelling", 64, n, k, torch.bfloat16)[:2] for n, k in shapes]
     for _, weight in [*given, *given]:
-        prepare(weight, 64, sizes=(1, 40))
+        prepare(weight, 64, sizes=(1, 40), repeats=True)
     assert any(tuned.near for x, weight in given for tuned in schedules(x, weight).values())
     settle(torch.device("cuda"))
     for x, weight in given:

@@ -309,12 +309,14 @@ class _Expected(NamedTuple):
         spec: what is computed.
         sizes: of CUDA graphs.
         dtype: of activations; None: the weight's.
+        repeats: whether a model has many of it.
     """
 
     max_m: int
     spec: MatmulSpec
     sizes: tuple[int, ...]
     dtype: torch.dtype | None
+    repeats: bool
 
 
 def spec_of_layer(layer: torch.nn.Module, bias: torch.Tensor | None) -> MatmulSpec:
@@ -334,7 +336,8 @@ def _expected(layer: torch.nn.Module, config: Any) -> _Expected:
     spec = spec_of(adds_bias, tensor_tree.of_layer(layer), b_format)
     if kept.activation:
         spec = MatmulSpec(SWIGLU, 1, b_format)
-    return _Expected(_max_m(layer, config), spec, sizes, dtype)
+    repeats = not isinstance(layer, patch_points.VOCABULARY_LAYER.get())
+    return _Expected(_max_m(layer, config), spec, sizes, dtype, repeats)
 
 
 def _max_m(layer: torch.nn.Module, config: Any) -> int:

@@ -152,6 +152,7 @@ def prepare(
     spec: MatmulSpec = PRODUCT,
     sizes: Iterable[int] = (),
     dtype: torch.dtype | None = None,
+    repeats: bool = False,
 ) -> None:
     """Measure now what :func:`matmul` needs to know about such a weight, instead of at its first calls.
 
@@ -161,16 +162,17 @@ def prepare(
         spec: what will be computed.
         sizes: values of M that will be common, such as those of CUDA graphs.
         dtype: of x; None: the weight's.
+        repeats: whether it is of a layer, of which a model has many: what :func:`settle` looks at.
 
     Raises:
         NotCovered: as in :func:`matmul`.
     """
-    module_for("linear", weight.device.type).prepare(weight, max_m, spec, sizes, dtype)
+    module_for("linear", weight.device.type).prepare(weight, max_m, spec, sizes, dtype, repeats)
 
 
 def settle(device: torch.device) -> None:
-    """Choose once more among the schedules of weights that were prepared for a device, as they follow one another: when
-    a model is loaded. No bit depends on it.
+    """Choose once more among the schedules of layers that were prepared for a kind of device, as these follow one
+    another: when a model is loaded. No bit depends on it.
     """
     module_for("linear", device.type).settle()
 

@@ -402,7 +402,14 @@ class Autotuner(Tuner):
         if not times or ms[-1] > CHAINED:
             return ()
         others = [one for one in schedules if one != chosen and times[one] <= _NEAR * times[chosen]]
-        return tuple(one for one in others[:_MOST_NEAR] if one is None or self.runs_and_verifies(one, ms))
+        return tuple(one for one in others[:_MOST_NEAR] if one is None or self._agrees(one, ms))
+
+    def _agrees(self, schedule: "Algorithm | NarrowTile", ms: Sequence[int]) -> bool:
+        """Whether a schedule that need not serve agrees, and is compiled for all of these values of M."""
+        try:
+            return self.runs_and_verifies(schedule, ms)
+        except TritonError:
+            return False
 
     def cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
         """What to choose a schedule by. What is run behind cuBLASLt's launch is Triton's."""

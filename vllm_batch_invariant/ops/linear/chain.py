@@ -32,6 +32,8 @@ _TURNS = 2
 _GAIN = 0.997
 """Another schedule must take less than this share of the time of what was chosen: so much is noise."""
 _REPLAYS = 7
+_MOST_COPIES = 16
+"""Of the weights: layers of less are in the cache in part, and take little time."""
 _NORM_LENGTH = 4096
 
 
@@ -48,11 +50,11 @@ def settled(
     found: dict[GemmProblem, dict[int, TunedSchedule]] = {}
     for bucket in takewhile(lambda end: end <= CHAINED, M_BUCKETS):
         known = {problem: tuned[problem][bucket] for problem in problems if bucket in tuned[problem]}
-        if len(known) < len(problems) or not any(one.near for one in known.values()):
+        if len(known) < 2 or not any(one.near for one in known.values()):
             continue
         choice = {problem: one.schedule for problem, one in known.items()}
         alone = least = math.inf
-        for problem in [*problems] * _TURNS:
+        for problem in [*known] * _TURNS:
             options = list(dict.fromkeys((choice[problem], known[problem].schedule, *known[problem].near)))
             if len(options) == 1:
                 continue
@@ -80,7 +82,7 @@ class Chain:
         self._tuners = {problem: Autotuner(problem, matmul_of(problem), CHAINED) for problem in problems}
         size = sum(tuner.b.numel() * tuner.b.element_size() for tuner in self._tuners.values())
         device = problems[0].device
-        copies = copies_beyond_cache(size, Gpu.of(device).l2_bytes)
+        copies = min(copies_beyond_cache(size, Gpu.of(device).l2_bytes), _MOST_COPIES)
         self._weights = {
             problem: [tuner.b, *(tuner.b.t().clone().t() for _ in range(copies - 1))]
             for problem, tuner in self._tuners.items()
@@ -88,7 +90,7 @@ class Chain:
         self._copies, self._device, self._timer = copies, torch.device("cuda", device), GraphTimer(device)
 
     def times(self, bucket: int, choices: Sequence[Choice]) -> list[float]:
-        """Median microseconds of a layer by each of some choices, for the rows of an M bucket: of the first one, one
+        """Median microseconds of what each of some choices names, for the rows of an M bucket: of the first one, one
         row and the most, added.
         """
         ms = (1, bucket) if bucket == M_BUCKETS[0] else (bucket,)
@@ -108,11 +110,12 @@ class Chain:
         def layer(choice: Choice, copy: int) -> Callable[[], None]:
             calls: list[Callable[[], Any]] = []
             before = None
-            for problem, tuner in self._tuners.items():
+            for problem, schedule in choice.items():
+                tuner = self._tuners[problem]
                 if before is None or not (before.spec.epilogue.gated and before.columns == problem.k):
                     calls.append(norm)
                 weight = self._weights[problem][copy]
-                calls.append(tuner.whole(choice[problem], rows[problem], weight, outs[problem], finished[problem]))
+                calls.append(tuner.whole(schedule, rows[problem], weight, outs[problem], finished[problem]))
                 before = problem
             return partial(_in_turn, calls)
 

@@ -187,6 +187,7 @@ class MatmulDispatcher:
         spec: MatmulSpec = PRODUCT,
         sizes: Iterable[int] = (),
         dtype: torch.dtype | None = None,
+        repeats: bool = False,
     ) -> None:
         """Choose and verify the schedules of a matmul with such a weight: at once from disk, or by measuring; arguments
         as of :func:`..linear.prepare`. For more rows schedules are tuned when they are first needed, and each of
@@ -199,7 +200,7 @@ class MatmulDispatcher:
         if problem is None or max_m < 1:
             return
         with self._lock:
-            self._prepared[problem] += 1
+            self._prepared[problem] += repeats
             found, matmul, sizes = self.tuned_schedules(problem), _matmul_of(problem), sorted(set(sizes))
             missing = []
             for bucket in (bucket for bucket in M_BUCKETS if bucket <= m_bucket(min(max_m, LARGEST_SIDE))):
@@ -233,8 +234,8 @@ class MatmulDispatcher:
             try:
                 with torch.cuda.device(device), torch.no_grad():
                     better = chain.settled(problems, tuned, chain.Chain(problems, _matmul_of))
-            except torch.OutOfMemoryError:
-                logger.warning("GEMMs are left as they were chosen alone: no memory to time them in a row.")
+            except Exception as error:  # of memory, of a library or a compiler: what was chosen alone serves as well
+                logger.warning("GEMMs are left as they were chosen alone: %s", error)
                 return
             stored = {}
             for problem, found in tuned.items():
