@@ -73,6 +73,15 @@ def found(**changes: Any) -> list[str]:
         ("cuda", {"head_dtype": "torch.float16", "untried": "1"}, "an output head in float16"),
         ("cuda", {"head_dtype": "torch.float32", "runner_type": "pooling"}, None),
         ("cuda", {}, None),
+        ("cpu", {"head_dtype": "torch.float32", "version": "0.31.0"}, "an output head in float32"),
+        ("cpu", {"head_dtype": "torch.float32", "tensor": "2", "drafts": "ngram"}, None),
+        ("cpu", {"head_dtype": "torch.float32", "tensor": "4"}, "beside 4 workers"),
+        ("cpu", {"head_dtype": "torch.float32", "pipeline": "2"}, "beside pipeline parallelism"),
+        ("cpu", {"head_dtype": "torch.float32", "data": "2"}, "beside data parallelism"),
+        ("cpu", {"head_dtype": "torch.float32", "drafts": "mtp"}, "beside drafts by mtp"),
+        ("cpu", {"head_dtype": "torch.bfloat16", "of_text": "float32"}, "beside inputs that are encoded"),
+        ("cuda", {"head_dtype": "torch.bfloat16", "of_text": "float32"}, "an output head in float32"),
+        ("cuda", {"head_dtype": "torch.bfloat16", "of_text": "model"}, None),
     ],
 )
 def test_an_output_head_in_fp32_passes_where_it_has_run(
@@ -82,10 +91,18 @@ def test_an_output_head_in_fp32_passes_where_it_has_run(
         monkeypatch.delenv(variable.name, raising=False)
         if name in changes:
             monkeypatch.setenv(variable.name, changes[name])
-    model = {"dtype": "torch.bfloat16", "runner_type": "generate"} | changes
+    monkeypatch.setattr(patch_points, "installed_version", lambda: changes.get("version", "0.32.0"))
+    sizes = {f"{kind}_parallel_size": int(changes.get(kind, 1)) for kind in ("tensor", "pipeline", "data")}
+    text = SimpleNamespace(head_dtype=changes.get("of_text"))
+    model = {"dtype": "torch.bfloat16", "runner_type": "generate", "is_multimodal_model": "of_text" in changes}
     [row] = [row for row in coverage.REFUSED if row.used is coverage._output_head]
     found = row.found(
-        SimpleNamespace(model_config=SimpleNamespace(**model), device_config=SimpleNamespace(device_type=device))
+        SimpleNamespace(
+            model_config=SimpleNamespace(**model | changes, hf_text_config=text),
+            device_config=SimpleNamespace(device_type=device),
+            parallel_config=SimpleNamespace(**sizes),
+            speculative_config=SimpleNamespace(method=changes["drafts"]) if "drafts" in changes else None,
+        )
     )
     assert found is None if refused is None else refused in found
 
@@ -241,7 +258,8 @@ def test_a_gpu_sees_images_beside_quantised_weights_as_it_has_run_them(
         assert on_a_gpu(use_v2_model_runner=False) == ["image inputs with the first model runner"]
         assert on_a_gpu(tensor_parallel_size=2) != []
         for method in ("ngram", "mtp"):
-            assert on_a_gpu(speculative_config=SimpleNamespace(method=method)) != [] or by == [INT4]
+            drafted = on_a_gpu(speculative_config=SimpleNamespace(method=method))
+            assert (drafted == []) is ((name, *by, method) == ("Gemma4", INT4, "mtp"))
         in_fp8 = on_a_gpu(cache_config=SimpleNamespace(cache_dtype="fp8"))
         assert (in_fp8 == []) is (by[0] in RAN.fp8_kv_cache_quantised.get(architecture, {}).get("cuda", ()))
         monkeypatch.setenv(UNTRIED.name, "1")

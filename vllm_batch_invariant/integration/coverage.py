@@ -628,14 +628,29 @@ def _outputs_beside_tokens(config: Config) -> str | None:
 
 
 def _output_head(config: Config) -> str | None:
-    """A generating model's head in another dtype than the model, ``head_dtype`` of its configuration."""
-    model, device = config.model_config, devices.of_config(config)
+    """A generating model's head in another dtype than the model: ``head_dtype`` of its configuration, or of its text
+    model's, which vLLM's head reads in some multimodal ones.
+    """
+    model, device, parallel = config.model_config, devices.of_config(config), config.parallel_config
     of_model = _dtype_of(model)
-    dtype = str(getattr(model, "head_dtype", of_model)).removeprefix("torch.")
-    has_run = device.ops.type == "cpu" or _is_untried_on_gpus(config)
-    if _pools(config) or dtype == of_model or (dtype == "float32" and has_run and not device.is_exact):
+    of_text = getattr(getattr(model, "hf_text_config", None), "head_dtype", None)
+    named = {str(one).removeprefix("torch.") for one in (getattr(model, "head_dtype", None), of_text) if one}
+    others = sorted(named - {of_model, "model"})
+    if _pools(config) or not others:
         return None
-    return f"an output head in {dtype} of a model in {of_model}"
+    head, version = f"an output head in {others[0]} of a model in {of_model}", patch_points.installed_version()
+    has_run = _is_untried_on_gpus(config) or version.startswith(RAN.heads_in_fp32.get(device.ops.type, "none"))
+    if others != ["float32"] or device.is_exact or not has_run:
+        return head
+    method = getattr(getattr(config, "speculative_config", None), "method", None)
+    beside = {
+        "inputs that are encoded": model.is_multimodal_model,
+        f"{parallel.tensor_parallel_size} workers": parallel.tensor_parallel_size > 2,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        f"drafts by {method}": method not in (None, "ngram"),
+    }
+    return _when(_first(beside), f"{head} beside {_first(beside)}")
 
 
 def _pools(config: Config) -> bool:
@@ -1943,8 +1958,9 @@ COVERED = (
 REFUSED = (
     Feature("Other dtypes", "the mode has no kernels for them", "pass --dtype bfloat16, float16 or float32", _dtype),
     Feature(
-        "An output head in another dtype than the model (`head_dtype`), but one in float32 on a CPU",
-        "no engine has run with one there",
+        "An output head in another dtype than the model (`head_dtype`), but one in float32 on a CPU with vLLM 0.32: of "
+        "text models, by two workers at most, and with n-grams alone as drafts",
+        "no engine has run with another",
         "leave head_dtype out of --hf-overrides and of config.json",
         _output_head,
         arguments=("--hf-overrides", "head_dtype"),

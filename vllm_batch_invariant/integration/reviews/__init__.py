@@ -310,6 +310,7 @@ class Ran:
         lightning: versions whose engines have served linear attention whose decay is constant, by device.
         lightning_workers: numbers of workers above 1 that have shared it, by device.
         kv_connectors: versions whose engines have stored and loaded keys and values, by connector and device.
+        heads_in_fp32: versions whose engines have had an output head in fp32 of a model in 16 bits, by device.
         lora: versions whose engines have served LoRA adapters, by device.
         lora_beside: states, and models that take images, beside which they have been served, by device.
         lora_beside_by_two: of these what two workers have shared, by device.
@@ -434,6 +435,7 @@ class Ran:
     lightning: Mapping[str, str]
     lightning_workers: Mapping[str, tuple[int, ...]]
     kv_connectors: Mapping[str, Mapping[str, str]]
+    heads_in_fp32: Mapping[str, str]
     lora: Mapping[str, str]
     lora_beside: Mapping[str, tuple[str, ...]]
     lora_beside_by_two: Mapping[str, tuple[str, ...]]

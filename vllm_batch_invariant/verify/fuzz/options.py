@@ -16,6 +16,7 @@ from typing import Any
 from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
+from ...integration.reviews import patch_points
 from ...integration.reviews.schemes import OF_TOKENS, TOKEN_CACHE
 from ...ops.exact.definition import segments
 from ..harness import adapters
@@ -622,6 +623,12 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
     return in_vllm("v1/engine/__init__.py", '"keep"')
 
 
+def _takes_head_in_fp32(place: Place) -> bool:
+    """Whether an output head in fp32 has run there: of text models."""
+    has_run = patch_points.installed_version().startswith(coverage.RAN.heads_in_fp32.get(place.device, "none"))
+    return has_run and not {"vision_config", "audio_config", "text_config"} & {*place.model}
+
+
 def _takes_adapters(place: Place) -> bool:
     """Whether adapters have run there, and the model has the layers that those to draw are for, quantised or not."""
     architecture = next(iter(place.model.get("architectures") or ()), "")
@@ -775,8 +782,14 @@ OPTIONS = (
         "head",
         {"float32": ("--hf-overrides", json.dumps({"head_dtype": "float32"}))},
         (NONE, "float32", NONE),
-        lambda place: place.device == "cpu" and in_vllm("model_executor/layers/logits_processor.py", "head_dtype"),
-        lambda settings, _: not settings.exact and "adapters" not in settings.options,
+        _takes_head_in_fp32,
+        lambda settings, _: (
+            not settings.exact
+            and "adapters" not in settings.options
+            and max(settings.workers, 2) == 2
+            and settings.stages == 1
+            and not (settings.drafts and settings.drafter != "ngram")
+        ),
     ),
     # of states and windows also those behind pages that an answer has filled
     Option(

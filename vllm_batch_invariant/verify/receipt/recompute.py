@@ -77,7 +77,7 @@ def recompute(
     count, reason = _end(receipt)
     try:
         config = config_of(folder)
-        if (head := config.get("head_dtype")) not in (None, "model"):
+        if (head := config.get("head_dtype")) not in (None, "model", config.get("dtype", config.get("torch_dtype"))):
             raise NoTestError(f"without an engine an output head in {head} is not computed again")
         decoder: Any = arithmetic.decoder(config, weights_of(folder, arithmetic.dtypes), receipt.environment)
         _check_tokens([*prompt, *ids], decoder.vocabulary)
