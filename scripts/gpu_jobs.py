@@ -187,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     jobs = [job for job in read(options.jobs) if options.only is None or job.name in options.only]
     options.out.mkdir(parents=True, exist_ok=True)
+    # who runs this in the background has Ctrl-C ignored, and so would each job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     machine = Machine(max(options.gpus, 1), options.each, options.shared, options.out, options.seconds)
     left = machine.run(jobs)
     for job in left:
