@@ -141,6 +141,6 @@ def test_a_marked_layer_is_prepared_for_its_activation() -> None:
         num_speculative_tokens=0,
     )
     layer = SimpleNamespace(bias=None)
-    assert linear._expected(layer, config) == (300, PRODUCT, (1, 2), None)
+    assert linear._expected(layer, config) == (300, PRODUCT, (1, 2), None, True)
     beside(layer).activation = _Ours
-    assert linear._expected(layer, config) == (300, GATED, (1, 2), None)
+    assert linear._expected(layer, config) == (300, GATED, (1, 2), None, True)

@@ -168,7 +168,7 @@ def test_on_a_gpu_a_layer_is_prepared_for_and_multiplied_in_its_slices(
     method = patch_points.LINEAR_METHOD.get()()
     method.process_weights_after_loading(row)
     spec = spec_of(False, k_slices)
-    assert prepared == [(64, spec, (1, 2), None)], "its bias is added after the root"
+    assert prepared == [(64, spec, (1, 2), None, True)], "its bias is added after the root"
     row.weight, x = row.weight.values, torch.randn(3, k).bfloat16()
     if k_slices == 1:
         assert method.apply(row, x) == "theirs"

@@ -142,6 +142,7 @@ def prepare(
     spec: MatmulSpec = PRODUCT,
     sizes: Iterable[int] = (),  # noqa: ARG001
     dtype: torch.dtype | None = None,
+    repeats: bool = False,  # noqa: ARG001
 ) -> None:
     """Compile the kernels that a matmul with such a weight needs. Nothing is measured, and neither ``max_m`` nor
     ``sizes`` matter, because one binary serves all.

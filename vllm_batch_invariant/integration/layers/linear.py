@@ -316,7 +316,7 @@ class _Expected(NamedTuple):
     spec: MatmulSpec
     sizes: tuple[int, ...]
     dtype: torch.dtype | None
-    repeats: bool
+    repeats: bool = True
 
 
 def spec_of_layer(layer: torch.nn.Module, bias: torch.Tensor | None) -> MatmulSpec:

@@ -152,6 +152,7 @@ def prepare(
     spec: MatmulSpec = PRODUCT,  # noqa: ARG001
     sizes: Iterable[int] = (),  # noqa: ARG001
     dtype: torch.dtype | None = None,
+    repeats: bool = False,  # noqa: ARG001
 ) -> None:
     """Refuse what has no reduction; there is nothing to measure."""
     LinearReduction.of_device("cpu", *weight.shape, dtype or weight.dtype)
