@@ -1,6 +1,7 @@
 """How a model's products are timed in a row: what is chosen then, and that it is one of those that agree."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Told:
 
 def tuned(schedule: Any, *near: Any) -> TunedSchedule:
     made = TunedSchedule(None, (1, 8), (), {"triton": 9.0}).served_with(schedule)
-    return cuda.replace(made, near=near)
+    return replace(made, near=near)
 
 
 @pytest.fixture

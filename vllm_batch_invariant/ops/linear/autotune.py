@@ -46,7 +46,6 @@ _MAX_M_OF_SMALL_TILES = 256
 _REPLAYS = 5
 CHAINED = 64
 """Up to so many rows several schedules are kept, among which :mod:`.chain` chooses."""
-_MOST_NEAR = 4
 _NEAR = 1.15
 """Times the shortest time, of a schedule that is kept beside the fastest."""
 _TRITON_GAIN = 0.97
@@ -181,10 +180,12 @@ class Tuner(ABC):
     Attributes:
         problem: whose name is its ``str``.
         max_m: rows that there are operands of.
+        most_near: schedules that are kept beside the one that is chosen, for few rows.
     """
 
     problem: Any
     max_m: int
+    most_near = 0
 
     @abstractmethod
     def cases(self, m: int, finishes: bool) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -287,20 +288,26 @@ class Tuner(ABC):
         known: dict[str, float] = {}
         for one in sorted(times.keys() - set(refused), key=times.get):
             known.setdefault(self.name_of(one).lower(), times[one])
-        near = self.near(schedule, [one for one in schedules if one not in refused], times, ms)
+        near = self._near(schedule, [one for one in schedules if one not in refused], times, ms)
         return replace(
             TunedSchedule(None, ms, tuple(one.about for one in refused), known).served_with(schedule), near=near
         )
 
-    def near(
-        self,
-        chosen: Any,  # noqa: ARG002 - of some
-        schedules: Sequence[Any],  # noqa: ARG002 - of some
-        times: dict[Any, float],  # noqa: ARG002 - of some
-        ms: Sequence[int],  # noqa: ARG002 - of some
+    def _near(
+        self, chosen: Any, schedules: Sequence[Any], times: dict[Any, float], ms: Sequence[int]
     ) -> tuple[Any, ...]:
-        """Schedules to keep beside the one that is chosen, of those that were not refused, the fastest first."""
-        return ()
+        """Schedules of few rows that took little more time than the one that is chosen, and agree."""
+        if not times or ms[-1] > CHAINED:
+            return ()
+        others = [one for one in schedules if one != chosen and times[one] <= _NEAR * times[chosen]]
+        return tuple(one for one in others[: self.most_near] if one is None or self._agrees(one, ms))
+
+    def _agrees(self, schedule: Any, ms: Sequence[int]) -> bool:
+        """Whether a schedule that need not serve agrees, and is compiled for all of these values of M."""
+        try:
+            return self.runs_and_verifies(schedule, ms)
+        except TritonError:
+            return False
 
     def median_times(
         self, ways: dict[Any, list[Callable[[], Any]]], expected: float, timer: GraphTimer
@@ -321,6 +328,7 @@ class Autotuner(Tuner):
     """Rows of a."""
     workspace: torch.Tensor | None = None
     """Memory for what slices of K give, if there are several."""
+    most_near = 4
 
     def __post_init__(self) -> None:
         p, b_format = self.problem, self.problem.spec.b_format
@@ -394,22 +402,6 @@ class Autotuner(Tuner):
             return self._in_slices(by_cublaslt)(a, self._matrix(b), out)
 
         return run
-
-    def near(
-        self, chosen: Any, schedules: Sequence[Any], times: dict[Any, float], ms: Sequence[int]
-    ) -> tuple[Any, ...]:
-        """Those of few rows that took little more time than the one that is chosen, and agree."""
-        if not times or ms[-1] > CHAINED:
-            return ()
-        others = [one for one in schedules if one != chosen and times[one] <= _NEAR * times[chosen]]
-        return tuple(one for one in others[:_MOST_NEAR] if one is None or self._agrees(one, ms))
-
-    def _agrees(self, schedule: "Algorithm | NarrowTile", ms: Sequence[int]) -> bool:
-        """Whether a schedule that need not serve agrees, and is compiled for all of these values of M."""
-        try:
-            return self.runs_and_verifies(schedule, ms)
-        except TritonError:
-            return False
 
     def cost(self, schedule: "Algorithm | NarrowTile | None", microseconds: float) -> float:
         """What to choose a schedule by. What is run behind cuBLASLt's launch is Triton's."""

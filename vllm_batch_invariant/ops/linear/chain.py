@@ -5,7 +5,6 @@ before leaves it room, behind a norm most of all, and each begins as the program
 """
 
 import logging
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -53,7 +52,7 @@ def settled(
         if len(known) < 2 or not any(one.near for one in known.values()):
             continue
         choice = {problem: one.schedule for problem, one in known.items()}
-        alone = least = math.inf
+        seen: list[float] = []
         for problem in [*known] * _TURNS:
             options = list(dict.fromkeys((choice[problem], known[problem].schedule, *known[problem].near)))
             if len(options) == 1:
@@ -62,8 +61,8 @@ def settled(
             best = min(range(len(times)), key=times.__getitem__)
             if times[best] < _GAIN * times[0]:
                 choice[problem] = options[best]
-            alone, least = times[0] if alone == math.inf else alone, min(least, *times)
-        logger.debug("Up to %d rows a layer takes %.1f us; as chosen alone %.1f.", bucket, least, alone)
+            seen += times
+        logger.debug("Up to %d rows a layer takes %.1f us; as chosen alone %.1f.", bucket, min(seen), seen[0])
         for problem, one in known.items():
             if choice[problem] != one.schedule:
                 found.setdefault(problem, {})[bucket] = one.served_with(choice[problem])
@@ -80,9 +79,9 @@ class Chain:
 
     def __init__(self, problems: Sequence[GemmProblem], matmul_of: Callable[[GemmProblem], Any]) -> None:
         self._tuners = {problem: Autotuner(problem, matmul_of(problem), CHAINED) for problem in problems}
-        size = sum(tuner.b.numel() * tuner.b.element_size() for tuner in self._tuners.values())
+        self._size = sum(tuner.b.numel() * tuner.b.element_size() for tuner in self._tuners.values())
         device = problems[0].device
-        copies = min(copies_beyond_cache(size, Gpu.of(device).l2_bytes), _MOST_COPIES)
+        copies = min(copies_beyond_cache(self._size, Gpu.of(device).l2_bytes), _MOST_COPIES)
         self._weights = {
             problem: [tuner.b, *(tuner.b.t().clone().t() for _ in range(copies - 1))]
             for problem, tuner in self._tuners.items()
@@ -120,8 +119,7 @@ class Chain:
             return partial(_in_turn, calls)
 
         ways = [[layer(choice, copy) for copy in range(self._copies)] for choice in choices]
-        size = sum(weights[0].numel() * weights[0].element_size() for weights in self._weights.values())
-        samples = self._timer.time(ways, 4 * len(self._tuners) + size / 4e6, _REPLAYS)
+        samples = self._timer.time(ways, 4 * len(self._tuners) + self._size / 4e6, _REPLAYS)
         return [statistics.median(one) for one in samples]
 
     def _norm(self, m: int) -> Callable[[], Any]:
