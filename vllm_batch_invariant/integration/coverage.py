@@ -638,8 +638,8 @@ def _output_head(config: Config) -> str | None:
     others = sorted(named - {of_model, "model"})
     if _pools(config) or not others:
         return None
-    head, version = f"an output head in {others[0]} of a model in {of_model}", patch_points.installed_version()
-    has_run = _is_untried_on_gpus(config) or version.startswith(RAN.heads_in_fp32.get(device.ops.type, "none"))
+    head = f"an output head in {others[0]} of a model in {of_model}"
+    has_run = _is_untried_on_gpus(config) or heads_in_fp32(device.ops.type)
     if others != ["float32"] or device.is_exact or not has_run:
         return head
     method = getattr(getattr(config, "speculative_config", None), "method", None)
@@ -650,7 +650,14 @@ def _output_head(config: Config) -> str | None:
         "data parallelism": parallel.data_parallel_size > 1,
         f"drafts by {method}": method not in (None, "ngram"),
     }
-    return _when(_first(beside), f"{head} beside {_first(beside)}")
+    first = _first(beside)
+    return _when(first, f"{head} beside {first}")
+
+
+def heads_in_fp32(device_type: str) -> bool:
+    """Whether engines of the installed vLLM have had an output head in fp32 of a model in 16 bits there."""
+    ran = RAN.heads_in_fp32.get(device_type)
+    return ran is not None and patch_points.installed_version().startswith(ran)
 
 
 def _pools(config: Config) -> bool:

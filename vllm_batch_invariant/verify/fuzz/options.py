@@ -16,7 +16,6 @@ from typing import Any
 from ...envs import ARITHMETIC, TP_TREE, UNTRIED, is_exact, supposed
 from ...integration import coverage
 from ...integration.parallel.tensor_tree import SLICE_STEP
-from ...integration.reviews import patch_points
 from ...integration.reviews.schemes import OF_TOKENS, TOKEN_CACHE
 from ...ops.exact.definition import segments
 from ..harness import adapters
@@ -625,8 +624,9 @@ def _keeps_requests(place: Place) -> bool:  # noqa: ARG001 - everywhere, in some
 
 def _takes_head_in_fp32(place: Place) -> bool:
     """Whether an output head in fp32 has run there: of text models."""
-    has_run = patch_points.installed_version().startswith(coverage.RAN.heads_in_fp32.get(place.device, "none"))
-    return has_run and not {"vision_config", "audio_config", "text_config"} & {*place.model}
+    return coverage.heads_in_fp32(place.device) and not {"vision_config", "audio_config", "text_config"} & {
+        *place.model
+    }
 
 
 def _takes_adapters(place: Place) -> bool:
