@@ -17,6 +17,14 @@ from vllm_batch_invariant.integration.reviews import encoding, patch_points
 ROWS = {feature.name: feature for feature in coverage.REFUSED}
 
 
+@pytest.fixture
+def by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of quantised weights that a model has."""
+    kinds: list[str] = []
+    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(kinds))
+    return kinds
+
+
 def found(**changes: Any) -> list[str]:
     """What is found in a configuration of Qwen3-VL as text, with changes to its model."""
     limits, settings = changes.pop("limits", {}), changes.pop("settings", {})
@@ -172,11 +180,10 @@ def test_quantised_experts_of_gemma_4_pass_beside_images_in_kinds_that_have_run(
 
 
 def test_a_cache_in_fp8_passes_beside_images_and_quantised_weights_that_have_run_with_it(
+    by: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     named = "Gemma4ForConditionalGeneration"
     cache = {"cache_config": SimpleNamespace(cache_dtype="fp8", enable_prefix_caching=True), "is_moe": False}
     of_gemma = {**IMAGES, **cache, "architecture": named}
@@ -200,10 +207,8 @@ def test_a_cache_in_fp8_passes_beside_images_and_quantised_weights_that_have_run
 
 @pytest.mark.parametrize("architecture", coverage.RAN.encoded_quantised)
 def test_quantised_text_models_pass_beside_images_on_devices_that_have_run_them(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     text = SimpleNamespace(model_type=coverage.RAN.text_models.get(architecture, ("gemma4_text",))[0])
     beside = partial(found, architecture=architecture, quantization="a method", hf_text_config=text, **IMAGES)
     ran = coverage.RAN.encoded_quantised[architecture]
@@ -239,12 +244,10 @@ OF_MODELOPT = "modelopt with float8 weights (one scale a tensor) and float8 stat
     ],
 )
 def test_a_gpu_sees_images_beside_quantised_weights_as_it_has_run_them(
-    name: str, text: str, kinds: list[str], refused: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, text: str, kinds: list[str], refused: list[str], by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone: not in other dtypes, by the first model runner, with drafts or a cache in FP8, or by two."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     architecture = f"{name}ForConditionalGeneration"
     of_model = {**IMAGES, "architecture": architecture, "quantization": "a method"}
     on_a_gpu = partial(found, **of_model, hf_text_config=SimpleNamespace(model_type=text), device="cuda")
@@ -268,10 +271,9 @@ def test_a_gpu_sees_images_beside_quantised_weights_as_it_has_run_them(
 
 
 def test_a_gpu_sees_images_beside_quantised_weights_around_text_models_that_it_has_run(
+    by: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     static = "fp8 with float8 weights (one scale a tensor) and float8 static tensor activations"
     others = {"Mistral3": "ministral3", "InternVL": "qwen3", "Gemma4": "gemma4_text"}
     for name, text in others.items():
@@ -289,11 +291,10 @@ def test_a_gpu_sees_images_beside_quantised_weights_around_text_models_that_it_h
 
 
 def test_a_drafter_of_gemma_4_drafts_beside_images_and_codes_with_a_cache_of_codes_on_a_gpu(
+    by: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And beside INT4 with one in 16 bits."""
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     gemma = {**IMAGES, "architecture": "Gemma4ForConditionalGeneration", "quantization": "a method"}
     gemma |= {"hf_text_config": SimpleNamespace(model_type="gemma4_text")}
     drafts = {"speculative_config": SimpleNamespace(method="mtp")}
@@ -548,11 +549,9 @@ def test_four_workers_share_images_of_models_that_four_have_run_so(monkeypatch: 
 
 @pytest.mark.parametrize("architecture", RAN.encoded_quantised_workers)
 def test_workers_share_images_beside_text_models_in_kinds_that_as_many_have_served(
-    monkeypatch: pytest.MonkeyPatch, architecture: str
+    by: list[str], monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """By four, and on GPUs, where untried ones start."""
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     data = {"settings": {"mm_encoder_tp_mode": "data"}}
     cache = SimpleNamespace(cache_dtype="auto", enable_prefix_caching=False)
     of_model = partial(found, **IMAGES, architecture=architecture, quantization="a method", cache_config=cache, **data)
@@ -572,11 +571,10 @@ def test_workers_share_images_beside_text_models_in_kinds_that_as_many_have_serv
 
 
 def test_workers_share_images_and_a_cache_in_fp8_beside_text_models_in_kinds_that_have_run_so(
+    by: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On GPUs where untried ones start."""
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     name = "Qwen3_5MoeForConditionalGeneration"
     cache = SimpleNamespace(cache_dtype="fp8", enable_prefix_caching=True)
     of_model = partial(found, **IMAGES, architecture=name, cache_config=cache, quantization="a method")
@@ -628,11 +626,9 @@ def test_two_gpus_share_encoders_by_what_has_run(monkeypatch: pytest.MonkeyPatch
     assert found(**by_two | {"architecture": gemma}, **data) == []
 
 
-def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gpus_share_images_of_a_text_model_in_blocks_alone(by: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's workers have also shared it in FP8 by rows and in INT4."""
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.33.0")
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     name = "Qwen3VLForConditionalGeneration"
     of_one = {**IMAGES, "architecture": name, "device": "cuda", "quantization": "fp8", "is_moe": False}
     for by[:] in ([kind] for kind in RAN.encoded_quantised[name]["cuda"]):
@@ -1526,10 +1522,10 @@ def test_how_far_apart_states_are_kept_is_what_has_run(monkeypatch: pytest.Monke
     assert found_of_rules(device="cuda", **apart) == "gated delta rules with prefix_cache_retention_interval"
 
 
-def test_quantised_weights_beside_states_are_those_that_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights_beside_states_are_those_that_have_run(
+    by: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patch_points, "installed_version", lambda: "0.32.0")
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     rules, convolutions, spaces = (
         partial(of, quantization="fp8") for of in (found_of_rules, found_of_convolutions, found_of_spaces)
     )
@@ -1844,10 +1840,9 @@ def test_a_drafter_that_reads_caches_of_two_head_sizes_has_run_with_images_some_
 
 
 def test_a_cache_in_fp8_beside_heads_of_two_sizes_has_run_with_some_quantised_weights(
+    by: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     ran, said = RAN.fp8_kv_cache_quantised[coverage.TWO_SIZES]["cpu"], "heads of two sizes with a KV cache in fp8"
     for by[:] in ([kind] for kind in RAN.large_head_quantised["cpu"]):
         found = two_head_sizes(quantization="a method", cache_dtype="fp8")
@@ -2048,10 +2043,8 @@ def test_what_has_not_run_with_attention_in_chunks_is_found(
     assert two_head_sizes(**llama | asked) == said
 
 
-def test_a_gpu_serves_attention_in_chunks_as_it_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_serves_attention_in_chunks_as_it_has_run_it(by: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By one worker in the second model runner: text in any dtype, in codes in bf16 alone, and images in fp32."""
-    by: list[str] = []
-    monkeypatch.setattr(coverage.schemes, "kinds", lambda *_: tuple(by))
     named, seeing = "attention in chunks with", "Llama4ForConditionalGeneration"
     of_chunks = partial(two_head_sizes, of="Attention in chunks", is_moe=True)
     on_a_gpu = partial(of_chunks, "cuda", "0.33.0", architecture="Llama4ForCausalLM")
