@@ -48,6 +48,30 @@ def asked(seed: int, before: int, lengths: Sequence[int], after: int = 3, count:
     return {"prompt": prompt, "sounds": sounds, "params": params(count)}
 
 
+FOUR_SOUNDS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128} | {
+    "limit_mm_per_prompt": '{"audio": 4}'
+}
+
+
+def targets_of(longest: int, shortest: int, whole: int) -> list[dict[str, Any]]:
+    """Of a family that is given any number of sounds: a sound over borders of steps and pages, several, the shortest
+    among them, a whole one, two that differ in their noise, and none.
+
+    Args:
+        longest: samples.
+        shortest: samples.
+        whole: samples of what fills a step of its encoder, or a second.
+    """
+    return [
+        asked(1, 60, [longest], 20),
+        asked(2, 7, [SECOND // 2, 3 * SECOND, shortest]),
+        asked(3, 20, [whole]),
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
+        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
+        asked(5, 40, []),
+    ]
+
+
 def heard(seed: int, samples: int, before: int = 1, count: int = 6) -> dict[str, Any]:
     """A request about one sound, with tokens of a transcript before it is written."""
     prompt = [audio.START, *text(before, seed)]
@@ -94,16 +118,8 @@ class Family:
 
 QWEN3_ASR = Family(
     config=audio.qwen3_asr,
-    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
-    | {"limit_mm_per_prompt": '{"audio": 4}'},
-    targets=[
-        asked(1, 60, [17 * SECOND + 77], 20),  # over borders of steps and pages
-        asked(2, 7, [SECOND // 2, 3 * SECOND, SHORTEST]),
-        asked(3, 20, [SECOND]),
-        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
-        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
-        asked(5, 40, []),
-    ],
+    settings=FOUR_SOUNDS,
+    targets=targets_of(17 * SECOND + 77, SHORTEST, SECOND),
     few=[asked(11, 3, [2 * SECOND, SECOND // 4]), asked(12, 45, []), asked(13, 1, [9 * SECOND])],
     many=[
         asked(20 + n, 1 + 7 * n % 40, [[], [SECOND // 5], [SHORTEST, SECOND + 300], [3 * SECOND]][n % 4], count=2)
@@ -123,16 +139,8 @@ LEAST = 321
 """Samples of a token of Qwen2-Audio."""
 QWEN2_AUDIO = Family(
     config=audio.qwen2_audio,
-    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
-    | {"limit_mm_per_prompt": '{"audio": 4}'},
-    targets=[
-        asked(1, 60, [13 * SECOND + 77], 20),  # over borders of steps and pages
-        asked(2, 7, [SECOND // 2, 3 * SECOND, LEAST]),
-        asked(3, 20, [SECOND]),
-        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
-        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
-        asked(5, 40, []),
-    ],
+    settings=FOUR_SOUNDS,
+    targets=targets_of(13 * SECOND + 77, LEAST, SECOND),
     few=[
         asked(11, 3, [2 * SECOND, SECOND // 4]),
         asked(12, 45, []),
@@ -210,16 +218,8 @@ BRIEFEST = 961
 """Samples of a token of GLM-ASR."""
 GLM_ASR = Family(
     config=audio.glm_asr,
-    settings={"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 128}
-    | {"limit_mm_per_prompt": '{"audio": 4}'},
-    targets=[
-        asked(1, 60, [17 * SECOND + 77], 20),  # over borders of steps and pages
-        asked(2, 7, [SECOND // 2, 3 * SECOND, BRIEFEST]),
-        asked(3, 20, [CHUNK]),
-        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 400)]},
-        asked(4, 30, [SECOND // 3]) | {"sounds": [(SECOND // 3, 401)]},
-        asked(5, 40, []),
-    ],
+    settings=FOUR_SOUNDS,
+    targets=targets_of(17 * SECOND + 77, BRIEFEST, CHUNK),
     few=[
         asked(11, 3, [CHUNK + 1, SECOND // 4]),
         asked(12, 45, []),
